@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -44,6 +44,7 @@ REMEDIES = {
     "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
     "the run set `evaluation.sites`.",
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
+    "max_run_evaluations": "Raise policy.max_run_evaluations, or have the run measure less (evaluation.every).",
     "privacy": "See the privacy spent with `tessera worker ledger`, and the data set's budget in the settings.",
     "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each. Then "
     "`tessera worker adopt --config FILE` moves into it what was spent under the names of their own.",
@@ -86,7 +87,7 @@ def require(allowed: bool, rule: str, detail: str) -> None:
         raise PolicyViolation(rule, detail)
 
 
-EVALUATIONS = "whether versions may be measured on examples that nothing trains on; the figures are exact"
+EVALUATIONS = "whether versions may be measured on examples that nothing trains on; the figures have no noise"
 
 
 def check_use(task: Task, *, for_evaluation: bool) -> None:
@@ -101,7 +102,7 @@ SINGLE_EXAMPLES = "the run protects single examples: it needs privacy.unit = 'gr
 
 
 class PrivacyFloor(Frozen):
-    """The minimum privacy of a run that trains here, on any data set. Exact metrics need permission."""
+    """The minimum privacy of a run that trains here, on any data set. Figures without noise need permission."""
 
     epsilon: float = Field(gt=0, le=1000, description="largest epsilon of a run")
     delta: float = Field(default=1e-5, gt=0, lt=0.1, description="largest delta of a run")
@@ -117,7 +118,7 @@ class PrivacyFloor(Frozen):
         """Check the kind and privacy of a task. Raises PolicyViolation."""
         rule, privacy = "require_privacy", task.privacy
         if task.kind == "evaluate":
-            require(self.evaluations, rule, "this site requires privacy, and a version's figures are exact")
+            require(self.evaluations, rule, "this site requires privacy, and a version's figures have no noise")
             return
         if privacy is None:
             raise PolicyViolation(rule, "the run has no differential privacy, and this site requires it")
@@ -258,8 +259,16 @@ class Policy(Frozen):
         default=20, description="fewest examples over which a version is evaluated, or a training loss is reported"
     )
     max_evaluations: PositiveInt = Field(
-        default=10_000,
+        default=1_000,
         description="evaluations on one data set over all runs, counted over the workers that share runs_dir",
+    )
+    max_run_evaluations: PositiveInt = Field(
+        default=100, description="evaluations in one run, counted over the workers that share runs_dir"
+    )
+    figures: Literal["exact", "rounded"] = Field(
+        default="exact",
+        description="'rounded': in all runs, evaluations leave as sums that one example moves by at most one step, "
+        "and no metrics of training leave; 'exact': only in private runs, in secure sums and under a rule of privacy",
     )
     send_class_counts: bool = Field(
         default=False,
@@ -398,7 +407,7 @@ class Policy(Frozen):
         if self.max_weekly_privacy:
             self.max_weekly_privacy.check(task, "max_weekly_privacy")
         if (of_site := self.require_client_privacy) and task.kind == "evaluate":
-            detail = "this site requires privacy for itself as a whole, and a version's figures are exact"
+            detail = "this site requires privacy for itself as a whole, and a version's figures have no noise"
             require(of_site.evaluations, "require_client_privacy", detail)
 
     def check_unmasked(self) -> None:
@@ -423,11 +432,14 @@ class Policy(Frozen):
         detail = f"metrics of {examples} examples reveal too much of each; at least {least} are required"
         require(examples >= least, "min_evaluation_examples", detail)
 
-    def check_measurements(self, dataset: str, times: int) -> None:
-        """Check the number of evaluations on a data set, including the one about to start."""
+    def check_measurements(self, dataset: str, times: int, of_run: int) -> None:
+        """Check the numbers of evaluations on a data set and in a run, including the one about to start."""
         most = self.max_evaluations
         detail = f"{most} versions were measured on the data set {dataset!r}, the most that the policy allows"
         require(times <= most, "max_evaluations", detail)
+        most = self.max_run_evaluations
+        detail = f"{most} versions of the run were measured here, the most that the policy allows"
+        require(of_run <= most, "max_run_evaluations", detail)
 
     def check_duration(self, seconds: float) -> None:
         most = self.max_task_seconds

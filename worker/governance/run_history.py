@@ -59,6 +59,8 @@ class Record(Frozen):
     """By worker."""
     upload_bytes: NonNegativeInt = 0
     """Total size of all updates, accepted or not."""
+    evaluations: NonNegativeInt = 0
+    """Evaluations that began, over all data sets."""
 
     @field_validator("terms", mode="before")
     @classmethod
@@ -108,15 +110,16 @@ class RunHistory:
     def check(self, snapshot: RunSnapshot, policy: Policy) -> None:
         """Check a task against the run's history. Raises PolicyViolation."""
         # Require room for at least one more byte of upload.
-        self._next(self._read(snapshot), snapshot, policy, 1 if snapshot.kind == "train" else 0)
+        self._next(self._read(snapshot.run), snapshot, policy, 1 if snapshot.kind == "train" else 0)
         if snapshot.kind == "evaluate":
-            policy.check_measurements(snapshot.dataset, self.measured(snapshot.dataset) + 1)
+            times, of_run = self.measured(snapshot.dataset), self._read(snapshot.run).evaluations
+            policy.check_measurements(snapshot.dataset, times + 1, of_run + 1)
 
     def add(self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0) -> None:
         """Check the task again with the size of its update and record it durably. Raises PolicyViolation."""
         with alone(self._folder, wait=True):
-            record = self._next(self._read(snapshot), snapshot, policy, upload_bytes)
-            with written_whole(self._path(snapshot)) as file:
+            record = self._next(self._read(snapshot.run), snapshot, policy, upload_bytes)
+            with written_whole(self._path(snapshot.run)) as file:
                 file.write(canonical(record))
 
     def measured(self, dataset: str) -> int:
@@ -127,31 +130,34 @@ class RunHistory:
         except ValidationError as fault:
             raise PolicyViolation("max_evaluations", f"{path} cannot be read as a count") from fault
 
-    def measure(self, dataset: str, policy: Policy) -> None:
-        """Durably count one more evaluation on a data set. Raises PolicyViolation if that exceeds the limit.
+    def measure(self, run: str, dataset: str, policy: Policy) -> None:
+        """Durably count one more evaluation of a run on a data set. Raises PolicyViolation if that exceeds a limit.
 
         Call it before the data are read: even a failed evaluation reveals something of them.
         """
         with alone(self._folder, wait=True):
-            times = self.measured(dataset) + 1
-            policy.check_measurements(dataset, times)
+            times, record = self.measured(dataset) + 1, self._read(run)
+            record = record.model_copy(update={"evaluations": record.evaluations + 1})
+            policy.check_measurements(dataset, times, record.evaluations)
             with written_whole(self._measured_path(dataset)) as file:
                 file.write(canonical(EvaluationCount(times=times)))
+            with written_whole(self._path(run)) as file:
+                file.write(canonical(record))
 
     def _measured_path(self, dataset: str) -> Path:
         # A label contains no path separators.
         return self._folder / MEASURED_FOLDER / f"{dataset}.json"
 
-    def _path(self, snapshot: RunSnapshot) -> Path:
+    def _path(self, run: str) -> Path:
         # A run's id contains no path separators.
-        return self._folder / f"{snapshot.run}.json"
+        return self._folder / f"{run}.json"
 
-    def _read(self, snapshot: RunSnapshot) -> Record:
-        path = self._path(snapshot)
+    def _read(self, run: str) -> Record:
+        path = self._path(run)
         try:
             return Record.model_validate_json(path.read_bytes()) if path.exists() else Record()
         except ValidationError as fault:
-            raise PolicyViolation("run", f"{path} cannot be read as the history of run {snapshot.run}") from fault
+            raise PolicyViolation("run", f"{path} cannot be read as the history of run {run}") from fault
 
     def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
         """Return the record extended by the task. Raises PolicyViolation if they conflict."""
@@ -168,7 +174,8 @@ class RunHistory:
         total_bytes = record.upload_bytes + upload_bytes
         policy.check_run_upload(total_bytes)
         known = {**before, **terms}
-        return Record(terms=known, versions=versions, handed=handed, upload_bytes=total_bytes)
+        update = {"terms": known, "versions": versions, "handed": handed, "upload_bytes": total_bytes}
+        return record.model_copy(update=update)
 
 
 def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict[int, Digest]:

@@ -30,6 +30,7 @@ from tessera.worker.data.dataset import DataError, Dataset, Rows
 from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces
 from tessera.worker.model.forward import losses
 from tessera.worker.privacy.factors import Factors
+from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
     ROUGH,
@@ -49,7 +50,6 @@ from tessera.worker.privacy.pieces import (
     Piece,
     add_by_group,
     group_pieces,
-    known_examples,
     single_pieces,
     zero_means,
 )

@@ -25,7 +25,8 @@ from tessera.worker.governance.policy import Allowance, PolicyViolation, Privacy
 from tessera.worker.privacy.accountant import Overspent, epsilon, noise_multiplier, within
 from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
-from tessera.worker.privacy.pieces import GroupSampling, known_examples
+from tessera.worker.privacy.known_examples import known_examples
+from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.selection import Watched, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
@@ -46,9 +47,6 @@ from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import LocalTraining
-
-DISCLOSED = ("steps", "effective_steps")
-"""The metrics that a method may report. They follow from the settings and the number of examples."""
 
 E = TypeVar("E", NoisySteps, NoisyChoice)
 
@@ -274,10 +272,6 @@ class PrivateTask:
     def grouped(self) -> GroupSampling | None:
         """The groups whose gradients are clipped, if they are the unit."""
         return GroupSampling(self.groups, self._privacy.examples_per_unit) if self.groups else None
-
-    def disclosed(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that do not depend on the examples' content."""
-        return {name: value for name, value in metrics.items() if name in DISCLOSED}
 
     def spent(self) -> float:
         """Return the epsilon that the run has spent on this data set so far, at the run's delta."""

@@ -180,7 +180,8 @@ class Rank:
         require_own_loss(loaded.context, dataset)
         # One rank alone must not compute with a sharded model.
         rehearses = not given.compute.shard
-        with explained(fetched.document, loaded.context, dataset, private=given.private, rehearses=rehearses):
+        private = given.private or (task.kind == "evaluate" and run.env.rounds_figures(task))
+        with explained(fetched.document, loaded.context, dataset, private=private, rehearses=rehearses):
             stage = self._stage(run, loaded, dataset, given)
         loaded.context.close()
         # What a sharded model trains is set once.

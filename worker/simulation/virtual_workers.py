@@ -93,6 +93,7 @@ class Workers:
             models=self.models,
             resources=self.population.participant(site).resources if site else {},
             seed_key=self.population.seed_key(site, in_sum=task.sums is not None) if site else None,
+            full_precision=True,
             noise_key=noise_key_of,
             sums=self._party(site) if site and task.sums else None,
         )

@@ -172,6 +172,8 @@ class TaskEnvironment:
     """Time between two checkpoints of a task; infinite for none."""
     seed_key: bytes | None = field(default=None, repr=False)
     """The site's secret for `TaskRun.training_seed`; None trains by the coordinator's seeds, as in a simulation."""
+    full_precision: bool = False
+    """True in a simulation, which no figures leave: they are exact under each rule."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 
@@ -195,6 +197,18 @@ class TaskEnvironment:
             self.allowances.get(dataset),
         )
         return [rule for rule in rules if rule]
+
+    def rounds_figures(self, task: Task) -> bool:
+        """Return whether figures over examples leave in a task only as rounded sums (`privacy.bounded_figures`).
+
+        Elsewhere exact updates reveal more than exact figures. A central data set is no site's that takes part.
+        """
+        if self.full_precision:
+            return False
+        hidden = task.privacy or task.client_privacy or task.secure_sums
+        is_central = task.kind == "evaluate" and not task.held_out
+        by_site = self.policy.figures == "rounded" or bool(self.privacy_rules(task.dataset))
+        return by_site or (bool(hidden) and not is_central)
 
     def piece_size(self, run: str) -> PieceSize:
         """Return the size of pieces for the next task of a run, which its training updates."""

@@ -8,6 +8,7 @@ from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.privacy.bounded_figures import bounded_sums
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
@@ -35,12 +36,13 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     env.policy.check_measured(measured.examples)
     require_apart(run, loaded.context, measured)
     if env.history:
-        env.history.measure(task.dataset, env.policy)
+        env.history.measure(task.run, task.dataset, env.policy)
     report.examples = measured.examples
-    ranks = env.setup.ranks
+    ranks, rounds = env.setup.ranks, env.rounds_figures(task)
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: env.piece_size(task.run).of_batches(task.training.batch_size, ranks.size))
-    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)))
+    size = ranks.size if rounds else size
+    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)), by_quarter=rounds)
 
     def counted() -> None:
         report.advance()
@@ -48,9 +50,12 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
 
     run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
-    batches = Batches(measured, size, env.device, trims=is_trimmable(context, measured))
+    batches = Batches(measured, size, env.device, trims=not rounds and is_trimmable(context, measured))
 
     def metrics(check: Check, scores: Scores | None = None) -> dict[str, float]:
+        if rounds:
+            with autocast(task.training, env.device):
+                return bounded_sums(context, measured, env.device, check, ranks).figures(measured.examples)
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, env.device), once as data:
@@ -59,13 +64,14 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     scores = Scores()
     found = metrics(counted, scores)
     # Over a central data set the scores are those of its examples already.
-    if task.held_out and env.policy.send_class_counts and not task.privacy and not env.privacy_rules(task.dataset):
+    if task.held_out and env.policy.send_class_counts and not rounds:
         report.class_counts = _leaving(scores.by_class())
     if task.held_out and _personalise(run, loaded, dataset):
         own = metrics(run.check)
         found |= {PERSONAL + name: value for name, value in own.items() if name != SCORED_LABELS}
-    # A count, as exact as that of the examples.
-    report.metrics = {name: value if name == SCORED_LABELS else rounded(value) for name, value in found.items()}
+    # A count, as exact as that of the examples. Figures of rounded sums have no more in further digits.
+    exact = {*found} if rounds else {SCORED_LABELS}
+    report.metrics = {name: value if name in exact else rounded(value) for name, value in found.items()}
     report.metrics |= loaded.built.metrics
     run.check()
     return measured.examples
@@ -82,8 +88,9 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     """Turn the version into this site's personalized model. Return False if the method or the site has none."""
     env, task = run.env, run.task
     half, context = loaded.half, loaded.context
-    if task.privacy is None and env.privacy_rules(task.dataset):
-        # The private state may have been trained before the site required privacy.
+    if task.privacy is None and env.rounds_figures(task):
+        # One training example may change all predictions of a model that trains on it without noise. The private
+        # state may have been trained before the site required privacy.
         return False
     loaded.personalise()
     phases = half.personalization_phases(context)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
+
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
@@ -26,6 +28,7 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
+from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
@@ -102,15 +105,17 @@ class TaskRunner(TaskEnvironment):
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
         device_failed = False
+        rounds = task.kind == "evaluate" and self.rounds_figures(task)
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 loaded = load(run, fetched)
-                dataset = tokenize(run, fetched.document, loaded, dataset)
+                with _without_cause(rounds=rounds):
+                    dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
             hides = admission.terms is not None and admission.terms.noise is not None
-            private_errors = hides or task.privacy is not None
+            private_errors = hides or task.privacy is not None or rounds
             fitting = explained(fetched.document, loaded.context, dataset, private=private_errors)
             egress = Egress(run, private, checkpoint, admission.terms)
             if task.kind == "train":
@@ -133,7 +138,7 @@ class TaskRunner(TaskEnvironment):
                         egress.submit(update, keep, stats.examples)
             else:
                 with spans.span("evaluate"):
-                    with fitting:
+                    with _without_cause(rounds=rounds), fitting:
                         examples = (
                             self.ranks.evaluate(run, fetched, loaded, dataset)
                             if self.ranks
@@ -191,6 +196,23 @@ def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float 
         entries = read()
         return math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries, most.unit), most.delta)
     return None
+
+
+@contextmanager
+def _without_cause(*, rounds: bool) -> Iterator[None]:
+    """If figures leave rounded, report a failed evaluation without its cause, which may depend on an example.
+
+    This site's log has it. Raises TaskFailure.
+    """
+    try:
+        yield
+    except VISIBLE:
+        raise
+    except Exception as fault:
+        if not rounds:
+            raise
+        structlog.get_logger("worker").error("no-figures", cause=type(fault).__name__, exc_info=fault)
+        raise TaskFailure("no-figures", "this site has no figures of the version; its own log has more") from fault
 
 
 @contextmanager

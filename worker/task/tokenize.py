@@ -32,14 +32,17 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
     Raises TaskFailure, UnsafeConfig and Problem. No message depends on the texts.
     """
     env, task = run.env, run.task
-    if dataset.texts is None and not dataset.pack:
+    # The length of one document decides in which rows the next ones are, and so moves figures without a bound.
+    packs = dataset.pack and not (task.kind == "evaluate" and env.rounds_figures(task))
+    if dataset.texts is None and not packs:
         return dataset
-    if (known := env.tokenized.get(task.dataset)) and known[0] == task.model:
+    made_as = f"{task.model}{' packed' if packs else ''}"
+    if (known := env.tokenized.get(task.dataset)) and known[0] == made_as:
         return known[1]
     made = _tokenized(run, document, loaded, dataset) if dataset.texts else dataset
-    if dataset.pack:
+    if packs:
         made = packed(made)
-    env.tokenized[task.dataset] = task.model, made
+    env.tokenized[task.dataset] = made_as, made
     return made
 
 

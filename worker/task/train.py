@@ -21,6 +21,7 @@ from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
+from tessera.worker.privacy.bounded_figures import disclosed
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
@@ -79,8 +80,10 @@ def train(
     selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
     env.policy.check_epochs(epochs_of(phases, task.training, units))
-    # A loss of this site alone would tell what the secure sum hides.
-    least = env.policy.min_evaluation_examples if task.sums is None else sys.maxsize
+    # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
+    # tell what a secure sum hides.
+    hides = env.rounds_figures(task)
+    least = sys.maxsize if hides else env.policy.min_evaluation_examples
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(
             half,
@@ -104,7 +107,9 @@ def train(
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}
     if private:
-        report.metrics = {**private.disclosed(report.metrics), EPSILON: private.spent()}
+        report.metrics = {**disclosed(report.metrics), EPSILON: private.spent()}
+    elif hides:
+        report.metrics = disclosed(report.metrics)
     report.metrics |= loaded.built.metrics
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}

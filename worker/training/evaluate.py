@@ -90,7 +90,7 @@ def evaluate(
     ranks = ranks or OneRank()
     model.train(mode=False)
     scores, loss_sum, weight = scores or Scores(), 0.0, 0
-    with torch.inference_mode(), _texts_once(model, head, batches.dataset, ranks) as start_batch:
+    with torch.inference_mode(), texts_once(model, head, batches.dataset, ranks) as start_batch:
         for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
             start_batch()
@@ -137,7 +137,7 @@ class _TextStates:
 
 
 @contextmanager
-def _texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Ranks) -> Iterator[Callable[[], None]]:
+def texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Ranks) -> Iterator[Callable[[], None]]:
     """Have a dual encoder compute its texts in the first batch alone, if all examples have the same ones. Yield a
     function to call before each batch."""
     tower: Any = getattr(model, "text_model", None)

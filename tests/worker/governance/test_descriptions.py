@@ -35,9 +35,9 @@ def test_a_run_is_told_in_full() -> None:
         "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
-        "measured on what is held out here, which sends figures. A round asks the sites that its orchestrator chose; it "
-        "needs updates of 1. A site weighs as many examples as it has, up to four times the median site's. The sum of a "
-        "block is divided by the weight of the sites that sent it. No differential privacy: "
+        "measured on what is held out here, which sends figures. A round asks the sites that its orchestrator chose; "
+        "it needs updates of 1. A site weighs as many examples as it has, up to four times the median site's. The "
+        "sum of a block is divided by the weight of the sites that sent it. No differential privacy: "
         "anyone who sees the updates, such as the coordinator's operator, may learn about single examples."
     )
 
@@ -81,9 +81,10 @@ def test_secure_sums_name_who_opens_them() -> None:
     shown = summary(wanted, MODEL, 10, least_in_sum=3)
     assert (
         " Updates leave under masks: the coordinator learns sums over at least 5 sites, which north, south and east "
-        "open together. Weights and block names are not masked. No differential privacy: anyone who sees the sums of "
-        "updates, " in shown
+        "open together. Weights and block names are not masked. A round asks all sites of the coordinator; it needs "
+        "updates of 1. This site weighs 1 by its own settings, in each sum." in shown
     )
+    assert "No differential privacy: anyone who sees the sums of updates, " in shown
 
     assert "This site takes part in no secure sum: its tasks will fail." in summary(wanted, MODEL, 10)
     assert "masks" not in summary(task(), MODEL, 10)

@@ -88,7 +88,7 @@ def test_a_task_that_breaks_a_rule_is_refused_by_its_name(rule: str, policy: Pol
 )
 def test_a_site_that_requires_privacy_is_measured_only_if_it_says_so(rule: str, floor: BaseModel) -> None:
     measuring = task(kind="evaluate", held_out=True, privacy=private())
-    with pytest.raises(PolicyViolation, match="a version's figures are exact") as violation:
+    with pytest.raises(PolicyViolation, match="a version's figures have no noise") as violation:
         Policy.model_validate({rule: floor}).check_task(measuring, ("evaluate",))
     assert violation.value.rule == rule
     allowing = floor.model_copy(update={"evaluations": True})

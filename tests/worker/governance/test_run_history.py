@@ -120,25 +120,40 @@ def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -
 def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp_path: Path) -> None:
     policy, measuring = Policy(max_evaluations=2), {"kind": "evaluate", "held_out": True}
     north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
-    north.measure("wards", policy)
+    north.measure("one", "wards", policy)
     # Counted before anything is measured, so that whoever is killed in between has not measured for nothing.
     south.check(task(1, run="another", **measuring), policy)
-    south.measure("wards", policy)
+    south.measure("another", "wards", policy)
     assert RunHistory(tmp_path, "north").measured("wards") == 2
-    for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("wards", policy)):
+    for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("one", "wards", policy)):
         with pytest.raises(PolicyViolation, match="2 versions were measured on the data set 'wards'") as violation:
             asked()
         assert violation.value.rule == "max_evaluations"
     north.check(task(1), policy)
-    north.measure("clinics", policy)
+    north.measure("one", "clinics", policy)
+
+
+def test_evaluations_of_a_run_are_counted_over_its_data_sets_and_workers(tmp_path: Path) -> None:
+    policy, measuring = Policy(max_run_evaluations=2), {"kind": "evaluate", "held_out": True}
+    first = task(1, **measuring)
+    north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
+    north.measure(first.run, "wards", policy)
+    north.add(first, policy)
+    south.measure(first.run, "clinics", policy)
+    for asked in (lambda: north.check(first, policy), lambda: north.measure(first.run, "wards", policy)):
+        with pytest.raises(PolicyViolation, match="2 versions of the run were measured here") as violation:
+            asked()
+        assert violation.value.rule == "max_run_evaluations"
+    assert RunHistory(tmp_path, "north").measured("wards") == 1
+    north.measure("another", "wards", policy)
 
 
 def test_a_count_that_cannot_be_read_allows_no_more(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
-    seen.measure("wards", Policy())
+    seen.measure("one", "wards", Policy())
     (tmp_path / "measured" / "wards.json").write_bytes(b"{}x")
     with pytest.raises(PolicyViolation, match="cannot be read as a count"):
-        seen.measure("wards", Policy())
+        seen.measure("one", "wards", Policy())
 
 
 def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_share_it(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.privacy.per_example_grads import Batch, Gradients, Hooked, PerExample
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.simulation import Weights, simulate

@@ -673,13 +673,13 @@ CASES = [
     Case("figures of examples that train", "policy-violation: use: the data set 'digits'", says(kind="evaluate")),
     Case(
         "exact figures of examples that train where privacy is required",
-        "policy-violation: require_privacy: .*figures are exact",
+        "policy-violation: require_privacy: .*figures have no noise",
         says(kind="evaluate"),
         at="floor",
     ),
     Case(
         "fine-tuning without privacy where it is required",
-        "policy-violation: require_privacy: .*figures are exact",
+        "policy-violation: require_privacy: .*figures have no noise",
         says(**OTHER_RUN, kind="evaluate", held_out=True, method={"name": "fedbabu"}, privacy=None),
         at="floor",
     ),

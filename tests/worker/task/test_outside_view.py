@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tessera.shared.api.runs import Cohort, Privacy, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Privacy, RunPatch, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Head
@@ -147,3 +148,43 @@ def test_no_odd_example_changes_what_the_coordinator_sees(
         assert ledger == spent, what
     ((_, _, events),) = spent
     assert len(events) == (1 if kind == "images" else 2)
+
+
+def measured(
+    coordinator: LiveCoordinator, folder: Path, site: str, odd: tuple[str, float] | None, kind: Kind
+) -> TaskView:
+    """An evaluation on these examples, at a site that requires privacy."""
+    given = images(odd) if kind == "images" else texts(odd)
+    save_file(given, folder / f"{site}.safetensors")
+    settings = WorkerSettings(
+        url=coordinator.url, token=coordinator.token("site", site), name="w", state_dir=folder / site, threads=1,
+        poll_seconds=5,
+        datasets={"scans": {"kind": "arrays", "file": str(folder / f"{site}.safetensors"), "use": "evaluate"}},
+        policy={"require_privacy": {"epsilon": 8.0, "evaluations": True}, "min_evaluation_examples": 16},
+    )  # fmt: skip
+    config, head = (VIT, "image-classification") if kind == "images" else (BERT, "text-classification")
+    document, start = untrained(config, cast("Head", head), seed=1)
+    agent, client = Agent(settings, Stop()), coordinator.client()
+    cohort = Cohort(sites=(site, "trains"))
+    run = start_run(client, document, start, dataset="wards", cohort=cohort, evaluation=Evaluation(dataset="scans"))
+    task: Task = until(agent._next)
+    agent._run_task(task)
+    agent.close()
+    client.patch_run(run.id, RunPatch(state="cancelled"))
+    return client.task(task.id)
+
+
+@pytest.mark.parametrize(("kind", "odd_ones"), [("images", ODD), ("texts", ODD_TEXTS)])
+def test_no_odd_example_fails_an_evaluation_or_moves_a_figure_by_more_than_a_step(
+    coordinator: LiveCoordinator, tmp_path: Path, kind: Kind, odd_ones: dict[str, tuple[str, float]]
+) -> None:
+    plain = measured(coordinator, tmp_path, "plain", None, kind)
+    # Of sixteen examples in ten classes, by steps of five examples and of five clipped losses.
+    steps = {"accuracy": 5 / 16, "loss": 5 * 2 * math.log(10) / 16}
+    assert (plain.state, set(plain.metrics)) == ("accepted", set(steps))
+    for number, (what, odd) in enumerate(odd_ones.items()):
+        task = measured(coordinator, tmp_path, f"odd-{number}", odd, kind)
+        assert (task.state, task.problem, task.examples) == ("accepted", None, 16), what
+        assert set(task.metrics) == set(steps), what
+        for name, step in steps.items():
+            assert abs(task.metrics[name] - plain.metrics[name]) <= step * (1 + 1e-9), (what, name)
