@@ -6,6 +6,9 @@ from math import ceil
 
 from tessera.shared.run_settings import MAX_STEPS, Training
 
+LEAST_BATCH_IN_SUM = 16
+"""In exact sums: an update over few examples would tell of them, however many sites are in the sum."""
+
 
 def steps_per_epoch(training: Training, examples: int) -> int:
     """Return the number of batches in one pass over `examples` examples."""
@@ -20,6 +23,12 @@ def local_steps(training: Training, examples: int) -> int:
 def local_epochs(training: Training, examples: int) -> int:
     """Return the number of passes over `examples` examples in one phase, the last of which may end early."""
     return ceil(local_steps(training, examples) / steps_per_epoch(training, examples))
+
+
+def trains_on_few(training: Training, examples: int, least: int) -> bool:
+    """Return whether a phase ends before a pass over `examples` examples, with batches of fewer than `least`."""
+    few = training.batch_size is not None and training.batch_size < least
+    return few and local_steps(training, examples) < steps_per_epoch(training, examples)
 
 
 def rate_factors(training: Training, steps: int, round_number: int, rounds: int) -> Iterator[float]:

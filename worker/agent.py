@@ -331,6 +331,8 @@ class Agent:
         )
         withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
         party = self._runner.sums
+        if party and party.embeddings:
+            advertised_policy = advertised_policy.model_copy(update={"embeddings_in_sums": True})
         site_keys = party.keys.public(party.site, party.weight) if party else None
         return self._claim.model_copy(
             update={"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}

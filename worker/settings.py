@@ -142,6 +142,11 @@ class SecureSumsSettings(Frozen):
         description="the least sites in a sum that this site sends to or opens",
     )
     helper: bool = Field(default=False, description="whether it opens sums of runs that name it as a helper")
+    embeddings: bool = Field(
+        default=False,
+        description="whether embeddings of tokens and positions, and heads over a vocabulary, may go into sums "
+        "without noise: a row that this site alone moves, such as that of a rare word, can be read from the sum",
+    )
     weight: int = Field(
         default=1,
         ge=1,

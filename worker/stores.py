@@ -101,4 +101,5 @@ def sum_party_of(settings: WorkerSettings) -> SumParty | None:
     except (OSError, ValueError) as fault:
         raise SettingsError(f"secure_sums: the keys in {keys.folder} cannot be used: {fault}") from fault
     log = AgreementLog(settings.state_dir, audit_key_of(settings))
-    return SumParty(given.site, keys, given.roster, given.quorum, given.helper, log, weight=given.weight)
+    about = {"weight": given.weight, "embeddings": given.embeddings}
+    return SumParty(given.site, keys, given.roster, given.quorum, given.helper, log, **about)

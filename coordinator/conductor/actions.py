@@ -148,7 +148,11 @@ def plan_for_willing(
             raise TooFewWilling(f"{sites} sites would do what the round asks: {said}")
         plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
         planned = [worker for worker in willing if worker.name in plans]
-        more = {w.name: found for w in planned if (found := refused_plan(w.advertised_policy, model, plans[w.name]))}
+        exact = spec.has_exact_sums
+        judged = {
+            w.name: refused_plan(w.advertised_policy, model, plans[w.name], in_exact_sum=exact) for w in planned
+        }
+        more = {name: found for name, found in judged.items() if found}
         if not more:
             return plans
         refused |= more

@@ -14,11 +14,11 @@ from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.dataset_schema import DatasetSchema
+from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.selectors import ineffective
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together, used_later_settings
-from tessera.shared.schedule import local_epochs
+from tessera.shared.schedule import LEAST_BATCH_IN_SUM, local_epochs, trains_on_few
 from tessera.shared.version import install_line
 
 SHOWN = 4
@@ -108,6 +108,9 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
     at_most = (spec.training.batch_size or examples) * (privacy.examples_per_unit if privacy else 1)
     if (largest := min(at_most, examples)) > policy.max_batch:
         yield "max_batch", f"a batch of {largest} is more than its {policy.max_batch}"
+    least = max(policy.min_batch or 0, LEAST_BATCH_IN_SUM if spec.has_exact_sums else 0)
+    if trains_on_few(spec.training, examples, least):
+        yield "min_batch", f"less than one pass over its {examples} examples needs batches of {least}"
     if invitation.model_bytes > policy.max_model_bytes:
         yield (
             "max_model_bytes",
@@ -230,8 +233,10 @@ def unsuited(
     return refused_model(policy_of(declared), model) or misfit(spec, declared, model, vocabulary, padded=padded)
 
 
-def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:
-    """Return why the site would refuse to send the update that a plan asks for, or None."""
+def refused_plan(
+    policy: AdvertisedPolicy | None, model: Model, plan: Plan, *, in_sum: bool = False
+) -> Ineligibility | None:
+    """Return why the site would refuse to send the update that a plan asks for, or None. `in_sum`: without noise."""
     if policy is None:
         return None
     for rule, detail in ineffective(policy.never_send, policy.may_send, model.blocks):
@@ -239,6 +244,9 @@ def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> I
     asked = plan.upload.resolve(model.blocks)
     if kept := [block for block in asked if policy.withholds(block)]:
         return Ineligibility(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")
+    if in_sum and not policy.embeddings_in_sums and (kept := token_rows(model.head, asked)):
+        detail = f"it sends no rows of single tokens to a sum without noise (secure_sums.embeddings): {_listed(kept)}"
+        return Ineligibility(rule="secure_sums", detail=detail)
     if kept := [block for block in asked if not policy.may_send.holds(block)]:
         return Ineligibility(rule="may_send", detail=f"these blocks may not leave it: {_listed(kept)}")
     return None

@@ -59,7 +59,11 @@ def preview(
     while pool := [worker for worker in known if not _but_for_approval(found[worker.name])]:
         plans = plan_round(invited.spec, model, state, [worker.participant(invited.spec.dataset) for worker in pool])
         planned = [worker for worker in pool if worker.name in plans]
-        refused = {w.name: said for w in planned if (said := refused_plan(w.advertised_policy, model, plans[w.name]))}
+        exact = invited.spec.has_exact_sums
+        judged = {
+            w.name: refused_plan(w.advertised_policy, model, plans[w.name], in_exact_sum=exact) for w in planned
+        }
+        refused = {name: said for name, said in judged.items() if said}
         if not refused:
             break
         plans = {}

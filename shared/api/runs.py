@@ -276,6 +276,11 @@ class RunSpec(Frozen):
         return tuple(name for name, is_lossy in given.items() if is_lossy)
 
     @property
+    def has_exact_sums(self) -> bool:
+        """Whether updates go into secure sums without noise of the sites."""
+        return self.secure_sums is not None and self.client_privacy is None
+
+    @property
     def honest_sites(self) -> int | None:
         """The shares of noise that count in each sum; None unless sites add noise."""
         if self.client_privacy is None or self.secure_sums is None:

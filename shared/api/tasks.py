@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -19,6 +20,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -200,6 +202,7 @@ class AdvertisedPolicy(Message):
     never_send_if_present: tuple[NamePattern, ...] = Field(default=(), max_length=MAX_PATTERNS)
     max_epochs: PositiveInt = 1 << 53
     max_batch: PositiveInt = 1 << 53
+    min_batch: PositiveInt | None = None
     max_model_bytes: PositiveInt = 1 << 53
     max_upload_bytes: PositiveInt = 1 << 53
     max_run_upload_bytes: PositiveInt | None = None
@@ -211,6 +214,8 @@ class AdvertisedPolicy(Message):
     """The site's offset from UTC, in minutes."""
     require_privacy: UnitBudget | None = None
     require_secure_sums: bool = False
+    embeddings_in_sums: bool = False
+    """Whether it sends rows of single tokens to secure sums without noise."""
     require_client_privacy: Budget | None = None
     """The most that a run's secure sums may reveal about the site as a whole."""
     budgets: dict[Label, UnitBudget] = Field(default={}, max_length=256)
@@ -372,6 +377,11 @@ class Task(Message):
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""
 
+    @field_serializer("robust", "server_optimizer")
+    def _with_its_name(self, rule: BaseModel) -> dict[str, Any]:
+        # Also where a message leaves defaults out, among which the names are.
+        return rule.model_dump(mode="json")
+
     @model_validator(mode="after")
     def _within_the_run(self) -> Self:
         if self.round > self.rounds:
@@ -379,6 +389,11 @@ class Task(Message):
         if self.held_out and self.kind != "evaluate":
             raise ValueError("nothing trains on what is held out")
         return self
+
+    @property
+    def in_exact_sum(self) -> bool:
+        """Whether the update goes into a secure sum without noise of the sites."""
+        return self.secure_sums is not None and self.client_privacy is None
 
     @property
     def alike_digest(self) -> Digest:

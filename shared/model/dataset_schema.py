@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any
 from unicodedata import normalize
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from tessera.shared.model.blocks import whole_shapes
+from tessera.shared.model.blocks import Block, whole_shapes
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.schema import Label, Message
 
@@ -25,6 +25,9 @@ TAKES: Mapping[Head, tuple[str, ...]] = {
     **dict.fromkeys(TEXT_HEADS, (IDS,)),
 }
 """The inputs that a model with this head cannot do without."""
+
+VOCABULARY_HEADS: tuple[Head, ...] = ("masked-lm", "causal-lm", "seq2seq-lm")
+"""Those with a row for each token."""
 
 FIXED_SIZE = ("vit", "vit_msn", "ijepa", "clip", "siglip")
 """Model types that refuse images of another size than `image_size`; most others resize their positions."""
@@ -242,6 +245,15 @@ def limits(model: Model) -> str:
 def _part(config: Mapping[str, JsonValue], name: str) -> Mapping[str, JsonValue]:
     part = config.get(name)
     return part if isinstance(part, dict) else {}
+
+
+def token_rows(head: Head, blocks: Iterable[Block]) -> list[Block]:
+    """Return the blocks with a row for each token or position of a text: only texts that have it move the row."""
+    if IDS not in TAKES.get(head, ()):
+        return []
+    roles = {"embedding", *(["head"] if head in VOCABULARY_HEADS else [])}
+    found = (block for block in blocks if roles.intersection((block.role, *block.adapts)))
+    return [block for block in found if not block.tensor.startswith("vis")]
 
 
 def token_limit(model: Model) -> int | None:

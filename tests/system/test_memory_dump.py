@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from random import Random
+from typing import Any, cast
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
+import torch
+from safetensors.numpy import load as load_file
 
-from tessera.shared.api.runs import Run
-from tessera.shared.methods.base import Plan, State
+from tessera.shared.api.runs import Run, RunSpec
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.methods.base import Participant, Plan, State
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.client_privacy import EPSILON
-from tessera.shared.rounds.planning import training_seed
+from tessera.shared.rounds.planning import plans_of, run_facts, task_of, training_seed
 from tessera.shared.rounds.secure_sums import Precision, ring_blocks
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.simulation.virtual_sites import WORKER
+from tessera.worker.data.registry import load as load_data
+from tessera.worker.simulation.blob_folder import Folder
+from tessera.worker.simulation.virtual_sites import Lent
+from tessera.worker.state.hash_chain import TaskRef, derived
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.environment import TRAINING_SEEDS, Journal, TaskEnvironment, TaskRun
+from tessera.worker.task.fetch import fetch, load
+from tessera.worker.task.train import train
+from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import until
-from tests.support.processes import CoordinatorProcess, memory_of
+from tests.support.processes import CoordinatorProcess, audit_key, memory_of
 from tests.support.secure_sums import Federation, integers_of
-from tests.system.test_secure_sums import SITES, Keep, begun, settings, started
+from tests.system.test_secure_sums import SITES, WEIGHTS, Keep, begun, settings, started
 
 Arrays = Mapping[str, np.ndarray]
 TRACE = 16
@@ -56,7 +71,7 @@ def updates_of(coordinator: CoordinatorProcess, run: Run) -> dict[str, Arrays]:
     (first,) = coordinator.admin().rounds(run.id)
     files = {path.name: path for path in (coordinator.folder / "blobs").rglob("*") if path.is_file()}
     digests = {task.worker.split("/")[0]: (task.update or "").removeprefix("sha256:") for task in first.tasks}
-    updates = {site: load(files[digest].read_bytes()) for site, digest in digests.items()}
+    updates = {site: load_file(files[digest].read_bytes()) for site, digest in digests.items()}
     return {site: {n: stored.view("<f4") for n, stored in update.items()} for site, update in updates.items()}
 
 
@@ -64,12 +79,27 @@ def terms_of(model: Model, base: Arrays) -> Terms:
     """The terms of the first round, as far as they decide how a site rounds its steps."""
     values = {block.name: ArrayTensor(base[block.name], "F32") for block in model.blocks}
     blocks = ring_blocks(model, [Plan()], State(0, values), None, Precision.of(32, len(SITES)))
-    return Federation(len(SITES), len(SITES)).terms(blocks=blocks, max_weight=max(SITES.values()))
+    return Federation(len(SITES), len(SITES)).terms(blocks=blocks, max_weight=max(WEIGHTS.values()))
 
 
-def integers_of_site(terms: Terms, steps: Arrays, run: Run, site: str) -> Arrays:
-    """What the site has under its masks."""
-    return integers_of(terms, steps, SITES[site], training_seed(run.spec, 1, f"{site}/{WORKER}"))
+def trained_at(folder: Path, vit: ModelFolder, spec: Mapping[str, Any], site: str) -> tuple[Arrays, int]:
+    """The new values of each block that a site trains in the first round of a run with secure sums, and its seed."""
+    blobs = Folder(folder / site / "blobs")
+    uploaded = upload_model(blobs, vit)
+    run = RunSpec.model_validate({**spec, "model": uploaded.model, "version": uploaded.version})
+    version = VersionRef(number=0, digest=uploaded.version)
+    about: dict[str, Any] = {"task_id": "t", "token": 1, "kind": "train", "held_out": False, "lease_seconds": 60.0}
+    half = coordinator_half(run.method, run_facts(run, vit.model))
+    (plan,) = plans_of(half, State(0, {}), [Participant("any", 1)], Random(0)).values()
+    task = task_of(run, plan, version, run="r", number=1, seed=training_seed(run, 1, site), **about)
+    data = load_data("arrays", {"file": folder / f"{site}.safetensors"})
+    env = TaskEnvironment(
+        cast("Any", None), {run.dataset: data}, TrainingSetup(torch.device("cpu")), Vault(folder / site / "vault"),
+        Lent(blobs, frozenset()), folder, seed_key=derived(audit_key(site), TRAINING_SEEDS),
+    )  # fmt: skip
+    job = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), run.dataset, None, None))
+    result, _ = train(job, load(job, fetch(job, data)), data, None)
+    return {name: values.ravel() for name, values in result.upload.items()}, job.training_seed
 
 
 @pytest.mark.parametrize("noise", [False, True], ids=["exact", "noisy"])
@@ -95,9 +125,13 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
     for worker in workers.values():
         worker.kill()
 
+    # Other random numbers than in the plain run.
+    secret_spec = spec | (private if noise else {})
+    found_here = {site: trained_at(tmp_path, vit, secret_spec, site) for site in SITES}
+    values = {site: update for site, (update, _) in found_here.items()}
     steps = {site: {n: difference(v, base[n]) for n, v in update.items()} for site, update in values.items()}
     terms = terms_of(vit.model, base)
-    integers = {site: integers_of_site(terms, steps[site], run, site) for site in SITES}
+    integers = {site: integers_of(terms, steps[site], WEIGHTS[site], seed) for site, (_, seed) in found_here.items()}
     known = [each[site][largest] for each in (values, steps) for site in SITES]
     if not noise:
         known += [integers[site][largest].astype("<i4") for site in SITES]
@@ -105,7 +139,7 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
     with CoordinatorProcess(tmp_path / "secret") as secret:
         started(secret, running, tmp_path)
         client = secret.admin()
-        run = begun(client, vit, spec | (private if noise else {}))
+        run = begun(client, vit, secret_spec)
         searches, found = 0, set[bytes]()
         while client.run(run.id).state == "running":
             found |= found_in(secret, traces)
@@ -121,6 +155,6 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
         # The known bytes are right: their sum is what the helpers opened.
         opened = client.manifest(merged.digest).blocks
         for name, value in base.items():
-            factor = -terms.max_weight * 2.0 ** terms.blocks[name].exponent / sum(SITES.values())
+            factor = -terms.max_weight * 2.0 ** terms.blocks[name].exponent / sum(WEIGHTS.values())
             moved = value - (sum(integers[site][name] for site in SITES) * factor).astype(np.float32)
             np.testing.assert_array_equal(np.frombuffer(client.read_blob(opened[name]), "<f4"), moved, err_msg=name)

@@ -22,7 +22,8 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective
-from tessera.shared.run_settings import Budget, Privacy, Span, Unit, UnitBudget
+from tessera.shared.run_settings import Budget, Privacy, Span, Training, Unit, UnitBudget
+from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.messages import NoiseTerms
 from tessera.shared.validation_errors import in_one_line
@@ -59,9 +60,13 @@ REMEDIES = {
     "vault": "The method sends blocks that it keeps private: fix the method.",
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
     "secure_sums": "Compare the fingerprints of the sites again (`tessera worker roster`), or leave the run out.",
+    "secure_sums.weight": "Keep secure_sums.weight as it is: the next round is planned with it.",
+    "secure_sums.embeddings": "Have the run train no embeddings, as with adapters or fedfrozen, or set "
+    "secure_sums.embeddings = true.",
     "require_secure_sums": "Start the run with `secure_sums`.",
     "require_client_privacy": "Start the run with `secure_sums` and with `client_privacy` that meets "
     "policy.require_client_privacy.",
+    "min_batch": "Start the run with more steps or epochs, or with a larger batch_size.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
@@ -251,6 +256,11 @@ class Policy(Frozen):
     )
     max_epochs: PositiveInt = Field(default=100, description="passes over the data in one task, over all phases")
     max_batch: PositiveInt = Field(default=65_536, description="examples in one batch")
+    min_batch: PositiveInt | None = Field(
+        default=None,
+        description="fewest examples in a batch of a task that makes less than one pass over the data; none if left "
+        f"out, and {LEAST_BATCH_IN_SUM} at least in secure sums without noise",
+    )
     max_attempts: PositiveInt = Field(default=10, description="updates of one round that one worker submits")
     max_task_seconds: PositiveFloat = Field(
         default=7 * 86400.0, description="longest duration of a task, regardless of lease renewals"
@@ -420,6 +430,12 @@ class Policy(Frozen):
     def check_epochs(self, epochs: int) -> None:
         most = self.max_epochs
         require(epochs <= most, "max_epochs", f"{epochs} epochs are more than the {most} allowed")
+
+    def check_work(self, training: Training, units: int, *, in_exact_sum: bool) -> None:
+        """Check that an update does not come from too few of the examples, or groups. Raises PolicyViolation."""
+        least = max(self.min_batch or 0, LEAST_BATCH_IN_SUM if in_exact_sum else 0)
+        detail = f"a task of less than one pass over the data, with batches of fewer than {least}, tells of few"
+        require(not trains_on_few(training, units, least), "min_batch", detail)
 
     def check_batch(self, size: int | None, units: int, examples_per_unit: int = 1) -> None:
         """Check the batch size; one batch of everything if `size` is None. `units` are examples, or groups of at

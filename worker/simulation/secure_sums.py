@@ -44,7 +44,15 @@ def party_of(site: str, sites: Iterable[str], weight: int) -> SumParty:
     roster = {name: fingerprint(_identity(name).public) for name in sites}
     keys = NamedKeys(site)
     known = (site, keys, roster, 0)
-    return SumParty(*known, helper=False, agreements=None, masks=False, noise_key=noise_key_of, weight=weight)
+    return SumParty(
+        *known,
+        helper=False,
+        agreements=None,
+        masks=False,
+        noise_key=noise_key_of,
+        weight=weight,
+        embeddings=True,
+    )
 
 
 def noise_key_of(seed: int) -> bytes:

@@ -152,7 +152,9 @@ class SumParty:
     noise_key: Callable[[int], bytes] = lambda _: new_noise_key()
     """Return the key of an update's noise by its task's seed. Only a simulation uses the seed, which others know."""
     weight: int = 1
-    """Its weight in exact sums: what a coordinator could change would be known coefficients of its updates."""
+    """Its weight in exact sums: one that a coordinator could change would be a known coefficient of its updates."""
+    embeddings: bool = False
+    """Whether it sends rows of single tokens to exact sums."""
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -118,6 +118,8 @@ def _check_length(run: TaskRun, units: int) -> None:
     policy.check_batch(task.training.batch_size, units, private.examples_per_unit if private else 1)
     if task.kind == "train":
         policy.check_epochs(local_epochs(task.training, units))
+        # A phase has whole epochs of its own, or the run's length.
+        policy.check_work(task.training, units, in_exact_sum=task.in_exact_sum)
 
 
 def _require_packable(task: Task) -> None:

@@ -14,6 +14,7 @@ import torch
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import token_rows
 from tessera.shared.model.preprocessing import TOKENIZER, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
@@ -23,6 +24,7 @@ from tessera.shared.updates.codec_choice import difference_pays
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.governance.policy import require
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, check_model, laid_out, memory_of, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
@@ -134,6 +136,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     if last is None and env.sandbox:
         env.sandbox.require(document, mapping, run.check)
     blocks = last.blocks if last else check_model(document, mapping)
+    _require_dense(run, document, blocks)
     four_bits = frozenset[str]()
     if env.setup.compute.base_bits:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
@@ -150,6 +153,16 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     bases = _fetch_base(run, document, wanted)
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
     return Fetched(document, mapping, manifest, blocks, bases, last, four_bits)
+
+
+def _require_dense(run: TaskRun, document: Model, blocks: Sequence[Block]) -> None:
+    """Raise PolicyViolation for an update of rows that single sites move, unless a sum has noise or the site allows
+    it."""
+    task, party = run.task, run.env.sums
+    rows = token_rows(document.head, task.plan.upload.resolve(blocks)) if task.in_exact_sum else []
+    name = min((block.name for block in rows), default="")
+    detail = f"a row of {name} that this site alone moves could be read from the sum"
+    require(not rows or (party is not None and party.embeddings), "secure_sums.embeddings", detail)
 
 
 def require_memory(run: TaskRun, model: Model, four_bits: frozenset[str]) -> None:

@@ -54,10 +54,8 @@ def admitted_terms(run: TaskRun) -> Terms | None:
         _check_noise(run, terms)
         if terms.noise:
             _check_method(run)
-        if (weight := _weight(party, terms)) > terms.max_weight:
-            raise SumRefused(
-                "scales", f"this site weighs {weight} (secure_sums.weight); the terms allow {terms.max_weight}"
-            )
+        detail = f"this site weighs {party.weight}; the terms allow {terms.max_weight}"
+        require(_weight(party, terms) <= terms.max_weight, "secure_sums.weight", detail)
     return terms
 
 

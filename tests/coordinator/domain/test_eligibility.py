@@ -113,6 +113,8 @@ def test_only_the_run_that_is_named_is_withheld() -> None:
         ({"max_epochs": 2}, {"training": Training(steps=9)}, "trial"),
         ({"max_batch": 10}, {"training": Training(batch_size=11)}, "trial"),
         ({"max_batch": 10}, {"training": Training(batch_size=None)}, "trial"),
+        ({"min_batch": 30}, {"training": Training(steps=3, batch_size=29)}, "trial"),
+        ({}, {**SUMS, "training": Training(steps=6, batch_size=15)}, "trial"),
         ({"require_privacy": {"epsilon": 4}}, {}, "trial"),
         ({"require_privacy": {"epsilon": 3}}, {"privacy": PRIVATE}, "trial"),
         ({"require_privacy": {"epsilon": 4, "delta": 1e-7}}, {"privacy": PRIVATE}, "trial"),
@@ -146,6 +148,12 @@ def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
             {"training": Training(epochs=3, batch_size=64)},
         ),
         ({"max_epochs": 2}, {"training": Training(steps=8)}),
+        # Large batches, or each example.
+        ({"min_batch": 30}, {"training": Training(steps=1, batch_size=30)}),
+        ({"min_batch": 30}, {"training": Training(steps=4, batch_size=29)}),
+        ({}, {"training": Training(steps=1, batch_size=1)}),
+        ({}, {**SUMS, "training": Training(steps=1, batch_size=16)}),
+        ({}, {**SUMS, "training": Training(steps=7, batch_size=15)}),
         ({"require_privacy": {"epsilon": 4, "delta": 1e-6}}, {"privacy": PRIVATE}),
         ({"require_secure_sums": True}, SUMS),
         ({"require_secure_sums": True, **OF_SITE}, {**SUMS, **NOISE}),
@@ -169,6 +177,7 @@ def judge(site: Policy, invitation: RunTerms) -> None:
         orchestrator=invitation.orchestrator,
     )  # fmt: skip
     site.check_task(task, ("train",))
+    site.check_work(task.training, 100, in_exact_sum=spec.has_exact_sums)
     if spec.secure_sums is None:
         site.check_unmasked()
     elif site.require_client_privacy:

@@ -66,7 +66,7 @@ def test_another_than_its_envelope_says_is_refused() -> None:
         ({"text": other.envelope.model_dump_json()}, "another site or another update"),
         ({"site": "site-02"}, "another site or another update"),
         ({"update": digest_of(b"other")}, "another site or another update"),
-        ({"weight": 9}, "its weight is 10; the report's makes 9"),
+        ({"weight": 9}, "its weight is 10; its worker declares 9"),
         ({"terms": arrival.federation.terms(2)}, "terms-differ"),
         ({"asked": ["head"]}, "the plan does not ask for"),
         ({"data": other.file[:-1]}, "well-formed"),

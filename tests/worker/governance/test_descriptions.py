@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tessera.shared.api.runs import Training
@@ -10,8 +12,10 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
+from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import in_words, size, summary
 from tessera.worker.governance.policy import Policy
+from tessera.worker.governance.run_history import RunSnapshot
 from tests.support.federation import small_model
 from tests.support.task_document import task_of
 
@@ -82,12 +86,42 @@ def test_secure_sums_name_who_opens_them() -> None:
     assert (
         " Updates leave under masks: the coordinator learns sums over at least 5 sites, which north, south and east "
         "open together. Weights and block names are not masked. A round asks all sites of the coordinator; it needs "
-        "updates of 1. This site weighs 1 by its own settings, in each sum." in shown
+        "updates of 1. This site weighs 1 by its own settings, in each sum. The sum of a block is divided by the "
+        "weight of the sites that sent it. No differential privacy: anyone who sees the sums of updates, " in shown
     )
-    assert "No differential privacy: anyone who sees the sums of updates, " in shown
 
     assert "This site takes part in no secure sum: its tasks will fail." in summary(wanted, MODEL, 10)
     assert "masks" not in summary(task(), MODEL, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_examples", [40, 90, 200, "unlimited", None]),
+        ("normalization", ["participants", "cohort", "inverse-probability"]),
+        ("robust", [{"rule": "mean"}, {"rule": "median"}, {"rule": "median", "attackers": 2}, {"rule": "clip"}]),
+        ("server_optimizer", [{"kind": "none"}, {"kind": "adam"}, {"kind": "adam", "learning_rate": 0.5}]),
+        ("max_update_norm", [None, 1.0, 2.0]),
+        ("max_norm_of_median", [None, "unlimited", 2.0]),
+        (
+            "cohort",
+            [
+                {},
+                {"quorum": 2},
+                {"size": 3},
+                {"size": 3, "target_updates": 2},
+                {"workers_per_site": 2},
+                {"sites": ["north", "south"]},
+                {"sites": ["north", "east"]},
+            ],
+        ),
+    ],
+)
+def test_runs_that_merge_updates_otherwise_are_other_requests_in_other_words(name: str, values: list[Any]) -> None:
+    """A person who approves three runs that seem alike lets their versions be compared."""
+    tasks = [task(**{name: value}) for value in values]
+    assert len({summary(each, MODEL, 10) for each in tasks}) == len(values)
+    assert len({terms_digest(RunSnapshot.of(each)) for each in tasks}) == len(values)
 
 
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:

@@ -23,7 +23,9 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import token_rows
 from tessera.shared.model.selectors import roles
+from tessera.shared.problems import Problem
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Envelope, RingBlock, Terms
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
@@ -45,8 +47,11 @@ from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.duals import dual
 from tests.support.secure_sums import Federation, ring_of
-from tests.support.tasks import ADAPTED, PLAIN, images
+from tests.support.tasks import ADAPTED, PLAIN, images, untrained
+from tests.worker.model.test_four_bits import LLAMA
+from tests.worker.model.test_sandbox import BERT
 from tests.worker.simulation.test_simulation import DROPOUT
 
 VERSION = digest_of(b"version")
@@ -258,6 +263,53 @@ def test_a_coordinator_that_knows_a_seed_does_not_know_what_a_site_draws_from_it
     assert updates[2] != updates[3]
 
 
+def test_an_exact_sum_takes_no_update_over_a_few_examples(tmp_path: Path) -> None:
+    """A batch of one, at a seed of the coordinator's, would be an example."""
+    site = Trained(tmp_path)
+    few = {"training": {"batch_size": 1, "steps": 1, "epochs": None, "learning_rate": 0.05}}
+    assert "min_batch: a task of less than one pass" in str(site.update(**few))
+
+
+TEXTS = {**BERT, "vocab_size": 20, "max_position_embeddings": 12}
+WORDS = {name: f"bert.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")}
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "rows"),
+    [
+        (TEXTS, "text-classification", list(WORDS.values())),
+        ({**LLAMA, "vocab_size": 40}, "causal-lm", ["model.embed_tokens.weight", "lm_head.weight"]),
+        ({**LLAMA, "vocab_size": 40, "tie_word_embeddings": True}, "causal-lm", ["model.embed_tokens.weight"]),
+        (
+            dual("clip"),
+            "contrastive",
+            [f"text_model.embeddings.{name}_embedding.weight" for name in ("token", "position")],
+        ),
+        # All images move all of its values.
+        (DROPOUT, "image-classification", []),
+    ],
+    ids=["bert", "llama", "tied", "clip", "vit"],
+)
+def test_blocks_with_a_row_for_each_token_are_known(config: dict[str, Any], head: Any, rows: list[str]) -> None:
+    document, _ = untrained(config, head)
+    assert [block.name for block in token_rows(head, document.blocks)] == rows
+
+
+def test_rows_of_single_tokens_go_into_no_exact_sum_unless_the_site_allows_it(tmp_path: Path) -> None:
+    """Which words a site has shows in rows that it alone moves, however many sites are in the sum."""
+    document, _ = untrained(TEXTS, "text-classification")
+    sender = Sender(tmp_path)
+    given = {"model": digest_of(canonical(document)), "plan": Plan(upload=roles("embedding", "head"))}
+    run = sender.run(sender.task(**given), canonical(document))
+    with pytest.raises(PolicyViolation, match=r"secure_sums\.embeddings: a row of bert.embeddings.position"):
+        fetch(run, images())
+    allowed = replace(sender.env, sums=replace(cast("SumParty", sender.env.sums), embeddings=True))
+    # The version is not here.
+    for env, changed in ((allowed, {}), (sender.env, {"plan": Plan(upload=roles("head"))})):
+        with pytest.raises(Problem):
+            fetch(replace(run, env=env, task=run.task.model_copy(update=changed)), images())
+
+
 def test_a_site_weighs_by_its_own_settings_and_refuses_terms_in_which_it_would_weigh_less(tmp_path: Path) -> None:
     """A weight that follows the terms is a known coefficient of the site's update, which differs between sums."""
     site = Sender(tmp_path)
@@ -272,7 +324,8 @@ def test_a_site_weighs_by_its_own_settings_and_refuses_terms_in_which_it_would_w
         )
         assert Envelope.model_validate_json(envelope).weight == 4
     assert site.admitted(terms) == terms
-    assert "this site weighs 4" in refusal(site, site.terms(max_weight=3))
+    with pytest.raises(PolicyViolation, match=r"secure_sums\.weight: this site weighs 4; the terms allow 3"):
+        site.admitted(site.terms(max_weight=3))
 
 
 @pytest.mark.parametrize(
