@@ -78,7 +78,7 @@ def stream_readable(dataset: Dataset, batch_size: int | None, known: Tensor | No
     not `known`, bool [examples]. No example makes this raise.
     """
     order = [part for rows in dataset.order(batch_size) for part in _apart(rows, known)]
-    for rows, batch in _each_attempt(dataset, order):
+    for rows, batch in _eachattempt(dataset, order):
         if known is not None and not bool(known[rows].all()):
             yield None
         elif not isinstance(batch, DataError):
@@ -86,7 +86,7 @@ def stream_readable(dataset: Dataset, batch_size: int | None, known: Tensor | No
         elif len(rows) == 1:
             yield None
         else:
-            for alone in (_attempt(dataset, row) for row in torch.split(rows, 1)):
+            for alone in (attempt(dataset, row) for row in torch.split(rows, 1)):
                 yield None if isinstance(alone, DataError) else {**alone, **dataset.common}
 
 
@@ -99,7 +99,7 @@ def _apart(rows: Tensor, known: Tensor | None) -> list[Tensor]:
     return [part for part in torch.tensor_split(rows, cuts) if len(part)]
 
 
-def _each_attempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rows | DataError]]:
+def _eachattempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rows | DataError]]:
     """Yield the places of each batch with its inputs or a reader's error. This process reads what loaders cannot."""
     done = 0
     try:
@@ -109,7 +109,7 @@ def _each_attempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[T
     except LoaderFailed as fault:
         structlog.get_logger("worker").warning("loaders-not-used", reason=str(fault))
     for rows in order[done:]:
-        yield rows, _attempt(dataset, rows)
+        yield rows, attempt(dataset, rows)
 
 
 def _attempts(
@@ -119,11 +119,12 @@ def _attempts(
     long. Raises LoaderFailed."""
     if dataset.for_loaders:
         return read_by_loaders(dataset, order, augmentation)
-    here = (_attempt(dataset, rows, augmentation) for rows in order)
+    here = (attempt(dataset, rows, augmentation) for rows in order)
     return _ahead(here) if dataset.on_disk or augmentation else here
 
 
-def _attempt(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows | DataError:
+def attempt(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows | DataError:
+    """Return what `read_here` does, or a reader's error."""
     try:
         return read_here(dataset, rows, augmentation)
     except DataError as fault:
@@ -134,6 +135,16 @@ def read_here(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation |
     """Return the inputs of the examples at the places `rows`, without those common to all, read by this thread.
     Raises DataError."""
     return augmented(augmentation, dataset, rows, _read(dataset, rows))
+
+
+def read_apart(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> tuple[Rows, Tensor]:
+    """Return what `read_here` does, read one by one, and which of the examples can be read, bool [examples]. Another
+    one of them is in the place of one that cannot; without any, there are no inputs."""
+    found = [attempt(dataset, row, augmentation) for row in torch.split(rows, 1)]
+    good = [each for each in found if not isinstance(each, DataError)]
+    readable = torch.tensor([not isinstance(each, DataError) for each in found])
+    whole = [good[0] if isinstance(each, DataError) else each for each in found] if good else []
+    return {name: torch.cat([each[name] for each in whole]) for name in (good[0] if good else ())}, readable
 
 
 def read_by_loaders(

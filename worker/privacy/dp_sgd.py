@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -27,7 +25,7 @@ from tessera.shared.privacy.noise import NoiseSource, grid_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import DataError, Dataset, Rows
-from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces
+from tessera.worker.data.loaders import LoaderFailed, attempt, finished, read_apart, read_in_pieces
 from tessera.worker.model.forward import losses
 from tessera.worker.privacy.factors import Factors
 from tessera.worker.privacy.known_examples import known_examples
@@ -170,21 +168,12 @@ def round_to_grid(total: Tensor, mechanism: Mechanism) -> None:
     total.div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
-_READ_HERE: Iterator[None] = repeat(None)
-
-
-class _Unread(NamedTuple):
-    """A piece of a sample, and whether its gradients are right, which is still on the device."""
-
-    piece: Piece
-    right: Tensor
-
-
 class NoisyGradients:
     """Noisy gradients for the parameters of a phase, with one Poisson sample per `fill`. Call `close` at the end.
 
-    No example can make `fill` fail: one whose gradient cannot be computed counts as 0. The method for per-example
-    gradients is chosen on synthetic examples.
+    No example can make `fill` fail: one whose gradient cannot be computed counts as 0. Nor does one cost a further
+    pass through the model, which time would reveal to the coordinator, unless the model's own code raises an error at
+    it. The method for per-example gradients is chosen on synthetic examples.
     """
 
     def __init__(
@@ -206,9 +195,11 @@ class NoisyGradients:
         self._ranks = local.setup.ranks
         self._augmentation = augmentation_of(local.training, 0)
         self._by_loaders = bool(dataset.for_loaders)
-        self._without = 0
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self._device)
-        """Number of examples whose gradients are not finite. It stays on the device until the end."""
+        """Number of examples whose gradients are not finite, or that have none. It stays on the device until the
+        end."""
+        self._misfits = torch.zeros((), dtype=torch.int64, device=self._device)
+        """Number of passes in which the examples' gradients did not add up to the batch's."""
         self._log = structlog.get_logger("worker")
         half, context = local.half, local.context
         model, parameters = context.model, freeze.parameters
@@ -233,7 +224,8 @@ class NoisyGradients:
         )
         self.method = self._method.name
         """The name of the method for per-example gradients."""
-        self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
+        self._stand_in = {name: tensor[:1] for name, tensor in sample.items()}
+        self._known = known_examples(context, dataset, self._stand_in | common)
         self._alone = OneByOne(local.loss, parameters, common)
         # The gradients of groups are held beside those of their examples.
         self._at_once = max(1, at_once(self._method, parameters) // (2 if grouped else 1))
@@ -268,12 +260,11 @@ class NoisyGradients:
         self._augmentation = self._augmentation and replace(self._augmentation, seed=seed)
         # Whole groups, if these are the units.
         units = self._ranks.rows(torch.from_numpy(sampled))
-        totals, unread = self.unchecked_sums(units)
+        totals = self.sums(units)
         # Drawing the noise takes this process some time, in which the device computes the sums.
         if self._ranks.is_first:
             for total in totals:
                 add_noise(total, self._mechanism, self._noise_source)
-        self.correct(totals, unread)
         for parameter, own in zip(self._freeze.parameters, totals, strict=True):
             total = self._ranks.total(own)
             round_to_grid(total, self._mechanism)
@@ -291,86 +282,50 @@ class NoisyGradients:
         return sample, source.seed() if self._augmentation else 0, source.seed() if self._grouped else 0
 
     def sums(self, units: Tensor) -> list[Tensor]:
-        """Return the sum of these units' clipped gradients for each parameter, float64, without noise. `units`,
-        int64 [sampled], are the places of examples or the numbers of groups, and may be empty."""
-        totals, unread = self.unchecked_sums(units)
-        self.correct(totals, unread)
-        return totals
-
-    def unchecked_sums(self, units: Tensor) -> tuple[list[Tensor], list[_Unread]]:
-        """Return the same sums without the pieces of the sample whose gradients are wrong, and without a wait for the
-        device, and for each piece whether it is in the sums."""
+        """Return the sum of these units' clipped gradients for each parameter, float64, without noise and without a
+        wait for the device. `units`, int64 [sampled], are the places of examples or the numbers of groups, and may be
+        empty."""
         totals = [
             torch.zeros_like(parameter, dtype=torch.float64, memory_format=torch.contiguous_format)
             for parameter in self._freeze.parameters
         ]
-        unread = []
         pieces = self._pieces(units)
         reads = self._reads([part for piece in pieces for part in torch.split(piece.rows, self._at_once)])
         for piece in pieces:
-            if len(piece.rows) > self._at_once:
-                self._add_in_parts(totals, piece, reads)
+            parts = zip(torch.split(piece.rows, self._at_once), torch.split(piece.owners, self._at_once), strict=True)
+            found = (each for rows, owners in parts for each in self._gradients(rows, owners, next(reads)))
+            if piece.sizes is None:
+                for gradients, counts, _ in found:
+                    self._add(totals, gradients, counts)
                 continue
-            read = next(reads)
-            try:
-                gradients, right = self._method.unchecked(self._there(piece.rows, read))
-            except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
-                self._note_failure(self._method, piece.rows, fault)
-                right = torch.zeros((), dtype=torch.bool, device=self._device)
-            else:
-                self._add(totals, piece.by_unit(as_rows(gradients)) if piece.sizes is not None else gradients, right)
-            if right is not None:
-                unread.append(_Unread(piece, right))
+            of_groups = zero_means(self._freeze.parameters, len(piece.sizes))
+            for gradients, counts, owners in found:
+                rows = as_rows(gradients)
+                if counts is not None:
+                    self._not_finite += (~counts).sum()
+                    for each in rows:
+                        each.masked_fill_(~counts.view(-1, *[1] * (each.ndim - 1)), 0.0)
+                add_by_group(of_groups, rows, owners, piece.sizes)
+            self._add(totals, of_groups, None)
         # Loaders that have come to the end of a pass are ready for the next one.
         deque(reads, maxlen=0)
-        return totals, unread
+        return totals
 
     def _pieces(self, units: Tensor) -> list[Piece]:
-        """Return the pieces of a sample, without examples that the model lacks a token or a class for."""
         if self._grouped is None:
-            self._without += int((~self._known[units]).sum())
-            return single_pieces(units, self._known, self._at_once)
-        members = self._grouped.groups.drawn(units, self._grouped.most, self._members_seed)
-        self._without += sum(int((~self._known[rows]).sum()) for rows in members)
-        return group_pieces(members, self._known, self._at_once)
+            return single_pieces(units, self._at_once)
+        return group_pieces(self._grouped.groups.drawn(units, self._grouped.most, self._members_seed), self._at_once)
 
-    def correct(self, totals: list[Tensor], unread: list[_Unread]) -> None:
-        """Add what `unchecked_sums` left out. Waits for the device, once, unless that is most unusual."""
-        if not unread or bool(torch.stack([piece.right for piece in unread]).all()):
-            return
-        for piece, right in unread:
-            if not right:
-                self._add_in_parts(totals, piece)
-
-    def _add_in_parts(
-        self, totals: list[Tensor], piece: Piece, reads: Iterator[Rows | DataError | None] = _READ_HERE
-    ) -> None:
-        """Add the clipped gradients of a piece's units, computed part by part and checked."""
-        parts = zip(torch.split(piece.rows, self._at_once), torch.split(piece.owners, self._at_once), strict=True)
-        found = (each for rows, owners in parts for each in self._gradients(rows, owners, next(reads)))
-        if piece.sizes is None:
-            for gradients, _ in found:
-                self._add(totals, gradients, None)
-            return
-        of_groups = zero_means(self._freeze.parameters, len(piece.sizes))
-        for gradients, owners in found:
-            add_by_group(of_groups, as_rows(gradients), owners, piece.sizes)
-        self._add(totals, of_groups, None)
-
-    def _add(self, totals: list[Tensor], gradients: Clippable, right: Tensor | None) -> None:
-        """Add the sums of clipped gradients, unless they are not `right`."""
+    def _add(self, totals: list[Tensor], gradients: Clippable, counts: Tensor | None) -> None:
+        """Add the sums of clipped gradients, of the units that count, bool [units]; all of them if None."""
         for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
             if isinstance(gradient, Tensor):
                 self._freeze.mask(parameter, gradient)
         scale = scales(gradients, self._clip_norm)
-        zeros = (scale == 0).sum()
-        parts = scaled_sum(gradients, scale)
-        if right is not None:
-            zeros *= right
-            for part in parts:
-                part.masked_fill_(~right, 0.0)
-        self._not_finite += zeros
-        for total, part in zip(totals, parts, strict=True):
+        if counts is not None:
+            scale = scale.masked_fill(~counts, 0.0)
+        self._not_finite += (scale == 0).sum()
+        for total, part in zip(totals, scaled_sum(gradients, scale), strict=True):
             total.add_(part)
 
     def _note_failure(self, method: PerExample, rows: Tensor, fault: Exception) -> None:
@@ -392,38 +347,66 @@ class NoisyGradients:
 
     def _gradients(
         self, rows: Tensor, owners: Tensor, read: Rows | DataError | None = None
-    ) -> Iterator[tuple[Clippable, Tensor]]:
-        """Yield the gradients of these examples with their owners: all together or, if that fails, one by one.
+    ) -> Iterator[tuple[Clippable, Tensor | None, Tensor]]:
+        """Yield the gradients of these examples, which of them count, bool [examples] or None for all, and their
+        owners: all together or, if the model raises an error, one by one.
 
-        If the method fails for a single example, plain autograd is tried; if that fails too, the example has no
-        gradient. So an example's contribution depends on this example alone.
+        An example at which plain autograd fails too has no gradient. So an example's contribution depends on this
+        example alone.
         """
-        methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
-        for method in methods:
-            try:
-                gradients = method(self._there(rows, read))
-            except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
-                self._note_failure(method, rows, fault)
-            else:
-                yield gradients, owners
-                return
-        if len(rows) > 1:
-            for row, owner in zip(torch.split(rows, 1), torch.split(owners, 1), strict=True):
-                yield from self._gradients(row, owner)
+        batch, counts = self._there(rows, read)
+        try:
+            gradients, fits = self._method.unchecked(batch)
+        except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
+            self._note_failure(self._method, rows, fault)
         else:
-            self._without += 1
+            if fits is not None:
+                self._misfits += ~fits
+            yield gradients, counts, owners
+            return
+        if isinstance(self._method, OneByOne):
+            # A piece of this method is a single example.
+            self._not_finite += 1
+            return
+        for place, owner in enumerate(torch.split(owners, 1)):
+            try:
+                alone = self._alone({name: tensor[place : place + 1] for name, tensor in batch.items()})
+            except Exception as fault:  # noqa: BLE001  (as above)
+                self._note_failure(self._alone, rows[place : place + 1], fault)
+                self._not_finite += 1
+            else:
+                yield alone, None if counts is None else counts[place : place + 1], owner
 
-    def _there(self, rows: Tensor, read: Rows | DataError | None = None) -> Rows:
-        """Return the examples on the device, perhaps read before. Raises DataError."""
+    def _there(self, rows: Tensor, read: Rows | DataError | None = None) -> tuple[Rows, Tensor | None]:
+        """Return the examples on the device, perhaps read before, and which of them count, bool [examples]; None if
+        all do.
+
+        A synthetic example stands in for one that cannot be read, or that the model lacks a token or a class for: it
+        takes part in the same pass.
+        """
+        counts = self._known[rows]
+        if read is None:
+            read = attempt(self._dataset, rows, self._augmentation)
         if isinstance(read, DataError):
-            raise read
-        read = read_here(self._dataset, rows, self._augmentation) if read is None else read
-        return finished(self._dataset, {name: copied(tensor, self._device) for name, tensor in read.items()})
+            read, readable = read_apart(self._dataset, rows, self._augmentation)
+            counts = counts & readable
+        there = {name: copied(tensor, self._device) for name, tensor in read.items()}
+        batch = finished(self._dataset, there)
+        # In numpy: this process waits for no device.
+        if counts.numpy().all():
+            return batch, None
+        counts = copied(counts, self._device)
+        for name, one in self._stand_in.items():
+            values = batch.get(name, one).expand(len(rows), *one.shape[1:])
+            batch[name] = torch.where(counts.view(-1, *[1] * (one.ndim - 1)), values, one.to(values.dtype))
+        return batch, counts
 
     def close(self) -> None:
         self._method.close()
-        without = self._without + int(self._not_finite)
-        if without:
-            # Only for the site: the existence of such examples is exact information about its data.
+        # Only for the site: the existence of such examples is exact information about its data.
+        if without := int(self._not_finite):
             reason = "their gradients are not finite, or could not be computed"
             self._log.warning("examples-counted-as-zero", times=without, reason=reason)
+        if misfits := int(self._misfits):
+            reason = "the model uses a tensor outside its own layer for some examples, and this part is left out"
+            self._log.warning("per-example-gradients-incomplete", times=misfits, reason=reason)

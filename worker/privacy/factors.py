@@ -58,7 +58,7 @@ class Factors(ABC):
 
     @abstractmethod
     def total(self, scale: Tensor) -> Tensor:
-        """Return the sum of the gradients, each times its `scale` [examples], float64 of the matrix' shape.
+        """Return the sum of the gradients, each times its `scale`, float64 [examples], in the matrix' shape, float64.
 
         An example with a scale of 0 counts as 0 even if its gradient is not finite.
         """
@@ -94,13 +94,14 @@ class Outer(Factors):
 
     def total(self, scale: Tensor) -> Tensor:
         total = scale.new_zeros(self.left.shape[2], self.right.shape[2], dtype=torch.float64)
-        kept, scale = _kept(scale)
         place = 0
-        for left, right in Outer(self.left[kept], self.right[kept])._exact():  # noqa: SLF001
-            factor = scale[place : place + len(left), None, None]
+        for left, right in self._exact():
+            factor = scale[place : place + len(left)]
             place += len(left)
+            for factors in (left, right):
+                factors[factor == 0] = 0.0
             narrow = left if left.shape[2] < right.shape[2] else right
-            narrow.mul_(factor)
+            narrow.mul_(factor[:, None, None])
             total.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
         return total
 
@@ -143,11 +144,12 @@ class Lookup(Factors):
 
     def total(self, scale: Tensor) -> Tensor:
         total = scale.new_zeros(self.size, self.outputs.shape[2], dtype=torch.float64)
-        kept, scale = _kept(scale)
         place = 0
-        for index, outputs in Lookup(self.index[kept], self.outputs[kept], self.size)._exact():  # noqa: SLF001
-            outputs.mul_(scale[place : place + len(index), None, None])
+        for index, outputs in self._exact():
+            factor = scale[place : place + len(index)]
             place += len(index)
+            outputs[factor == 0] = 0.0
+            outputs.mul_(factor[:, None, None])
             total.index_add_(0, index.flatten(), outputs.flatten(0, 1))
         return total
 
@@ -183,10 +185,3 @@ def _lengths(products: Tensor, width: int) -> tuple[Tensor, Tensor]:
     most = sizes.square().mul_(operations * ROUNDING)
     # A rounding may leave a sum below zero, by no more than the bound.
     return products.sum(dim=2).sum(dim=1).add_(most).clamp_(min=0).sqrt_(), sizes
-
-
-def _kept(scale: Tensor) -> tuple[Tensor | slice, Tensor]:
-    """Return the places of the scales that are not 0, and these scales, float64."""
-    scale = scale.to(torch.float64)
-    kept = scale.nonzero().squeeze(1)
-    return (slice(None), scale) if len(kept) == len(scale) else (kept, scale[kept])

@@ -73,8 +73,8 @@ class PerExample:
         return sum(parameter.nbytes for parameter in parameters)
 
     def unchecked(self, batch: Batch) -> tuple[Clippable, Tensor | None]:
-        """Return the gradients without a wait for the device, and whether they are right, a bool on the device. It is
-        None if they are right in any case. If they are wrong, a call computes them, or says that it cannot."""
+        """Return the gradients without a wait for the device, and whether they add up to the batch's gradient, a bool
+        on the device; None if they do in any case. A call raises NotImplementedError if they do not."""
         return self(batch), None
 
     def close(self) -> None:
@@ -260,24 +260,14 @@ class Hooked(PerExample):
 
     def __call__(self, batch: Batch) -> Clippable:
         """Return the gradients. Raises NotImplementedError if they do not add up to the batch's gradient."""
-        each, finite, fitting = self._computed(batch)
-        # What is computed next depends on these, so this waits for the device, once.
-        all_finite, any_finite, fit = torch.stack([finite.all(), finite.any(), fitting]).tolist()
-        if not all_finite:
-            # One infinite gradient makes the sum infinite, so the others are checked without it.
-            if any_finite:
-                self({name: tensor[finite] for name, tensor in batch.items()})
-        elif not fit:
+        each, fits = self.unchecked(batch)
+        if not fits:
             raise NotImplementedError("the examples' gradients do not add up: a tensor is used outside its own layer")
         return each
 
-    def unchecked(self, batch: Batch) -> tuple[Clippable, Tensor | None]:
-        each, finite, fitting = self._computed(batch)
-        return each, finite.all() & fitting
-
-    def _computed(self, batch: Batch) -> tuple[Clippable, Tensor, Tensor]:
-        """Return the gradients, which of them are finite, bool [examples], and whether they add up to the batch's
-        gradient, which is meaningless unless all are finite."""
+    def unchecked(self, batch: Batch) -> tuple[Clippable, Tensor]:
+        # A sum that is not finite, as one example's gradient may make it, says nothing of the others, and passes: to
+        # compute these again would take time that reveals the example.
         self._examples = len(next(iter(batch.values())))
         self._reset()
         self._hooks.enable_hooks()
@@ -293,23 +283,23 @@ class Hooked(PerExample):
             self._reset()
         lengths = tensor_norms(each)
         whole = torch.linalg.vector_norm(lengths, dim=0)
-        finite = whole.isfinite()
         # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
         allowed = self._tolerance * lengths.sum(dim=1) + self._tolerance / 100 * whole.sum()
         # So is the gradient of an example whose tokens cancel out. If it passed in some batches alone, other examples
         # would decide in which way it is computed.
         sizes = [one.sizes().sum() if isinstance(one, Factors) else lengths.new_zeros(()) for one in each]
         allowed += ROUNDED[self._tolerance] * torch.stack(sizes)
-        fits = [
-            self._difference(parameter, one, parameter_total) <= most
+        misfits = [
+            self._difference(parameter, one, parameter_total) > most
             for parameter, one, parameter_total, most in zip(self._parameters, each, totals, allowed, strict=True)
             if parameter_total is not None
         ]
         self._bytes_of_example = sum(one.nbytes for one in each) // self._examples
-        return each, finite, torch.stack([torch.ones_like(finite[0]), *fits]).all()
+        return each, ~torch.stack([torch.zeros_like(whole[0], dtype=torch.bool), *misfits]).any()
 
     def _difference(self, parameter: nn.Parameter, each: Tensor | Factors, total: Tensor) -> Tensor:
-        """Return the norm of the difference between the sum of gradients and the `total` by autograd, a scalar.
+        """Return the norm of the difference between the sum of gradients and the `total` by autograd, a scalar;
+        0 if it is not finite.
 
         Of factors it is that in one direction of random signs, whose square is on average the square of the whole.
         """
@@ -318,7 +308,7 @@ class Hooked(PerExample):
         else:
             difference = each.projected(self._directions[parameter]) - total @ self._directions[parameter]
         length: Tensor = difference.float().norm()
-        return length
+        return length.nan_to_num(0.0, 0.0)
 
     def _reset(self) -> None:
         """Delete the state of the last pass, which may have failed half way."""

@@ -27,45 +27,31 @@ class Piece:
     owners: Tensor
     """The number of each example's group in this piece, int64 [examples]; anything if each is a unit by itself."""
     sizes: Tensor | None
-    """The number of drawn examples of each group, also of those without a gradient, int64 [groups]; None if each
-    example is a unit by itself."""
-
-    def by_unit(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of the examples, [examples, *shape], as those of their units, [units, *shape]."""
-        if self.sizes is None:
-            return gradients
-        means = zero_means([each[0] for each in gradients], len(self.sizes))
-        add_by_group(means, gradients, self.owners, self.sizes)
-        return means
+    """The number of drawn examples of each group, int64 [groups]; None if each example is a unit by itself."""
 
 
-def single_pieces(rows: Tensor, known: Tensor, at_once: int) -> list[Piece]:
-    """Return the pieces of examples that are units by themselves, without those that are not `known`."""
-    rows = rows[known[rows]]
+def single_pieces(rows: Tensor, at_once: int) -> list[Piece]:
+    """Return the pieces of examples that are units by themselves."""
     return [Piece(part, part, None) for part in torch.split(rows, at_once)] if len(rows) else []
 
 
-def group_pieces(members: Sequence[Tensor], known: Tensor, at_once: int) -> list[Piece]:
+def group_pieces(members: Sequence[Tensor], at_once: int) -> list[Piece]:
     """Return the pieces of groups with these members. No group is in two of them; one that is larger than `at_once`
-    is in a piece of its own. Members that are not `known` count in the size of their group, and nowhere else."""
-    bundles: list[list[tuple[Tensor, int]]] = []
+    is in a piece of its own."""
+    bundles: list[list[Tensor]] = []
     room = 0
     for drawn in members:
-        rows = drawn[known[drawn]]
-        if not len(rows):
-            continue
-        if len(rows) > room:
+        if len(drawn) > room:
             bundles.append([])
             room = at_once
-        bundles[-1].append((rows, len(drawn)))
-        room -= len(rows)
+        bundles[-1].append(drawn)
+        room -= len(drawn)
     return [_piece(bundle) for bundle in bundles]
 
 
-def _piece(bundle: Sequence[tuple[Tensor, int]]) -> Piece:
-    rows = [each for each, _ in bundle]
-    owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(list(map(len, rows))))
-    return Piece(torch.cat(rows), owners, torch.tensor([size for _, size in bundle]))
+def _piece(rows: Sequence[Tensor]) -> Piece:
+    sizes = torch.tensor(list(map(len, rows)))
+    return Piece(torch.cat([*rows]), torch.arange(len(rows)).repeat_interleave(sizes), sizes)
 
 
 def zero_means(parameters: Sequence[Tensor], groups: int) -> Gradients:

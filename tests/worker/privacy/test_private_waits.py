@@ -1,19 +1,34 @@
-"""A private step reads from the device once, however many pieces its sample has."""
+"""A private step takes the same passes, and reads from the device as rarely, whatever its examples are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tessera.shared.model.selectors import EVERYTHING
-from tessera.worker.data.dataset import Dataset
+from tessera.shared.privacy.noise import NoiseSource
+from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
+from tessera.worker.data.groups import Groups
 from tessera.worker.privacy import dp_sgd, per_example_grads
-from tessera.worker.privacy.per_example_grads import Hooked
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.per_example_grads import Batched, Hooked, OneByOne, PerExample
+from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
-from tests.worker.privacy.test_private_task import gradients_of, images, trainer_of, work_on
+from tests.worker.privacy.test_private_task import (
+    GPT2,
+    KEY,
+    gradients_of,
+    images,
+    sentences,
+    trainer_of,
+    work_on,
+)
 from tests.worker.training.test_waits import Reads
 
 EXAMPLES = 40
@@ -43,30 +58,120 @@ def test_a_private_step_reads_no_more_for_more_pieces() -> None:
     assert all(torch.allclose(a, b, atol=1.3e-5) for a, b in zip(few[1], many[1], strict=True))
 
 
-def test_pieces_that_are_read_too_late_are_computed_again() -> None:
+def odd_images(row: int, kind: str) -> Dataset:
+    """Images of which one is odd."""
     data = images()
-    data.tensors["pixel_values"][[4, 17]] = torch.inf
-    known = data.rows(torch.tensor([row for row in range(EXAMPLES) if row not in (4, 17)]))
-    trainer = replace(trainer_of(work_on()), piece_size=PieceSize(8, automatic=True))
-    noisy, _ = gradients_of(trainer, EVERYTHING, data)
-    found = noisy.sums(torch.arange(EXAMPLES))
-    unchecked, unread = noisy.unchecked_sums(torch.arange(EXAMPLES))
+    pixels, labels = data.tensors["pixel_values"], data.tensors["labels"]
+    if kind in ODD_PIXELS:
+        pixels[row] = ODD_PIXELS[kind]
+    if kind == "of an unknown class":
+        labels[row] = 99
+    if kind != "unreadable":
+        return data
+
+    def read(places: Sequence[int]) -> Tensor:
+        if row in places:
+            raise DataError("gone")
+        return pixels[list(places)]
+
+    stored = RowsOnDisk(read, torch.arange(len(pixels)), tuple(pixels.shape[1:]), pixels.dtype)
+    return Dataset({"labels": labels}, on_disk={"pixel_values": stored})
+
+
+ODD_PIXELS = {"not a number": torch.nan, "infinite": torch.inf, "overflowing": 3e38}
+ODD_KINDS = [*ODD_PIXELS, "of an unknown class", "unreadable"]
+METHODS: dict[str, type[PerExample]] = {"opacus": Hooked, "vmap": Batched, "one by one": OneByOne}
+
+
+def summed(data: Dataset, method: str, *, grouped: bool, units: Tensor) -> tuple[int, list[Tensor]]:
+    """The passes through the model, forward and backward, that the sum over some units takes, and the sum."""
+    trainer = replace(trainer_of(work_on()), piece_size=PieceSize(13, automatic=True))
+    freeze = Freeze(trainer.context.model, EVERYTHING.resolve(trainer.context.blocks))
+    groups = Groups.of([b"%02d" % (row // 4) for row in range(EXAMPLES)])
+    unit = GroupSampling(groups, most=4) if grouped else None
+    how = Mechanism(sampling(groups.count if grouped else EXAMPLES, None), 0.5, 1.0)
+    noisy = NoisyGradients(trainer, freeze, data, how, NoiseSource(KEY), unit)
+    if method == "one by one":
+        noisy._method.close()
+        noisy._method, noisy._at_once = noisy._alone, 1
+    elif method == "vmap":
+        noisy._method.close()
+        noisy._method = Batched(trainer.context.model, trainer.loss, freeze.parameters, {})
+    assert isinstance(noisy._method, METHODS[method])
+    with Passes(trainer.context.model) as passes:
+        found = noisy.sums(units)
     noisy.close()
-    # Of five pieces of eight, the first and the third are left out at first.
-    assert [bool(piece.right) for piece in unread] == [False, True, False, True, True]
-    wanted, _ = gradients_of(trainer_of(work_on()), EVERYTHING, known)
-    alone = wanted.sums(torch.arange(len(known.tensors["labels"])))
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, alone, strict=True))
-    assert not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(unchecked, alone, strict=True))
-    wanted.close()
+    return passes.count, found
+
+
+class Passes:
+    """Counts the calls of a model, and of the backward pass of the gradients' methods that have one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 0
+        self._model = model
+
+    def __enter__(self) -> Self:
+        def counted(*_: object) -> None:
+            self.count += 1
+
+        head = next(module for module in reversed(list(self._model.modules())) if isinstance(module, nn.Linear))
+
+        def after(_: nn.Module, __: object, output: Tensor) -> None:
+            counted()
+            if output.requires_grad:
+                # It is run once for each backward pass. Within vmap no hook can be.
+                output.register_hook(counted) if not torch._C._functorch.is_batchedtensor(output) else None
+
+        self._handles = [self._model.register_forward_pre_hook(counted), head.register_forward_hook(after)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["examples", "groups"])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_odd_example_costs_a_further_pass(method: str, *, grouped: bool) -> None:
+    # Without the odd one, these 14 examples, or four groups of four, would be one piece of 13 rows in place of two.
+    units = torch.arange(4 if grouped else 14)
+    passes, _ = summed(images(), method, grouped=grouped, units=units)
+    assert passes >= (14 if method == "one by one" else 2)
+    others = units[units != (1 if grouped else 4)]
+    # A group counts as zero with an example whose gradient is not finite, and goes on without one that has none.
+    _, without = summed(images(), method, grouped=grouped, units=others)
+    for kind in ODD_KINDS:
+        count, found = summed(odd_images(4, kind), method, grouped=grouped, units=units)
+        assert count == passes, kind
+        if not grouped or kind in ODD_PIXELS:
+            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, without, strict=True)), kind
+
+
+def test_no_version_makes_an_example_cost_a_further_pass() -> None:
+    """A row of a table overflows for one word, or gives gradients of which no squares or sums are finite."""
+    for value in (3e38, 1e30, 1e12):
+        counts = []
+        for word in (19, 5):
+            context = work_on(GPT2, "causal-lm")
+            with torch.no_grad():
+                context.model.get_input_embeddings().weight[19] = value
+            data = sentences()
+            data.tensors["input_ids"][data.tensors["input_ids"] == 19] = 5
+            data.tensors["input_ids"][3, 2] = word
+            noisy, _ = gradients_of(trainer_of(context), EVERYTHING, data)
+            with Passes(context.model) as passes:
+                noisy.sums(torch.arange(12))
+            noisy.close()
+            counts.append(passes.count)
+        assert counts[0] == counts[1] > 0, value
 
 
 def test_the_fast_gradients_read_nothing_from_the_device() -> None:
     layer = nn.Linear(4, 3, device="meta")
     hooked = Hooked(layer, lambda batch: layer(batch["x"]).sum(dim=1), list(layer.parameters()))
-    gradients, right = hooked.unchecked({"x": torch.zeros(5, 4, device="meta")})
+    gradients, fits = hooked.unchecked({"x": torch.zeros(5, 4, device="meta")})
     assert [tuple(each.shape) for each in gradients] == [(5, 3, 4), (5, 3)]
-    assert right is not None
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        bool(right)
+        bool(fits)
     hooked.close()
