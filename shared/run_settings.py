@@ -286,6 +286,19 @@ class Budget(Frozen):
         return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
 
 
+class InvalidDelta(ValueError):
+    """A delta that gives no guarantee."""
+
+
+def check_delta(delta: float, units: int, unit: str, setting: str) -> None:
+    """Raise InvalidDelta for a delta that would permit the release of whole units. `setting` is its name."""
+    if delta > (most := units**-1.1):
+        raise InvalidDelta(
+            f"a delta of {delta:g} gives no guarantee for {units} {unit}s: set {setting} to {most:.2g} or less, "
+            f"better to less than {0.1 / units:.2g}"
+        )
+
+
 class UnitBudget(Budget):
     """A budget that names the unit whose loss it bounds."""
 

@@ -19,6 +19,7 @@ from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.class_counts import ClassCounts
+from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
@@ -37,7 +38,7 @@ from tessera.shared.schema import (
     RunState,
     Seed,
 )
-from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, NOISE_BITS, tolerance_of
+from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, tolerance_of
 from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- runs
@@ -169,26 +170,33 @@ class RunSpec(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _sums_alone(self) -> Self:
+    def _goes_together(self) -> Self:
+        limited = {name for name in _LIMITS if getattr(self, name) not in (None, "unlimited")}
+        changes = [
+            *([] if self.robust.neutral else ["leave out robust"]),
+            *(f"leave out {name}" for name in sorted(limited)),
+            *([] if self.sites_per_round else ["set client_privacy.expected_sites, or cohort.size"]),
+        ]
+        check_settings(self, self._beside_sums(), changes)
+        if self.privacy and self.evaluation and self.evaluation.dataset == self.dataset:
+            raise ValueError(
+                f"exact figures of the examples of {self.dataset!r} undo privacy: evaluate on other data"
+            )
+        helpers, invited = self.secure_sums.helpers if self.secure_sums else (), self.cohort.sites
+        if invited is not None and (outside := set(helpers) - set(invited)):
+            raise ValueError(f"secure_sums.helpers: {', '.join(sorted(outside))} is not among cohort.sites")
+        return self
+
+    def _beside_sums(self) -> dict[str, str]:
+        """Return the settings that do not go with secure sums and that no task has: only a coordinator that has the
+        single updates, or that chooses the sites, could act on them."""
         if self.secure_sums is None:
-            return self
-        quorum = self.secure_sums.quorum
+            return {}
+        bits, quorum = self.secure_sums.bits, self.secure_sums.quorum
         unfit = {
+            # A lossless one would only have no effect.
+            "codec": (self.codec != pipeline.LOSSLESS, OTHER_CODEC),
             "robust": (not self.robust.neutral, "it would compare single updates: leave it out"),
-            "normalization": (
-                self.normalization == "inverse-probability",
-                "which blocks a site sends is part of the terms: divide by participants or cohort",
-            ),
-            "client_privacy.clip_quantile": (
-                self.client_privacy is not None and self.client_privacy.clip_quantile is not None,
-                "no party counts the updates within a norm: leave it out, and set clip_norm to a usual update's norm",
-            ),
-            "codec": (
-                self.codec != pipeline.LOSSLESS,
-                "masked updates are integers: leave it out, or set secure_sums.bits",
-            ),
-            "upload_budget": (self.upload_budget is not None, "masked updates do not shrink: leave it out"),
-            "upload_seconds": (self.upload_seconds is not None, "masked updates do not shrink: leave it out"),
             "max_update_norm": (self.max_update_norm is not None, "no single norm is known: leave it out"),
             "max_norm_of_median": (self.max_norm_of_median is not None, "no single norm is known: leave it out"),
             "max_examples": (
@@ -196,12 +204,8 @@ class RunSpec(Frozen):
                 "each site weighs by its own settings (secure_sums.weight): leave it out",
             ),
             "secure_sums.bits": (
-                (most := MOST_SENDERS[self.secure_sums.bits]) < (self.cohort.size or MAX_SENDERS),
-                f"{self.secure_sums.bits} have room for {most} sites: lower cohort.size, or leave it out",
-            ),
-            "client_privacy": (
-                self.client_privacy is not None and self.secure_sums.bits != NOISE_BITS,
-                f"noise needs {NOISE_BITS} bits: leave out secure_sums.bits",
+                (most := MOST_SENDERS[bits]) < (self.cohort.size or MAX_SENDERS),
+                f"{bits} have room for {most} sites: lower cohort.size, or leave it out",
             ),
             "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "each site sends one update: set it to 1"),
             "cohort.quorum": (
@@ -209,61 +213,7 @@ class RunSpec(Frozen):
                 f"fewer than {quorum} updates open no sum: set it to {quorum}",
             ),
         }
-        if found := [f"{name}: {why}" for name, (is_set, why) in unfit.items() if is_set]:
-            raise ValueError("secure_sums does not go with " + "; ".join(found))
-        if self.cohort.sites is not None and (outside := set(self.secure_sums.helpers) - set(self.cohort.sites)):
-            raise ValueError(f"secure_sums.helpers: {', '.join(sorted(outside))} is not among cohort.sites")
-        return self
-
-    @model_validator(mode="after")
-    def _private_throughout(self) -> Self:
-        if self.privacy and self.training.precision == "float16":
-            raise ValueError("privacy does not go with float16, whose scaled losses are not clipped: use bfloat16")
-        if self.privacy and self.training.gradient_checkpointing:
-            raise ValueError(
-                "privacy does not go with training.gradient_checkpointing, with which gradients of single examples "
-                "cannot be computed together: leave it out"
-            )
-        if self.privacy and self.evaluation and self.evaluation.dataset == self.dataset:
-            raise ValueError(
-                f"exact figures of the examples of {self.dataset!r} undo privacy: evaluate on other data"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _each_site_counts_alike(self) -> Self:
-        if self.client_privacy is None:
-            return self
-        limited = {name for name in _LIMITS if getattr(self, name) not in (None, "unlimited")}
-        changes = [
-            *(["set normalization to cohort"] if self.normalization != "cohort" else []),
-            *([] if self.robust.neutral else ["leave out robust"]),
-            *(f"leave out {name}" for name in sorted(limited)),
-            *([] if self.sites_per_round else ["set client_privacy.expected_sites, or cohort.size"]),
-        ]
-        if changes:
-            raise ValueError(
-                "client_privacy bounds each site by its clip_norm over a fixed number of sites, and by nothing else "
-                f"that depends on updates: {'; '.join(changes)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shares_come_from_senders(self) -> Self:
-        given = self.client_privacy.honest_sites if self.client_privacy else None
-        if given is None:
-            return self
-        if self.secure_sums is None:
-            raise ValueError(
-                "client_privacy.honest_sites is for secure_sums, in which sites add the noise; here the coordinator "
-                "does: leave it out"
-            )
-        if given > self.secure_sums.quorum:
-            raise ValueError(
-                f"client_privacy.honest_sites is {given}, but a sum may be over only {self.secure_sums.quorum} sites "
-                f"(secure_sums.quorum): lower it, or raise the quorum"
-            )
-        return self
+        return {name: why for name, (is_set, why) in unfit.items() if is_set}
 
     @property
     def lossy_settings(self) -> tuple[str, ...]:

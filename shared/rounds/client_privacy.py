@@ -95,16 +95,6 @@ def stated_sites(spec: RunSpec) -> int:
     return max(spec.sites_per_round or 1, spec.cohort.size or 1, len(spec.cohort.sites or ()))
 
 
-def check_delta(spec: RunSpec) -> None:
-    """Raise ValueError for a delta that would permit the release of whole sites' updates."""
-    terms, sites = spec.client_privacy, stated_sites(spec)
-    if terms and terms.delta > (most := sites**-1.1):
-        raise ValueError(
-            f"a delta of {terms.delta:g} gives no guarantee for {sites} sites: set client_privacy.delta to "
-            f"{most:.2g} or less, better to less than {0.1 / sites:.2g}"
-        )
-
-
 def warnings(spec: RunSpec) -> list[str]:
     """Return a warning of a delta that would permit the release of a whole update in more than one of ten runs."""
     terms, sites = spec.client_privacy, stated_sites(spec)

@@ -37,6 +37,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy
+from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.schema import without_effect
 from tessera.shared.secure_sums.messages import NOISE_BITS
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -106,11 +107,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         plans = _first_plans(half, model, state)
         _check_chosen(half.run, plans)
         _check_sent(spec, plans)
-        _check_trained(model, plans)
-        if spec.secure_sums:
-            _check_summed(model, plans)
-        if spec.client_privacy:
-            _check_noisy(model, plans)
+        check_work(half, model, plans)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
     except SelectorError as fault:
@@ -192,8 +189,9 @@ def _require_blocks(model: Model, plans: Iterable[Plan]) -> None:
 def _check_delta(spec: RunSpec) -> None:
     """Raise Invalid if the delta of client-level privacy is too large for the number of sites."""
     try:
-        client_privacy.check_delta(spec)
-    except ValueError as fault:
+        if spec.client_privacy:
+            check_delta(spec.client_privacy.delta, client_privacy.stated_sites(spec), "site", "client_privacy.delta")
+    except InvalidDelta as fault:
         too_large = Fault(pointer="/client_privacy/delta", detail=str(fault))
         raise Invalid("client_privacy would protect no site", errors=[too_large]) from None
 
@@ -219,6 +217,26 @@ def _check_room(spec: RunSpec, model: Model, plans: Sequence[Plan]) -> None:
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
     """Return a run's state before its first round. Raises UnsupportedRun if its method cannot do the run, and
     SelectorError for blocks that it would select later and the model does not have."""
+    _check_half(half)
+    return half.start(first)
+
+
+def check_work(half: CoordinatorHalf[Any], model: Model, plans: Sequence[Plan]) -> None:
+    """Check a method and its plans by what the run has to hide.
+
+    The coordinator checks the first round's plans when a run is created, and a site its own plan in each round: it
+    does not rely on the coordinator. Raises UnsupportedRun.
+    """
+    _check_half(half)
+    _check_trained(model, plans)
+    if half.run.secure_sums:
+        _check_summed(model, plans)
+    if half.run.client_privacy:
+        _check_noisy(model, plans)
+
+
+def _check_half(half: CoordinatorHalf[Any]) -> None:
+    """Raise UnsupportedRun if the method cannot do the run."""
     if half.run.normalization == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion_probability(block)
@@ -228,18 +246,16 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
         half.check_client_privacy()
     if half.run.secure_sums:
         half.check_secure_sums()
-    return half.start(first)
 
 
 def _check_summed(model: Model, plans: Iterable[Plan]) -> None:
-    """Raise UnsupportedRun if the first round has nothing to sum."""
+    """Raise UnsupportedRun if a round has nothing to sum."""
     if not any(plan.upload.resolve(model.blocks) for plan in plans):
         raise UnsupportedRun("the method sends no blocks, of which secure_sums could be taken: leave it out")
 
 
 def _check_noisy(model: Model, plans: Sequence[Plan]) -> None:
-    """Raise UnsupportedRun if the first round would add noise to running statistics, which can make a variance
-    negative."""
+    """Raise UnsupportedRun if a round would add noise to running statistics, which can make a variance negative."""
     sent = sorted(b.name for b in model.blocks if is_statistic(b.name) and any(p.upload.holds(b) for p in plans))
     if sent:
         raise UnsupportedRun(
@@ -249,7 +265,7 @@ def _check_noisy(model: Model, plans: Sequence[Plan]) -> None:
 
 
 def _check_trained(model: Model, plans: Sequence[Plan]) -> None:
-    """Raise UnsupportedRun if the first round trains an external base, or blocks of 16 bits."""
+    """Raise UnsupportedRun if a round trains an external base, or blocks of 16 bits."""
     _check_base(model, plans)
     short = {block.name for block in model.blocks if NUMPY_DTYPES[block.dtype].itemsize == 2}
     trained = [block.name for plan in plans for block in plan.train.resolve(model.blocks)]

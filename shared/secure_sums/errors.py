@@ -11,6 +11,7 @@ Rule = Literal[
     "not-in-roster",
     "not-own-round",
     "quorum",
+    "run",
     "scales",
     "seeds",
     "signature",

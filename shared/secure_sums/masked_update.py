@@ -57,11 +57,13 @@ class Rounding:
         """Return integers as float32 in `scratch`, float32 [2, >= len(steps)]. Raises SumRefused for NaN and
         infinity."""
         codes, dice = scratch[0, : steps.size], scratch[1, : steps.size]
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(steps, self.factor, out=codes)
-        lowest, highest = codes.min(initial=0), codes.max(initial=0)
+        lowest, highest = steps.min(initial=0), steps.max(initial=0)
         if not (np.isfinite(lowest) and np.isfinite(highest)):
             raise SumRefused("values", "a step is infinite or not a number, and would spoil the sum of all sites")
+        # What overflows is cut off as all that is beyond the levels.
+        with np.errstate(over="ignore"):
+            lowest, highest = lowest * self.factor, highest * self.factor
+            np.multiply(steps, self.factor, out=codes)
         rng.random(out=dice, dtype=np.float32)
         np.add(codes, dice, out=codes)
         np.floor(codes, out=codes)

@@ -59,7 +59,8 @@ REMEDIES = {
     "plan": "The method sends blocks outside the plan: fix the method.",
     "vault": "The method sends blocks that it keeps private: fix the method.",
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
-    "secure_sums": "Compare the fingerprints of the sites again (`tessera worker roster`), or leave the run out.",
+    "secure_sums": "Begin a run without the settings that the refusal names. If it names a site's key, compare the "
+    "fingerprints of the sites again (`tessera worker roster`).",
     "secure_sums.weight": "Keep secure_sums.weight as it is: the next round is planned with it.",
     "secure_sums.embeddings": "Have the run train no embeddings, as with adapters or fedfrozen, or set "
     "secure_sums.embeddings = true.",

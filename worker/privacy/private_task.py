@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.privacy.noise import KEY_BYTES, NoiseSource, secret_key
-from tessera.shared.run_settings import Budget, Privacy, Unit, rho_of
+from tessera.shared.run_settings import Budget, InvalidDelta, Privacy, Unit, check_delta, rho_of
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array
@@ -99,7 +99,7 @@ class PrivateTask:
         """The groups that the run protects, if it does."""
         self.units = groups.count if groups else examples
         """The number of protected units: examples, or groups."""
-        _check_delta(privacy.delta, self.units, privacy.unit)
+        _require_guarantee(privacy.delta, self.units, privacy.unit)
         self._task = TaskRef.of(task)
         self._dataset = task.dataset
         self._rounds = task.rounds
@@ -396,15 +396,12 @@ def _noisy(noise: float, rate: float, steps: int) -> NoisySteps:
     return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=steps)
 
 
-def _check_delta(delta: float, units: int, unit: Unit) -> None:
+def _require_guarantee(delta: float, units: int, unit: Unit) -> None:
     """Raise PolicyViolation for a delta that would permit the release of whole units."""
-    most = units**-1.1
-    if delta > most:
-        raise PolicyViolation(
-            "privacy",
-            f"a delta of {delta:g} gives no guarantee for {units} {unit}s: set privacy.delta to {most:.2g} or "
-            f"less, better to less than {0.1 / units:.2g}",
-        )
+    try:
+        check_delta(delta, units, unit, "privacy.delta")
+    except InvalidDelta as fault:
+        raise PolicyViolation("privacy", str(fault)) from None
     if delta > 0.1 / units:
         structlog.get_logger("worker").warning(
             "privacy-delta-large", delta=delta, examples=units, remedy=f"set the run's to {0.1 / units:.2g}"

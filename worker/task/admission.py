@@ -74,18 +74,19 @@ def admit(run: TaskRun) -> Admission:
     if dataset is None:
         raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
-    noisy = task.privacy or (task.client_privacy and task.sums)
-    if task.kind == "train" and noisy and dataset.texts and not dataset.texts.of_classes:
+    silent = task.privacy or task.sums
+    if task.kind == "train" and silent and dataset.texts and not dataset.texts.of_classes:
         # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
         raise PolicyViolation(
             "tokenizer",
-            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a private "
-            "task may not fail by what an example is",
+            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a task with "
+            "privacy or secure sums may not fail by what an example is",
         )
     if dataset.pack:
         _require_packable(task)
     if task.training.augments and (task.kind == "train" or task.held_out):
         _require_augmentable(task, dataset)
+    terms = admitted_terms(run) if task.kind == "train" else None
     _check_effect(run)
     groups = _groups(run, dataset)
     _check_length(run, groups.count if groups else dataset.examples)
@@ -96,7 +97,6 @@ def admit(run: TaskRun) -> Admission:
     check_overlap(run, dataset)
     if task.kind != "train":
         return Admission(dataset, None, None)
-    terms = admitted_terms(run)
     checkpoint = checkpoint_of(env, task)
     return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint, terms)
 

@@ -365,6 +365,8 @@ class TaskRun:
             task.privacy,
             upload_budget=task.upload_budget,
             upload_seconds=task.upload_seconds,
+            client_privacy=task.client_privacy,
+            secure_sums=task.secure_sums is not None,
             external=frozenset(model.external),
         )
 

@@ -123,7 +123,9 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     vocabulary = _vocabulary(run, document) if dataset.schema.vocabulary else None
-    require_fit(document, task.dataset, dataset, padded=task.privacy is not None, vocabulary=vocabulary)
+    # Then no message may depend on the longest text.
+    is_silent = task.privacy is not None or task.sums is not None
+    require_fit(document, task.dataset, dataset, padded=is_silent, vocabulary=vocabulary)
     if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}

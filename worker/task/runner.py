@@ -34,19 +34,23 @@ from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import help_open
-from tessera.worker.task.tokenize import tokenize
+from tessera.worker.task.tokenize import require_apart, tokenize
 from tessera.worker.task.train import train, without_step
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.checkpoints import TrainingCheckpoints
-from tessera.worker.training.input_mismatch import explained, require_own_loss
+from tessera.worker.training.input_mismatch import InputMismatch, explained, require_output, require_own_loss
+from tessera.worker.training.optimization.micro_batch import Indivisible
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
 
 VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
-"""Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data,
-and would be an exact answer about a site whose updates are noisy: its noise leaves alone."""
+"""Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data, and
+would be an exact answer about a site of which a secure sum reveals the sum alone."""
+
+BY_DATA = (InputMismatch, Indivisible)
+"""Ends among `VISIBLE` that may follow from the data too."""
 
 
 class RankStages(Protocol):
@@ -104,7 +108,7 @@ class TaskRunner(TaskEnvironment):
             return
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
-        device_failed = False
+        device_failed, hides = False, admission.terms is not None
         rounds = task.kind == "evaluate" and self.rounds_figures(task)
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private), ending(checkpoint):
@@ -113,8 +117,11 @@ class TaskRunner(TaskEnvironment):
                 loaded = load(run, fetched)
                 with _without_cause(rounds=rounds):
                     dataset = tokenize(run, fetched.document, loaded, dataset)
-                require_own_loss(loaded.context, dataset)
-            hides = admission.terms is not None and admission.terms.noise is not None
+                require_own_loss(loaded.context, dataset.padded() if hides else dataset)
+                if hides and not self.ranks:
+                    # From now on only this site's log has a mismatch.
+                    require_output(loaded.context, dataset)
+                    require_apart(run, loaded.context, dataset)
             private_errors = hides or task.privacy is not None or rounds
             fitting = explained(fetched.document, loaded.context, dataset, private=private_errors)
             egress = Egress(run, private, checkpoint, admission.terms)
@@ -128,7 +135,7 @@ class TaskRunner(TaskEnvironment):
                             checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
                             result, stats = train(run, loaded, dataset, private, checkpoints)
                 except Exception as fault:
-                    if not hides or isinstance(fault, VISIBLE):
+                    if not hides or (isinstance(fault, VISIBLE) and not isinstance(fault, BY_DATA)):
                         raise
                     device_failed = is_device_failure(fault)
                     result, stats = without_step(run, loaded, dataset, private, fault)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import BinaryIO, TypeVar
 
+import structlog
 from pydantic import BaseModel
 
+from tessera.shared.api.refusals import check_settings
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.rounds.planning import check_work
+from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.secure_sums.committee import Member, sender_set
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
@@ -34,7 +39,7 @@ M = TypeVar("M", bound=BaseModel)
 def admitted_terms(run: TaskRun) -> Terms | None:
     """Return the terms of the task's secure sum, checked by what this site knows; None for a run without one.
 
-    Raises PolicyViolation, TaskFailure.
+    Raises PolicyViolation, TaskFailure, and UnsupportedRun for a run without secure sums.
     """
     sums = run.task.sums
     is_whole = (sums is None) == (run.task.secure_sums is None)
@@ -44,6 +49,7 @@ def admitted_terms(run: TaskRun) -> Terms | None:
         given = run.task.client_privacy
         without = given is None or given.honest_sites is None
         require(without, "secure_sums", "the task's client_privacy is for a secure sum, which the run does not have")
+        _check_run(run)
         return None
     with _refusing():
         terms = _terms(run, sums)
@@ -52,10 +58,15 @@ def admitted_terms(run: TaskRun) -> Terms | None:
         party = _party(run)
         check_terms(terms, party.roster, party.quorum)
         _check_noise(run, terms)
-        if terms.noise:
-            _check_method(run)
         detail = f"this site weighs {party.weight}; the terms allow {terms.max_weight}"
         require(_weight(party, terms) <= terms.max_weight, "secure_sums.weight", detail)
+        try:
+            _check_run(run)
+            if client := run.task.client_privacy:
+                sites = client.expected_sites or terms.max_senders
+                check_delta(client.delta, sites, "site", "client_privacy.delta")
+        except (UnsupportedRun, InvalidDelta) as fault:
+            raise SumRefused("noise" if terms.noise else "run", str(fault)) from None
     return terms
 
 
@@ -65,12 +76,17 @@ def _weight(party: SumParty, terms: Terms) -> int:
     return 1 if terms.noise else party.weight
 
 
-def _check_method(run: TaskRun) -> None:
-    """Raise SumRefused if the method sends more than steps, which noise hides, such as a choice of blocks by data."""
-    try:
-        coordinator_half(run.task.method, run.facts(read_model(run))).check_client_privacy()
-    except UnsupportedRun as fault:
-        raise SumRefused("noise", str(fault)) from None
+def _check_run(run: TaskRun) -> None:
+    """Raise UnsupportedRun for a run that no coordinator of ours creates: its updates reveal more than its sums,
+    or more than its privacy covers.
+
+    Rules that compare single updates, limits of their norms, the number of workers of a site and a cohort's quorum
+    are the coordinator's alone: masks and the terms keep it from acting on them.
+    """
+    task = run.task
+    check_settings(task)
+    model = read_model(run)
+    check_work(coordinator_half(task.method, run.facts(model)), model, [task.plan])
 
 
 def _check_noise(run: TaskRun, terms: Terms) -> None:
@@ -93,12 +109,18 @@ def masked(
     run: TaskRun, terms: Terms, changes: Sequence[TrainedBlock], file: BinaryIO, *, norms: bool
 ) -> tuple[WrittenUpdate, str, Mapping[str, Array]]:
     """Write a masked update into a file, from its start; return what was written, its envelope as JSON, and what
-    rounding to few bits dropped of each block.
+    rounding to few bits dropped of each block. An update with a step that is not finite has no steps at all.
 
     Raises PolicyViolation.
     """
     party, seeds = _party(run), new_seeds(terms)
     weight = _weight(party, terms)
+    lengths = {change.block.name: math.sqrt(sum(map(squares, change.steps()))) for change in changes}
+    if not all(map(math.isfinite, lengths.values())):
+        # A refusal would be an exact answer about the examples, so such an update counts as none.
+        structlog.get_logger("worker").error("update-without-step", cause="a step is infinite or not a number")
+        changes = [replace(change, value=change.base, rest=None) for change in changes]
+        lengths = dict.fromkeys(lengths, 0.0)
     by_name = {change.block.name: change for change in changes}
     with _refusing():
         key = party.noise_key(run.training_seed) if terms.noise else None
@@ -108,8 +130,7 @@ def masked(
         identity = party.keys.identity()
         envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
     sizes = {name: change.block.numel * terms.bits // 8 for name, change in by_name.items()}
-    lengths = {name: math.sqrt(sum(map(squares, change.steps()))) for name, change in by_name.items() if norms}
-    return WrittenUpdate(sizes, lengths, written.digest), envelope.model_dump_json(), written.rests
+    return WrittenUpdate(sizes, lengths if norms else {}, written.digest), envelope.model_dump_json(), written.rests
 
 
 def help_open(run: TaskRun) -> None:

@@ -133,7 +133,7 @@ def without_step(
     PolicyViolation if a budget has no room for the round's steps.
     """
     run.journal.note("train.fail", code=type(fault).__name__)
-    structlog.get_logger("worker").error("noise-sent-alone", cause=type(fault).__name__, exc_info=fault)
+    structlog.get_logger("worker").error("update-without-step", cause=type(fault).__name__, exc_info=fault)
     units = private.units if private else dataset.examples
     run.report.examples, run.report.metrics = units, {}
     if private:

@@ -118,6 +118,15 @@ def require_own_loss(context: LocalTaskContext, dataset: Dataset) -> None:
         rehearsal_fault(context, dataset, compare)
 
 
+def require_output(context: LocalTaskContext, dataset: Dataset) -> None:
+    """Raise InputMismatch if the model fails on a synthetic example of the maximal length."""
+    if fault := rehearsal_fault(context, dataset.padded(), context.forward):
+        raise InputMismatch(
+            f"the model gives no output for a synthetic example of the data set ({dataset.schema}), padded to the "
+            "data set's max_length, which the model must accept"
+        ) from fault
+
+
 def rehearsal_fault(
     context: LocalTaskContext, dataset: Dataset, compute: Callable[[dict[str, Tensor]], object]
 ) -> Exception | None:

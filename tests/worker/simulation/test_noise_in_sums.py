@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.secure_sums.messages import fingerprint
+from tessera.shared.tensors.lazy import Array, to_array
 from tessera.worker.agent import Agent
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.simulation import Weights, simulate
+from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.secure_sums import noise_key_of
 from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
@@ -37,6 +41,51 @@ def test_a_site_whose_training_fails_sends_noise_alone(
     found = simulated(SUMMED, model, {**files, "east": tmp_path / "broken.safetensors"}, rounds=1)
     assert len(found) == len(digests)
     assert found[1] != digests[1]
+
+
+EXACT = {**{name: value for name, value in SUMMED.items() if name != "client_privacy"}, "rounds": 1}
+ODD: dict[str, tuple[str, slice, float]] = {
+    "a pixel beyond float32": ("pixel_values", slice(0, 1), 3e38),
+    "a pixel that is not a number": ("pixel_values", slice(0, 1), float("nan")),
+    "a class that the model lacks": ("labels", slice(0, 1), 99),
+    "no label that counts": ("labels", slice(None), -100),
+}
+
+
+def values_of(result: Result) -> dict[str, Array]:
+    return {name: to_array(tensor) for name, tensor in result.state().model.items()}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_site_whose_training_fails_sends_zeros_into_an_exact_sum_and_says_nothing_else(
+    model: Weights, files: dict[str, Path], tmp_path: Path, what: str
+) -> None:
+    """Else a version that fails at some example would ask a named site whether it has the example."""
+    name, place, value = ODD[what]
+    broken = load_file(files["east"])
+    broken[name][place] = value
+    save_file(broken, tmp_path / "broken.safetensors")
+    found = []
+    for file in (files["east"], tmp_path / "broken.safetensors"):
+        sites = {site: load("arrays", {"file": each}) for site, each in {**files, "east": file}.items()}
+        with capture_logs() as logs:
+            result = simulate(EXACT, model, sites, conditions=THREADS)
+        tasks = [task for task in result.outcomes[0].round.tasks if task.kind == "train"]
+        seen = [task.model_dump(include={"worker", "state", "problem", "examples", "metrics"}) for task in tasks]
+        found.append((seen, values_of(result), [log["event"] for log in logs if log["log_level"] == "error"]))
+    (plain, whole, _), (odd, without, logged) = found
+    assert odd == plain
+    assert {(task["state"], str(task["metrics"])) for task in odd} == {("merged", "{}")}
+    assert logged == ["update-without-step"]
+    # The sites have equally many examples, and the step of one of them is missing in the mean of three.
+    alone = {"north": files["north"], "south": files["south"]}
+    sites = {site: load("arrays", {"file": file}) for site, file in alone.items()}
+    plain_run = {name: value for name, value in EXACT.items() if name != "secure_sums"}
+    others = values_of(simulate({**plain_run, "cohort": {}}, model, sites, conditions=THREADS))
+    for block, start in model.values.items():
+        expected = start + (others[block] - start) * 2 / 3
+        assert np.allclose(without[block], expected, atol=2e-5), block
+    assert any(not np.allclose(whole[block], without[block], atol=2e-5) for block in whole)
 
 
 def test_a_site_whose_training_fails_reports_the_same_of_a_private_run(files: dict[str, Path]) -> None:

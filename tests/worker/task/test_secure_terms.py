@@ -16,19 +16,22 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import ALIKE, Task
 from tessera.shared.api.versions import Manifest
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, State, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import token_rows
-from tessera.shared.model.selectors import roles
-from tessera.shared.problems import Problem
+from tessera.shared.model.selectors import NOTHING, roles
+from tessera.shared.problems import Invalid, Problem
+from tessera.shared.rounds.planning import begun
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Envelope, RingBlock, Terms
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.model.build import instantiate
@@ -48,13 +51,16 @@ from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.duals import dual
+from tests.support.federation import small_model
 from tests.support.secure_sums import Federation, ring_of
 from tests.support.tasks import ADAPTED, PLAIN, images, untrained
 from tests.worker.model.test_four_bits import LLAMA
 from tests.worker.model.test_sandbox import BERT
 from tests.worker.simulation.test_simulation import DROPOUT
 
+MODEL = small_model()
 VERSION = digest_of(b"version")
+START = State(0, {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in MODEL.blocks})
 PRIVACY = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0}
 
 
@@ -84,8 +90,8 @@ class Sender:
     def task(self, terms: Terms | None = None, **changed: Any) -> Task:
         given = {
             "id": "t", "token": 1, "kind": "train", "run": "run-1", "run_name": "demo", "round": 1, "rounds": 4,
-            "seed": 0, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "codec": "raw",
-            "training": {"batch_size": 8}, "normalization": "participants", "model": digest_of(b"model"),
+            "seed": 0, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "codec": LOSSLESS,
+            "training": {"batch_size": 8}, "normalization": "participants", "model": digest_of(canonical(MODEL)),
             "version": {"number": 0, "digest": VERSION}, "lease_seconds": 60.0, "secure_sums": self.sums,
             "sums": {"terms": terms.digest} if terms else None,
         }  # fmt: skip
@@ -102,7 +108,7 @@ class Sender:
         return TaskRun(self.env, task, lambda: None, report, Journal(TaskRef.of(task), task.dataset, None, None))
 
     def admitted(self, terms: Terms, **changed: Any) -> Terms | None:
-        return admitted_terms(self.run(self.task(terms, **changed), canonical(terms)))
+        return admitted_terms(self.run(self.task(terms, **changed), canonical(terms), canonical(MODEL)))
 
 
 def refusal(sender: Sender, terms: Terms, **changed: Any) -> str:
@@ -266,7 +272,10 @@ def test_a_coordinator_that_knows_a_seed_does_not_know_what_a_site_draws_from_it
 def test_an_exact_sum_takes_no_update_over_a_few_examples(tmp_path: Path) -> None:
     """A batch of one, at a seed of the coordinator's, would be an example."""
     site = Trained(tmp_path)
-    few = {"training": {"batch_size": 1, "steps": 1, "epochs": None, "learning_rate": 0.05}}
+    few: dict[str, Any] = {"training": {"batch_size": 1, "steps": 1, "epochs": None, "learning_rate": 0.05}}
+    alike = Task.model_validate({**site.base, **few}).alike_digest
+    terms = site.put(canonical(site.terms.model_copy(update={"settings": alike})))
+    few["sums"] = {"terms": terms}
     assert "min_batch: a task of less than one pass" in str(site.update(**few))
 
 
@@ -326,6 +335,85 @@ def test_a_site_weighs_by_its_own_settings_and_refuses_terms_in_which_it_would_w
     assert site.admitted(terms) == terms
     with pytest.raises(PolicyViolation, match=r"secure_sums\.weight: this site weighs 4; the terms allow 3"):
         site.admitted(site.terms(max_weight=3))
+
+
+REFUSED_RUNS: dict[str, dict[str, Any]] = {
+    "each site's own choice of layers": {"method": MethodSpec(name="safl", settings={"layers": 1})},
+    "each site's own choice without data": {
+        "method": MethodSpec(name="safl", settings={"layers": 1, "score": "random"})
+    },
+    "a common choice by data": {"method": MethodSpec(name="safl", settings={"layers": 1, "chooser": "consensus"})},
+    "layers by a site's memory": {
+        "method": MethodSpec(
+            name="safl", settings={"layers": 1, "score": "random", "chooser": "consensus", "memory_share": 0.5}
+        )
+    },
+    "numbers of steps": {"method": MethodSpec(name="fednova")},
+    "controls": {"method": MethodSpec(name="scaffold"), "training": {"optimizer": "sgd"}},
+    "gradients": {"method": MethodSpec(name="feddyn")},
+    "an automatic warm-up": {"method": MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"})},
+    "signals": {"method": MethodSpec(name="fedfrozen", settings={"warmup_rounds": 2, "signals": True})},
+    "nothing to sum": {"method": MethodSpec(name="local"), "plan": Plan(upload=NOTHING)},
+    "a lossy codec": {"codec": "delta+int8"},
+    "a budget of bytes": {"upload_budget": 9},
+    "a limit of time": {"upload_seconds": 1.0},
+    "probabilities": {"normalization": "inverse-probability"},
+    "scaled losses under privacy": {"privacy": PRIVACY, "training": {"precision": "float16"}},
+    "recomputation under privacy": {"privacy": PRIVACY, "training": {"gradient_checkpointing": True}},
+}
+"""Runs that no coordinator of ours creates with secure sums."""
+
+
+@pytest.mark.parametrize("what", REFUSED_RUNS)
+def test_a_site_trains_for_no_run_that_a_coordinator_refuses_to_create(tmp_path: Path, what: str) -> None:
+    """A coordinator without its own refusals would learn what secure sums are to hide: such as each site's choice of
+    layers, which is a function of its data and named in its envelope."""
+    sender = Sender(tmp_path)
+    terms = sender.terms(settings=sender.task(**REFUSED_RUNS[what]).alike_digest)
+    assert refusal(sender, terms, **REFUSED_RUNS[what]).startswith("run: ")
+    about = {"version": VERSION, "cohort": {"quorum": 3}, "name": "demo"}
+    fields = sender.task(terms, **REFUSED_RUNS[what]).model_dump(
+        mode="json", include=ALIKE & set(RunSpec.model_fields)
+    )
+    with pytest.raises((ValidationError, Invalid)):
+        begun(
+            RunSpec.model_validate(fields | about),
+            MODEL,
+            START,
+        )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"privacy": PRIVACY, "training": {"precision": "float16"}},
+        {"client_privacy": PRIVACY},
+        {"method": MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"}), "client_privacy": PRIVACY},
+    ],
+    ids=str,
+)
+def test_a_site_trains_for_no_private_run_without_sums_that_a_coordinator_refuses(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    sender = Sender(tmp_path)
+    task = sender.task(**{"secure_sums": None, "sums": None, **changed})
+    with pytest.raises(UnsupportedRun):
+        admitted_terms(sender.run(task, canonical(MODEL)))
+
+
+def test_a_site_sends_to_no_noisy_sum_of_which_delta_permits_the_release_of_its_update(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+    privacy = {"epsilon": 8.0, "delta": 0.01, "clip_norm": 0.5, "honest_sites": 2, "expected_sites": 100}
+    sender.sums["quorum"] = 3
+    noise = sender.federation.noisy_terms().noise
+    assert noise
+    changed = {"client_privacy": privacy, "normalization": "cohort"}
+    terms = sender.federation.noisy_terms(
+        settings=sender.task(**changed).alike_digest,
+        noise=noise.model_copy(update={"delta": 0.01}),
+    )
+    said = refusal(sender, terms, **changed)
+    assert "a delta of 0.01 gives no guarantee for 100 sites: set client_privacy.delta to 0.0063 or less" in said
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,11 @@ class ExampleTooLarge(torch.OutOfMemoryError):
     """A single example for which the device has too little memory."""
 
 
+class Indivisible(UnsupportedRun):
+    """A batch of which the losses of its pieces do not add up. An automatic size depends on the memory that examples
+    take."""
+
+
 @dataclass
 class PieceSize:
     """The number of examples in a forward and backward pass. If it is automatic, it is halved when memory runs out,
@@ -89,7 +94,7 @@ def pieces_of(
 def require_divisible(
     half: WorkerHalf[Any], blocks: Iterable[Block], dataset: Dataset, training: Training, size: MicroBatch
 ) -> None:
-    """Raise UnsupportedRun, before anything is fetched, if a task's batches would be trained in pieces of `size`
+    """Raise Indivisible, before anything is fetched, if a task's batches would be trained in pieces of `size`
     examples whose losses do not add up to the batch's."""
     if isinstance(size, int):
         batch = min(training.batch_size or dataset.examples, dataset.examples)
@@ -101,7 +106,7 @@ def require_divisible(
 def require_additive(
     model: nn.Module, half: WorkerHalf[Any], labels: Tensor, training: Training, size: int | None
 ) -> None:
-    """Raise UnsupportedRun if the losses of the pieces of a batch with these labels do not add up to the batch's."""
+    """Raise Indivisible if the losses of the pieces of a batch with these labels do not add up to the batch's."""
     if size is not None and len(labels) > size:
         normalises = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
         by_example = _by_example(half, training, several=not one_for_each(labels))
@@ -119,12 +124,12 @@ def _require_additive(size: int, batch: int, *, normalises: bool, by_example: bo
         return
     remedy = f"begin a run with a training.batch_size of at most {size}"
     if normalises:
-        raise UnsupportedRun(
+        raise Indivisible(
             f"this worker trains batches in pieces of {size} examples (micro_batch), and the model has batch "
             f"normalisation, which needs whole batches: {remedy}"
         )
     if by_example:
-        raise UnsupportedRun(
+        raise Indivisible(
             f"this worker trains batches in pieces of {size} examples (micro_batch), whose losses do not add up "
             f"to the batch's by this method where an example has several labels or none, or classes have weights: "
             f"{remedy}, or with another method"
