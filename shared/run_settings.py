@@ -267,8 +267,17 @@ MAX_DELTA = 0.1
 MAX_PER_GROUP = 1024
 DEFAULT_PER_GROUP = 8
 
+WEAK_EPSILON = 10.0
+"""An epsilon above this protects hardly anything: it lets a unit make an outcome 22,000 times as likely."""
+NO_PROTECTION = "no protection"
+
 Unit = Literal["example", "group"]
 """The unit that differential privacy protects: an example, or a group of examples, such as all of one patient."""
+
+
+def with_meaning(epsilon: float, shown: str) -> str:
+    """Return an epsilon as it is shown, followed by its meaning if that is none."""
+    return f"{shown}: {NO_PROTECTION}" if epsilon > WEAK_EPSILON else shown
 
 
 class Budget(Frozen):
@@ -283,7 +292,9 @@ class Budget(Frozen):
     @property
     def bound(self) -> str:
         """The bound in words."""
-        return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
+        epsilon = f"epsilon {self.epsilon:g}"
+        meaning = f" ({with_meaning(self.epsilon, epsilon)})" if self.epsilon > WEAK_EPSILON else ""
+        return f"{epsilon} at delta {self.delta:g}{meaning}"
 
 
 class InvalidDelta(ValueError):

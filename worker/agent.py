@@ -39,7 +39,7 @@ from tessera.worker.failures import failure_of
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import describe, devices_of, usable_settings
+from tessera.worker.inventory import check_deltas, describe, devices_of, usable_settings
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.device_memory import return_unused_memory
@@ -261,7 +261,7 @@ class Agent:
         """Apply changes in the settings file. Return the reason if the file cannot be used."""
         changed, unusable = None, None
         try:
-            changed = self._file.reread(self._stop.sleep) if self._file else None
+            changed = self._file.reread(self._stop.sleep, self._check_deltas) if self._file else None
         except SettingsError as fault:
             unusable = str(fault)
         if unusable != self._unusable:
@@ -273,6 +273,9 @@ class Agent:
         if changed:
             self._reload(changed)
         return unusable
+
+    def _check_deltas(self, new: WorkerSettings) -> None:
+        check_deltas(reloaded(self._settings, new), self._runner.datasets)
 
     def _reload(self, new: WorkerSettings) -> None:
         """Apply the policy and the budgets of new settings, and log the other changes, which need a restart."""

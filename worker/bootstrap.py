@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from tessera.shared.client.client import Client
-from tessera.worker.inventory import datasets_of, devices_of, mappings_of
+from tessera.worker.inventory import check_deltas, datasets_of, devices_of, mappings_of
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
@@ -70,9 +70,11 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
             library()
         except ConfigError as fault:
             raise SettingsError(str(fault)) from fault
+    datasets = datasets_of(settings, make_key=True)
+    check_deltas(settings, datasets)
     runner = TaskRunner(
         coordinator=client,
-        datasets=datasets_of(settings, make_key=True),
+        datasets=datasets,
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
         # On several devices, the ranks have the model, and this process only its shapes.

@@ -29,7 +29,7 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.model.selectors import ineffective, kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid, NotFound, Problem, Unauthenticated
-from tessera.shared.run_settings import Training
+from tessera.shared.run_settings import NO_PROTECTION, WEAK_EPSILON, Training
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.urls import is_loopback, proxy_of, without_password
@@ -39,6 +39,7 @@ from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (
+    check_deltas,
     devices_of,
     held_out_key,
     load_source,
@@ -235,6 +236,10 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
     except (DataError, SettingsError) as fault:
         yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return
+    try:
+        check_deltas(settings, {name: loaded})
+    except SettingsError as fault:
+        yield fail(f"data {name}", str(fault), "Change it: the worker does not start with it.")
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
     warnings = loaded.report.warnings(held_out=loaded.held_out is not None)
@@ -262,6 +267,8 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     for sentence in policy_in_words(policy):
         if is_open and sentence.startswith(ANY_BLOCK):
             yield warn("policy", f"{sentence} No person approves it.", OPEN_REMEDY)
+        elif NO_PROTECTION in sentence:
+            yield warn("policy", sentence, f"Set epsilon to {WEAK_EPSILON:g} or less.")
         else:
             yield ok("policy", sentence)
     for name in policy.all_never_sent:

@@ -17,8 +17,11 @@ class SettingsFile:
         self._read = raw_settings(path)
         self.settings = parsed_settings(path, self._read)
 
-    def reread(self, sleep: Callable[[float], None]) -> WorkerSettings | None:
-        """Return what the file says now, or None if nothing changed. Raises SettingsError while it is invalid."""
+    def reread(
+        self, sleep: Callable[[float], None], check: Callable[[WorkerSettings], object] = lambda _: None
+    ) -> WorkerSettings | None:
+        """Return what the file says now, or None if nothing changed. Raises SettingsError while it is invalid, also
+        by `check`."""
         raw = raw_settings(self._path)
         if raw == self._read:
             return None
@@ -28,6 +31,7 @@ class SettingsFile:
             if raw == before:
                 break
         settings = parsed_settings(self._path, raw)
+        check(settings)
         self._read = raw
         return settings
 

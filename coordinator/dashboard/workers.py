@@ -29,6 +29,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.problems import Conflict, NotFound
 from tessera.shared.rounds.outliers import ABSENT, DISTANCE, NORM
+from tessera.shared.run_settings import UnitBudget
 from tessera.shared.schema import ACCEPTED
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -228,11 +229,11 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
     ]
 
 
-def _budgets(policy: AdvertisedPolicy) -> list[tuple[str, float, float]]:
-    """Return each data set with a privacy budget, and that of all together, with the epsilon spent and allowed."""
-    budgets = [(name, policy.spent.get(name, 0.0), budget.epsilon) for name, budget in policy.budgets.items()]
+def _budgets(policy: AdvertisedPolicy) -> list[tuple[str, float, UnitBudget]]:
+    """Return each data set with a privacy budget, and that of all together, with the epsilon spent of it."""
+    budgets = [(name, policy.spent.get(name, 0.0), budget) for name, budget in policy.budgets.items()]
     total = policy.max_total_privacy
-    return [*budgets, *([("all data sets", policy.total_spent or 0.0, total.epsilon)] if total else [])]
+    return [*budgets, *([("all data sets", policy.total_spent or 0.0, total)] if total else [])]
 
 
 def _latest_tasks(session: Session, worker_id: str, worker: WorkerView) -> list[tuple[TaskView, str, float | None]]:

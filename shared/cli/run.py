@@ -237,7 +237,7 @@ def show(
     tables = [_round_table(ended, best, main_score(measurements))]
     if at_sites:
         tables.append(spread_table(at_sites))
-    if (spent := epsilon_table(rounds)).row_count:
+    if (spent := epsilon_table(rounds, found.spec.privacy)).row_count:
         tables.append(spent)
     if numbers:
         tables.append(number_table(versions))

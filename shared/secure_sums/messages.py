@@ -207,13 +207,17 @@ class Terms(Message):
         return squared_norm_bound(self.clip, sum(block.elements for block in self.blocks.values()))
 
     @property
-    def epsilon(self) -> float:
-        """The bound that follows from the noise for a run of such rounds, at the delta of the terms. Only with
-        noise."""
+    def rho(self) -> float:
+        """The zCDP of one such round, which follows from the noise. Only with noise."""
         assert self.noise  # noqa: S101 (for the types)
         values = sum(block.elements for block in self.blocks.values())
-        rho = rho_of(self.squared_norm_bound, self.noise.deviation, self.noise.honest_sites, values)
-        return epsilon_of(self.noise.rounds * rho, self.noise.delta)
+        return rho_of(self.squared_norm_bound, self.noise.deviation, self.noise.honest_sites, values)
+
+    @property
+    def epsilon(self) -> float:
+        """The bound for a run of such rounds, at the delta of the terms. Only with noise."""
+        assert self.noise  # noqa: S101 (for the types)
+        return epsilon_of(self.noise.rounds * self.rho, self.noise.delta)
 
     @property
     def seeds(self) -> tuple[tuple[int, ...], ...]:

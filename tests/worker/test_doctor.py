@@ -123,17 +123,24 @@ def test_what_fails_is_named_with_a_remedy_and_the_rest_is_looked_at(
     assert "approve_runs = true" in opened["remedy"]
 
 
+WEAK = "require_privacy = { epsilon = 900, delta = 1e-5 }\n"
+
+
 def test_a_policy_that_shuts_out_all_by_a_slip_is_a_warning(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     policy = (
         '[policy]\nairlock = true\nmethods = ["fedavgg", "fedper"]\ndatasets = ["digit"]\nmodels = ["bert", "vitt"]\n'
     )
-    _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"), policy + "orchestrators = []\n")
+    _, findings = doctor(
+        tmp_path, coordinator.url, coordinator.token("site", "a"), policy + "orchestrators = []\n" + WEAK
+    )
     warned = {found["detail"]: found["remedy"] for found in findings if found["verdict"] == "warn"}
     assert {detail: remedy for detail, remedy in warned.items() if "cache_bytes" not in detail} == {
         "methods: nothing called 'fedavgg' is installed": "Did you mean 'fedavg'?",
         "datasets: nothing called 'digit' is in the settings": "Did you mean 'digits'?",
         "models: nothing called 'vitt' is known to transformers": "Did you mean 'vit'?",
         "orchestrators is empty: every run is refused": "Name some, or remove policy.orchestrators to allow any.",
+        "Runs that train need privacy: at most epsilon 900 at delta 1e-05 (epsilon 900: no protection) for each "
+        "example.": "Set epsilon to 10 or less.",
     }
 
 

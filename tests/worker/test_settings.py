@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance
-from tessera.worker.inventory import datasets_of, device_of, devices_of, mappings_of
+from tessera.worker.inventory import check_deltas, datasets_of, device_of, devices_of, mappings_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, token_of
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
@@ -289,6 +290,81 @@ def test_check_shows_the_rule_for_vaults_of_ended_runs(tmp_path: Path, setting: 
     assert f"those of ended runs are {said}" in result.output
 
 
+NONE = "runs need no differential privacy; approval is not required; updates need no masks"
+RULES = {
+    "": [NONE],
+    "[policy]\napprove_runs = true\nrequire_secure_sums = true\n": [
+        "Updates leave only under masks, in runs with secure sums.",
+        "runs need no differential privacy",
+    ],
+    "[privacy]\nepsilon = 900\ndelta = 1e-4\n": [
+        f"On {name}, all runs together may spend epsilon 900 at delta 0.0001 (epsilon 900: no protection) for each "
+        "example."
+        for name in ("digits", "held-out")
+    ]
+    + ["approval is not required; updates need no masks"],
+    "[policy.require_client_privacy]\nepsilon = 4\ndelta = 1e-5\ntotal_epsilon = 40\n": [
+        "Runs that train need privacy of this site as a whole, in secure sums: at most epsilon 4 at delta 1e-05.",
+        "Of this site as a whole, all runs together may spend epsilon 40 at delta 1e-05 (epsilon 40: no protection).",
+        "runs need no differential privacy; approval is not required",
+    ],
+}
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_check_shows_the_rules_of_privacy_or_that_there_are_none(tmp_path: Path, text: str) -> None:
+    result = CliRunner().invoke(app, ["check", "--config", str(written(tmp_path, GOOD + text))])
+    shown = [line.partition(" ")[2].strip() for line in result.output.splitlines() if line.startswith("privacy ")]
+    assert shown == RULES[text]
+
+
+FORTY = """
+url = "http://127.0.0.1:9"
+token = "tsr_secret"
+name = "north-1"
+state_dir = "state"
+"""
+DELTAS = {
+    "policy.require_privacy.delta": "[policy.require_privacy]\nepsilon = 3\ndelta = 0.09\n",
+    "policy.max_weekly_privacy.delta": "[policy.max_weekly_privacy]\nepsilon = 3\ndelta = 0.09\n",
+    "policy.max_total_privacy.delta": "[policy.max_total_privacy]\nepsilon = 3\ndelta = 0.09\n",
+    "privacy.delta": "[privacy]\nepsilon = 3\ndelta = 0.09\n",
+    "datasets.scans.privacy.delta": "[datasets.scans.privacy]\nepsilon = 3\ndelta = 0.09\n",
+}
+
+
+@pytest.mark.parametrize("setting", DELTAS)
+def test_a_delta_that_permits_the_release_of_whole_examples_is_refused_in_each_rule(
+    tmp_path: Path, setting: str
+) -> None:
+    """Forty examples need 40^-1.1 = 0.017, as of a run: 0.016 is taken."""
+    save_file({"pixel_values": torch.zeros(40, 1, 4, 4), "labels": torch.arange(40) % 2}, tmp_path / "scans")
+    data = f'[datasets.scans]\nkind = "arrays"\nfile = "{tmp_path / "scans"}"\n'
+    result = CliRunner().invoke(app, ["check", "--config", str(written(tmp_path, FORTY + data + DELTAS[setting]))])
+    assert result.exit_code == 2
+    said = f"a delta of 0.09 gives no guarantee for 40 examples: set {setting} to 0.017 or less"
+    assert said in " ".join(result.output.split())
+    settings = read_settings(written(tmp_path, FORTY + data + DELTAS[setting].replace("0.09", "0.016")))
+    check_deltas(settings, datasets_of(settings))
+
+
+def test_a_delta_is_judged_by_the_number_of_what_it_protects(tmp_path: Path) -> None:
+    columns = {"labels": torch.arange(40) % 2, "group": torch.arange(40) % 4}
+    save_file({"pixel_values": torch.zeros(40, 1, 4, 4), **columns}, tmp_path / "scans")
+    data = f'[datasets.scans]\nkind = "arrays"\nfile = "{tmp_path / "scans"}"\n'
+
+    def judged(rules: str) -> None:
+        settings = read_settings(written(tmp_path, FORTY + data + rules))
+        check_deltas(settings, datasets_of(settings))
+
+    # Four groups need 4^-1.1 = 0.22, which is more than any delta may be.
+    judged('[policy.require_privacy]\nepsilon = 3\ndelta = 0.09\nunit = "group"\n')
+    others = "".join(f'site-{n} = "0000-{"0000-" * 6}0000"\n' for n in range(30))
+    sums = f'[secure_sums]\nsite = "north"\n[secure_sums.roster]\n{others}'
+    with pytest.raises(SettingsError, match=r"for 31 sites: set policy\.require_client_privacy\.delta to 0\.023"):
+        judged("[policy.require_client_privacy]\nepsilon = 3\ndelta = 0.09\n" + sums)
+
+
 def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
     text = GOOD + "[policy]\ndatasets = ['held-out']\n"
     result = CliRunner().invoke(app, ["check", "--json", "--config", str(written(tmp_path, text))])
@@ -296,6 +372,7 @@ def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert told["datasets"] == {"digits": None, "held-out": 360}
     assert told["keep_vaults_days"] == 30
+    assert told["privacy"] == [NONE]
     assert (told["coordinator"]["version"], told["coordinator"]["problem"]["code"]) == (None, "unavailable")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.worker.settings import SettingsError
+from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 
 TEXT = """
@@ -41,6 +41,21 @@ def test_it_is_read_anew_when_it_changes_and_not_otherwise(tmp_path: Path) -> No
     assert again
     assert again.policy.max_epochs == 4
     assert file.reread(no_wait) is None
+
+
+def test_settings_that_do_not_suit_the_data_are_refused_until_the_file_changes(tmp_path: Path) -> None:
+    path, file = opened(tmp_path)
+
+    def check(settings: WorkerSettings) -> None:
+        if settings.policy.max_epochs > 3:
+            raise SettingsError("too many")
+
+    path.write_text(TEXT.replace("3", "4"))
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="too many"):
+            file.reread(no_wait, check)
+    path.write_text(TEXT)
+    assert file.reread(no_wait, check) is None
 
 
 def test_a_file_that_somebody_is_writing_is_left_to_be_finished(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tessera.shared.cli.render.output import AsJson, ago, note, out, print_json, size, table
+from tessera.shared.run_settings import with_meaning
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
 from tessera.worker.governance.airlock import AirlockError, Summary
 from tessera.worker.governance.approvals import ApprovalDecision, InboxError, Request
@@ -125,14 +126,15 @@ def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
             len(held.blocks),
             size(held.nbytes),
             f"{held.norm:.4g}",
-            None if held.epsilon is None else f"{held.epsilon:.3f}",
+            None if held.epsilon is None else with_meaning(held.epsilon, f"{held.epsilon:.3f}"),
             held.unit,
+            None if held.delta is None else f"{held.delta:g}",
             held.update[:19],
         )
         for held in waiting
     ]
-    columns = ("id", "run", "round", "held", "blocks", "bytes", "norm", "epsilon", "unit", "digest")
-    out().print(table(columns, rows, right=("round", "blocks", "bytes", "norm", "epsilon")))
+    columns = ("id", "run", "round", "held", "blocks", "bytes", "norm", "epsilon", "unit", "delta", "digest")
+    out().print(table(columns, rows, right=("round", "blocks", "bytes", "norm", "epsilon", "delta")))
     for held in waiting:
         note(f"{held.id}: {place.path(held)}")
         if not held.covers_choice:

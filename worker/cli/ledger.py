@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
-from tessera.shared.run_settings import Unit
+from tessera.shared.run_settings import Unit, with_meaning
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.policy import Allowance
@@ -134,6 +134,7 @@ def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
 def _limits(spent: dict[str, Any], most: float | None) -> tuple[str | None, ...]:
     """Return the unit, its epsilon with the uses that it does not cover, the limit, and delta."""
     uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in spent["exact"].items())
-    epsilon = f"{spent['epsilon']:.3f}" if spent["epsilon"] or not uses else ""
-    limits = (None if value is None else f"{value:g}" for value in (most, spent["delta"]))
-    return spent["unit"], "; ".join(filter(None, (uses, epsilon))), *limits
+    epsilon = with_meaning(spent["epsilon"], f"{spent['epsilon']:.3f}") if spent["epsilon"] or not uses else ""
+    limit = None if most is None else with_meaning(most, f"{most:g}")
+    delta = None if spent["delta"] is None else f"{spent['delta']:g}"
+    return spent["unit"], "; ".join(filter(None, (uses, epsilon))), limit, delta

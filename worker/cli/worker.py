@@ -26,8 +26,9 @@ from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
 from tessera.worker.device_failure import DeviceFailed
 from tessera.worker.doctor import checks, try_token
+from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import datasets_of, describe, devices_of
+from tessera.worker.inventory import check_deltas, datasets_of, describe, devices_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone_or
@@ -96,7 +97,11 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         device = describe(*devices_of(settings))
         methods()
         loaded = datasets_of(settings)
+        check_deltas(settings, loaded)
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
+    rules = [*privacy_in_words(settings.policy, settings.allowances)]
+    if lacking := unprotected(settings.policy, settings.allowances):
+        rules.append(lacking)
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
     url, days = without_password(settings.url), settings.keep_vaults_days
     version, problem = None, None
@@ -108,7 +113,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         problem = refusal
     if as_json:
         coordinator = {"url": url, "version": version, "problem": problem.json() if problem else None}
-        data = {"datasets": examples, "measured": measured, "keep_vaults_days": days}
+        data = {"datasets": examples, "measured": measured, "keep_vaults_days": days, "privacy": rules}
         print_json({"device": device, **data, "coordinator": coordinator})
     else:
         typer.echo(f"device       {device}")
@@ -119,6 +124,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
             typer.echo(f"coordinator  {url} answers: version {version}")
         for name, times in measured.items():
             typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_evaluations}")
+        for rule in rules:
+            typer.echo(f"privacy      {rule}")
         kept = "kept for ever" if days == "forever" else f"removed {days:g} days after their last use"
         typer.echo(f"vaults       those of ended runs are {kept}")
     if isinstance(problem, Unauthenticated | Forbidden):

@@ -66,6 +66,8 @@ class Summary(Frozen):
     """Metrics submitted with the update."""
     epsilon: float | None
     """Privacy loss per `unit` of all the run's updates including this one; None without differential privacy."""
+    delta: float | None = None
+    """The delta at which epsilon holds; None without differential privacy."""
     unit: Unit | None = None
     """The unit that epsilon protects; None without differential privacy."""
     covers_choice: bool = True
@@ -182,6 +184,7 @@ def summary_of(
         blocks=dict(blocks),
         metrics=dict(metrics),
         epsilon=epsilon,
+        delta=privacy.delta if privacy else None,
         unit=privacy.unit if privacy else None,
         covers_choice=privacy is None or privacy.selection != "uncovered",
     )

@@ -1,7 +1,8 @@
 """Plain-language descriptions of runs and of the policy, for the person who approves runs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from pydantic import BaseModel
 
@@ -12,7 +13,7 @@ from tessera.shared.model.selectors import EVERYTHING, kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schedule import local_epochs
-from tessera.worker.governance.policy import Policy, plain
+from tessera.worker.governance.policy import Allowance, Policy, plain
 
 NAMES = {
     "bert": "BERT", "roberta": "RoBERTa", "distilbert": "DistilBERT", "deberta-v2": "DeBERTa", "vit": "ViT",
@@ -170,8 +171,7 @@ def _privacy(task: Task) -> str:
     of = "one example"
     if privacy.unit == "group":
         of = f"all examples of one group, of which a step uses {privacy.examples_per_unit} at most,"
-    bound = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
-    return f"Differential privacy: all updates together reveal of {of} at most {bound}{privacy.caveat}."
+    return f"Differential privacy: all updates together reveal of {of} at most {privacy.bound}{privacy.caveat}."
 
 
 def _client_privacy(task: Task) -> Iterator[str]:
@@ -208,6 +208,37 @@ def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts) + " blocks"
 
 
+def privacy_in_words(policy: Policy, budgets: Mapping[str, Allowance] = MappingProxyType({})) -> Iterator[str]:
+    """Yield a sentence for each rule of privacy of a policy and of its data sets' budgets."""
+    if floor := policy.require_privacy:
+        yield f"Runs that train need privacy: at most {plain(floor).in_words}."
+    elif policy.max_weekly_privacy or policy.max_total_privacy:
+        yield "Runs that train need differential privacy."
+    if weekly := policy.max_weekly_privacy:
+        yield f"On each data set, all runs together may spend {plain(weekly).in_words} in any seven days."
+    if total := policy.max_total_privacy:
+        yield f"On all data sets together, all runs may spend {plain(total).in_words}."
+    for name, budget in budgets.items():
+        yield f"On {name}, all runs together may spend {plain(budget).in_words}."
+    if policy.require_secure_sums:
+        yield "Updates leave only under masks, in runs with secure sums."
+    if of_site := policy.require_client_privacy:
+        yield f"Runs that train need privacy of this site as a whole, in secure sums: at most {of_site.bound}."
+        if of_site.total:
+            yield f"Of this site as a whole, all runs together may spend {of_site.total.bound}."
+
+
+def unprotected(policy: Policy, budgets: Mapping[str, Allowance]) -> str:
+    """Return what runs may do without a rule of privacy; empty if there is a rule against each."""
+    rules = (policy.require_privacy, policy.max_weekly_privacy, policy.max_total_privacy, *budgets.values())
+    missing = {
+        "runs need no differential privacy": not any(rules),
+        "approval is not required": not policy.approve_runs,
+        "updates need no masks": not (policy.require_secure_sums or policy.require_client_privacy),
+    }
+    return "; ".join(what for what, is_missing in missing.items() if is_missing)
+
+
 def policy_in_words(policy: Policy) -> Iterator[str]:
     """Yield sentences that describe the policy."""
     yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')} may ask."
@@ -224,20 +255,9 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
     what = ANY_BLOCK if policy.may_send == EVERYTHING else "Only blocks that may_send names may leave"
     whole = f", {size(policy.max_run_upload_bytes)} over a run" if policy.max_run_upload_bytes else ""
     yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."
-    if floor := policy.require_privacy:
-        yield f"Runs that train need privacy: at most {plain(floor).in_words}."
-    elif policy.max_weekly_privacy or policy.max_total_privacy:
-        yield "Runs that train need differential privacy."
-    else:
+    if not (policy.require_privacy or policy.max_weekly_privacy or policy.max_total_privacy):
         yield "Runs need no differential privacy, except on data sets with a budget."
-    if weekly := policy.max_weekly_privacy:
-        yield f"On each data set, all runs together may spend {plain(weekly).in_words} in any seven days."
-    if total := policy.max_total_privacy:
-        yield f"On all data sets together, all runs may spend {plain(total).in_words}."
-    if policy.require_secure_sums:
-        yield "Updates leave only under masks, in runs with secure sums."
-    if of_site := policy.require_client_privacy:
-        yield f"Runs that train need privacy of this site as a whole, in secure sums: at most {of_site.bound}."
+    yield from privacy_in_words(policy)
     yield (
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_evaluations:,} times for a data set."

@@ -22,7 +22,8 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective
-from tessera.shared.run_settings import Budget, Privacy, Span, Training, Unit, UnitBudget
+from tessera.shared.privacy.noise_shares import epsilon_of
+from tessera.shared.run_settings import MAX_EPSILON, Budget, Privacy, Span, Training, Unit, UnitBudget
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.messages import NoiseTerms
@@ -154,6 +155,29 @@ class ClientPrivacyFloor(Budget):
         "the noise of the others alone",
     )
     evaluations: bool = Field(default=False, description=EVALUATIONS)
+    total_epsilon: float | None = Field(
+        default=None,
+        gt=0,
+        le=MAX_EPSILON,
+        description="largest epsilon of all runs together, at the same delta; unlimited if left out",
+    )
+
+    @property
+    def total(self) -> Budget | None:
+        """The bound over all runs; None if there is none."""
+        return Budget(epsilon=self.total_epsilon, delta=self.delta) if self.total_epsilon else None
+
+    def check_total(self, rho: float) -> None:
+        """Check the zCDP of all runs together, with that of the round that is about to begin or to leave. Raises
+        PolicyViolation."""
+        needed = epsilon_of(rho, self.delta)
+        allowed = self.total_epsilon is None or needed <= self.total_epsilon
+        require(
+            allowed,
+            "require_client_privacy",
+            f"this round would bring what all runs reveal of this site to an epsilon of {needed:.4g} at delta "
+            f"{self.delta:g}, and the site allows {self.total_epsilon} (total_epsilon)",
+        )
 
     def check(self, noise: NoiseTerms | None, quorum: int) -> None:
         """Check the noise of sums over at least `quorum` sites. Raises PolicyViolation."""

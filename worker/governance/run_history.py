@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError, field_validator
+from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
 from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import MERGING, Task
@@ -22,6 +22,9 @@ from tessera.worker.state.atomic_files import alone, written_whole
 
 RUNS_FOLDER = "runs"
 """Name of the folder in the worker's state directory."""
+
+SITE_FILE = "client-privacy.json"
+"""Name of the file, in that folder, of what was spent of the site as a whole. No run has such an id."""
 
 MEASURED_FOLDER = "measured"
 """Subfolder with a file per data set."""
@@ -66,6 +69,12 @@ class Record(Frozen):
     @classmethod
     def _of_a_version_before(cls, given: Any) -> Any:
         return renamed_keys.read_old(given, renamed_keys.TERMS)
+
+
+class SiteSpending(Frozen):
+    """The zCDP of all noisy sums to which the site sent an update, which bounds what they reveal of it as a whole."""
+
+    rho: NonNegativeFloat = 0.0
 
 
 class EvaluationCount(Frozen):
@@ -115,12 +124,33 @@ class RunHistory:
             times, of_run = self.measured(snapshot.dataset), self._read(snapshot.run).evaluations
             policy.check_measurements(snapshot.dataset, times + 1, of_run + 1)
 
-    def add(self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0) -> None:
-        """Check the task again with the size of its update and record it durably. Raises PolicyViolation."""
+    def add(self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0, rho: float = 0.0) -> None:
+        """Check the task again with the size of its update, and the zCDP by which it is noisy, and record it durably.
+        Raises PolicyViolation."""
         with alone(self._folder, wait=True):
             record = self._next(self._read(snapshot.run), snapshot, policy, upload_bytes)
+            if rho:
+                # Also where there is no limit yet: a later one counts what was spent before.
+                spent = self.check_site(policy, rho)
+                with written_whole(self._folder / SITE_FILE) as file:
+                    file.write(canonical(SiteSpending(rho=spent)))
             with written_whole(self._path(snapshot.run)) as file:
                 file.write(canonical(record))
+
+    def spent_of_site(self) -> float:
+        """Return the zCDP of all sums to which this site has sent noisy updates. Raises PolicyViolation."""
+        path = self._folder / SITE_FILE
+        try:
+            return SiteSpending.model_validate_json(path.read_bytes()).rho if path.exists() else 0.0
+        except ValidationError as fault:
+            raise PolicyViolation("require_client_privacy", f"{path} cannot be read as an amount") from fault
+
+    def check_site(self, policy: Policy, rho: float) -> float:
+        """Return the zCDP with that of a further round. Raises PolicyViolation if it is above the site's total."""
+        spent = self.spent_of_site() + rho
+        if policy.require_client_privacy:
+            policy.require_client_privacy.check_total(spent)
+        return spent
 
     def measured(self, dataset: str) -> int:
         """Return the number of evaluations on a data set over all runs. Raises PolicyViolation."""

@@ -58,6 +58,8 @@ def admitted_terms(run: TaskRun) -> Terms | None:
         party = _party(run)
         check_terms(terms, party.roster, party.quorum)
         _check_noise(run, terms)
+        if terms.noise and run.env.history:
+            run.env.history.check_site(run.env.policy, terms.rho)
         detail = f"this site weighs {party.weight}; the terms allow {terms.max_weight}"
         require(_weight(party, terms) <= terms.max_weight, "secure_sums.weight", detail)
         try:

@@ -123,7 +123,8 @@ class Egress:
             else:
                 self.run.journal.note_exact(examples, "training")
             if env.history:
-                env.history.add(self.run.snapshot, env.policy, update.nbytes)
+                rho = self.terms.rho if self.terms and self.terms.noise else 0.0
+                env.history.add(self.run.snapshot, env.policy, update.nbytes, rho)
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", total_bytes=update.nbytes)
             yield ReadyUpdate(update, digest, head)

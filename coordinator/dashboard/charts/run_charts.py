@@ -42,6 +42,7 @@ from tessera.shared.metrics.comparison import (
     totals,
 )
 from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site
+from tessera.shared.run_settings import with_meaning
 from tessera.shared.schema import EPSILON, SCORED_LABELS
 
 MAX_LINES = 8
@@ -217,7 +218,10 @@ def _epsilon(session: Session, run: Run, bands: Sequence[Band], every: str) -> P
     most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MAX_LINES]
     lines = [Series(worker, spent[worker]) for worker in sorted(most)]
     bound = (
-        f"At delta {privacy.delta:g}; the limit of the run is {privacy.epsilon:g}{privacy.caveat}." if privacy else ""
+        f"At delta {privacy.delta:g} for each {privacy.unit}; the limit of the run is "
+        f"{with_meaning(privacy.epsilon, f'{privacy.epsilon:g}')}{privacy.caveat}."
+        if privacy
+        else ""
     )
     note = f"{bound} Only a site's ledger has the total of all runs on a data set. {every}"
     return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())

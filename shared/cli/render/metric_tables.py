@@ -9,10 +9,12 @@ from tessera.shared.api.versions import Version
 from tessera.shared.cli.render import output
 from tessera.shared.metrics.site_spread import Spread, headlines
 from tessera.shared.rounds.outliers import ABSENT, COSINE, DISTANCE, LEFT_OUT, NORM
+from tessera.shared.run_settings import Privacy, with_meaning
 from tessera.shared.schema import EPSILON
 
 SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "where", "deviation", "worst tenth")
 SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")
+EPSILON_COLUMNS = ("worker", "epsilon", "delta", "unit", "round")
 NUMBER_COLUMNS = ("version", "number", "value")
 
 
@@ -33,16 +35,23 @@ def number_table(versions: Iterable[Version]) -> Table:
     return output.table(NUMBER_COLUMNS, rows, right=("version", "value"))
 
 
-def epsilon_table(rounds: Iterable[Round]) -> Table:
-    """Return the epsilon that each worker has spent, as of its latest update. `rounds` are in order, oldest first."""
+def epsilon_table(rounds: Iterable[Round], privacy: Privacy | None) -> Table:
+    """Return the epsilon that each worker has spent of the run's `privacy`, as of its latest update. `rounds` are in
+    order, oldest first."""
+    bound = (f"{privacy.delta:g}", privacy.unit) if privacy else (None, None)
     spent = {
-        task.worker: (task.worker, f"{task.metrics[EPSILON]:.4g}", round_.number)
+        task.worker: (
+            task.worker,
+            with_meaning(task.metrics[EPSILON], f"{task.metrics[EPSILON]:.4g}"),
+            *bound,
+            round_.number,
+        )
         for round_ in rounds
         for task in round_.tasks
         if task.is_accepted and EPSILON in task.metrics
     }
     rows = [spent[worker] for worker in sorted(spent)]
-    return output.table(("worker", "epsilon", "round"), rows, right=("epsilon", "round"))
+    return output.table(EPSILON_COLUMNS, rows, right=("epsilon", "delta", "round"))
 
 
 def score_table(rounds: Iterable[Round]) -> Table:

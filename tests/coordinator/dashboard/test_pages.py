@@ -800,7 +800,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         assert "has not reported the state of its machine yet" in text, told
         assert "The site does not share them" in text, told
     for words in (
-        "epsilon 5.5 left of 8",
+        "epsilon 5.5 left of 8 at delta 1e-05 for each example",
         "all data sets",
         "epsilon 6.75 left of 9",
         "06:00-22:00 (UTC+0:00)",

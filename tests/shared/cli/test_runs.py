@@ -368,7 +368,7 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
         worker.client.submit(task.id, submission.model_copy(update={"metrics": {"epsilon": epsilon}}))
     shown = commands.say("run", "show", run).stdout
     assert re.search(r"privacy +epsilon 4 at delta 1e-05 for each example of each worker; the choice", shown)
-    assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
+    assert re.search(r"worker +epsilon +delta +unit +round\nnorth/w +2.5 +1e-05 +example +2\n", shown)
 
 
 def test_what_versions_have_spent_of_a_site_is_shown_apart_from_examples(

@@ -70,6 +70,11 @@ def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
     assert (second["rounds"], second["tasks"]) == (1, 1)
 
 
+def test_a_budget_that_protects_nothing_is_shown_as_such(config: Path) -> None:
+    config.write_text(config.read_text().replace("epsilon = 8.0", "epsilon = 900"))
+    assert "900: no protection" in CliRunner().invoke(app, ["ledger", "--config", str(config)]).stdout
+
+
 def test_people_see_a_table(config: Path) -> None:
     spend(config.parent, "a", 1, 1)
     lines = CliRunner().invoke(app, ["ledger", "--config", str(config)]).stdout.splitlines()

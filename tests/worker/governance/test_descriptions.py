@@ -131,6 +131,13 @@ def test_privacy_is_told_with_what_it_does_not_cover() -> None:
     assert uncovered.endswith("; the choice of blocks is not covered.")
 
 
+def test_an_epsilon_that_protects_nothing_is_approved_in_these_words() -> None:
+    for epsilon, said in ((10.0, "at most epsilon 10 at delta 1e-06."), (900.0, "(epsilon 900: no protection).")):
+        assert said in summary(task(privacy=PRIVATE.model_copy(update={"epsilon": epsilon})), MODEL, 10)
+    weak = ClientPrivacy(epsilon=900.0, delta=1e-5, clip_norm=1.0)
+    assert "(epsilon 900: no protection)" in summary(task(client_privacy=weak), MODEL, 10)
+
+
 def test_client_privacy_is_described_as_a_statement_of_the_coordinator() -> None:
     described = summary(task(client_privacy=ClientPrivacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)), MODEL, 10)
     assert described.endswith(

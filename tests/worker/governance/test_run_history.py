@@ -10,7 +10,8 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings import ClientPrivacy
+from tessera.shared.privacy.noise_shares import rho_for
+from tessera.shared.run_settings import Budget, ClientPrivacy
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
 from tests.support.task_document import task_of
@@ -146,6 +147,29 @@ def test_evaluations_of_a_run_are_counted_over_its_data_sets_and_workers(tmp_pat
         assert violation.value.rule == "max_run_evaluations"
     assert RunHistory(tmp_path, "north").measured("wards") == 1
     north.measure("another", "wards", policy)
+
+
+TOTAL = Policy.model_validate({"require_client_privacy": {"epsilon": 1.0, "delta": 1e-5, "total_epsilon": 1.5}})
+
+
+def test_what_noisy_sums_reveal_of_a_site_adds_up_over_runs_and_workers(tmp_path: Path) -> None:
+    """Runs of a small epsilon each would reveal the whole site, one after the other."""
+    rho = rho_for(Budget(epsilon=1.0, delta=1e-5))
+    first, second = RunHistory(tmp_path, "first"), RunHistory(tmp_path, "second")
+    # Before there is a limit, it counts too.
+    first.add(task(1, run="run-0"), Policy(), 1, rho)
+    first.add(task(1, run="run-1"), TOTAL, 1, rho)
+    assert first.spent_of_site() == 2 * rho
+    # The epsilon of zCDP grows about as the root of the number of runs: 1, 1.45, 1.83.
+    for later in (second, RunHistory(tmp_path, "first")):
+        with pytest.raises(PolicyViolation, match=r"an epsilon of 1\.825 at delta 1e-05, and the site allows 1.5"):
+            later.check_site(TOTAL, rho)
+        with pytest.raises(PolicyViolation, match="require_client_privacy"):
+            later.add(task(1, run="run-2"), TOTAL, 1, rho)
+    assert first.spent_of_site() == 2 * rho
+    (tmp_path / "client-privacy.json").write_text("{")
+    with pytest.raises(PolicyViolation, match="cannot be read as an amount"):
+        first.check_site(TOTAL, rho)
 
 
 def test_a_count_that_cannot_be_read_allows_no_more(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
@@ -15,11 +16,13 @@ from tessera.shared.cli.upload import upload_model
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.tensors.lazy import Array, to_array
 from tessera.worker.agent import Agent
+from tessera.worker.data.dataset import Dataset, Padding, schema_of
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.simulation import Weights, simulate
 from tessera.worker.simulation.result import Result
+from tessera.worker.simulation.round_loop import Stalled
 from tessera.worker.simulation.secure_sums import noise_key_of
 from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
@@ -86,6 +89,26 @@ def test_a_site_whose_training_fails_sends_zeros_into_an_exact_sum_and_says_noth
         expected = start + (others[block] - start) * 2 / 3
         assert np.allclose(without[block], expected, atol=2e-5), block
     assert any(not np.allclose(whole[block], without[block], atol=2e-5) for block in whole)
+
+
+def test_a_model_that_is_too_short_for_the_settings_is_refused_whatever_a_site_s_longest_text_is() -> None:
+    """Else a model of few positions would ask each site whether it has a text of more tokens."""
+    config = {
+        "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 16, "vocab_size": 20, "max_position_embeddings": 12, "num_labels": 2,
+    }  # fmt: skip
+    model = Weights.of(instantiate(config, "text-classification"), config, "text-classification")
+    found = []
+    for longest in (8, 14):
+        sites = {}
+        for site, width in zip(SITES, (8, 8, longest), strict=True):
+            tensors = {"input_ids": torch.full((2, width), 5), "labels": torch.tensor([0, 1])}
+            schema = schema_of(tensors, {"input_ids": (16,), "labels": ()})
+            sites[site] = Dataset(tensors, padding=Padding(16, {"input_ids": 0}), schema=schema)
+        with pytest.raises(Stalled, match="0 of 3 updates came") as refusal:
+            simulate({**EXACT, "name": "short"}, model, sites, conditions=THREADS)
+        found.append(str(refusal.value))
+    assert found[0] == found[1]
 
 
 def test_a_site_whose_training_fails_reports_the_same_of_a_private_run(files: dict[str, Path]) -> None:

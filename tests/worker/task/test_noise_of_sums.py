@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -127,6 +128,18 @@ def test_a_site_takes_a_sum_with_the_noise_that_it_requires(tmp_path: Path) -> N
     task = task_of(FAIR)
     run = run_of(tmp_path, FAIR, Policy(require_client_privacy=FLOOR), task)
     assert admitted_terms(run) == terms_for(FAIR, task)
+
+
+def test_a_site_trains_for_no_sum_beyond_its_total(tmp_path: Path) -> None:
+    """Four rounds spend epsilon 8: with three of them spent by other runs, two more are beyond it."""
+    policy = Policy(require_client_privacy=FLOOR.model_copy(update={"total_epsilon": 8.0}))
+    run, history = run_of(tmp_path, FAIR, policy, task_of(FAIR)), RunHistory(tmp_path / "runs", "w")
+    run = replace(run, env=replace(run.env, history=history))
+    history.add(RunSnapshot.of(task_of(FAIR)), policy, 1, 3 * FAIR.rho)
+    assert admitted_terms(run)
+    history.add(RunSnapshot.of(task_of(FAIR, run="run-2")), policy, 1, FAIR.rho)
+    with pytest.raises(PolicyViolation, match="all runs reveal of this site to an epsilon of"):
+        admitted_terms(run)
 
 
 @pytest.mark.parametrize(
