@@ -330,7 +330,11 @@ class Agent:
         offset = local_time().utcoffset() or timedelta()
         offset_minutes = round(offset.total_seconds() / 60)
         advertised_policy = self._policy.advertised_policy(
-            self._runner.allowances, offset_minutes, self._runner.spent(), self._runner.total_spent()
+            self._runner.allowances,
+            offset_minutes,
+            self._runner.spent(),
+            self._runner.total_spent(),
+            self._runner.evaluations_left(),
         )
         withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
         party = self._runner.sums

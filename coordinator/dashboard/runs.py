@@ -329,6 +329,9 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []
         facts.append(("Measured on", f"{' and '.join(where)}, every {spec.evaluation.every}"))
+    if spec.evaluation and spec.evaluation.sites:
+        rounds = spec.privacy or spec.client_privacy or spec.secure_sums
+        facts.append(("Figures of sites", "rounded" if rounds else "exact, but rounded where a site's rules say so"))
     if spec.cohort.sites:
         facts.append(("Sites", ", ".join(spec.cohort.sites)))
     return facts

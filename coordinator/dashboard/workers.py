@@ -223,10 +223,17 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         *([("Privacy of each run", f"at most {needed.in_words}")] if needed else []),
         *([("Privacy of the site", f"at most {of_site.bound}, in secure sums")] if of_site else []),
         *([("Privacy of seven days", f"at most {weekly.in_words}, on each data set")] if weekly else []),
+        ("Figures", "rounded in all runs" if policy.rounds_figures else f"exact, but rounded in {_rounding(policy)}"),
         *([("Secure sums", "required: updates leave only under masks")] if policy.require_secure_sums else []),
         *([("Runs", "a person at the site approves each")] if policy.approve_runs else []),
         *([("Updates", "a person at the site releases each")] if policy.airlock else []),
     ]
+
+
+def _rounding(policy: AdvertisedPolicy) -> str:
+    """Return where figures leave rounded, of a site that does not round all."""
+    on = f", and on {', '.join(policy.budgets)}" if policy.budgets else ""
+    return f"private runs and secure sums{on}"
 
 
 def _budgets(policy: AdvertisedPolicy) -> list[tuple[str, float, UnitBudget]]:

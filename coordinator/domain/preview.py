@@ -81,6 +81,7 @@ def preview(
             never_sends=tuple(kept_back(policy.all_never_sent[:MAX_NAMED], model.blocks))
             if (policy := worker.advertised_policy)
             else (),
+            evaluations_left=_evaluations_left(invited.spec, worker),
         )
         for worker in known
     )
@@ -98,6 +99,7 @@ def preview(
             *_other_words(invited.spec, model, pool),
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
+            *_measured_in_part(invited.spec, workers),
             *_limited(half, invited.spec, pool),
             *warnings_of(invited.spec, model, state),
         ),
@@ -213,6 +215,29 @@ def _unmeasured_centrally(spec: RunSpec, known: Sequence[LiveWorker]) -> list[st
         f"did you mean {close!r}?" if (close := nearest(wanted, held)) else "ask a site to add it, or leave it out"
     )
     return [f"no worker that evaluates has the data set {wanted!r} of evaluation.dataset; {remedy}"]
+
+
+def _evaluations_left(spec: RunSpec, worker: LiveWorker) -> int | None:
+    """Return how many versions of the run a worker's site still lets be measured; None if it measures none."""
+    policy, declared, evaluation = worker.advertised_policy, worker.declared, spec.evaluation
+    if policy is None or evaluation is None or "evaluate" not in declared["kinds"]:
+        return None
+    held_out = declared.get("held_out", {}) if evaluation.sites else {}
+    names = {spec.dataset} & held_out.keys() | {evaluation.dataset} & declared["datasets"].keys()
+    most = policy.max_run_evaluations
+    left = [policy.evaluations_left.get(name, most) for name in names if name]
+    return min((each for each in left if each is not None), default=None)
+
+
+def _measured_in_part(spec: RunSpec, workers: Sequence[WorkerPreview]) -> list[str]:
+    """Return a warning if sites would not measure all versions of the run, since their evaluations are used up."""
+    versions = spec.evaluation.versions(spec.rounds) if spec.evaluation else 0
+    left = {one.worker: one.evaluations_left for one in workers if one.evaluations_left is not None}
+    few = [f"{name} ({count} left)" for name, count in left.items() if count < versions]
+    if not few:
+        return []
+    remedy = "raise evaluation.every, or have the site raise max_run_evaluations or max_evaluations"
+    return [f"the run measures {versions} versions, more than {_some(few)} would: {remedy}"]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:

@@ -61,6 +61,10 @@ class Evaluation(Frozen):
         """Return whether version `number` of a run of `rounds` rounds is measured."""
         return number % self.every == 0 or number == rounds
 
+    def versions(self, rounds: int) -> int:
+        """Return the number of measured versions of a run of `rounds` rounds."""
+        return rounds // self.every + 1 + (rounds % self.every > 0)
+
 
 class Bounds(Message):
     """Limits on one site's influence in a round; None for no limit."""
@@ -307,6 +311,8 @@ class WorkerPreview(Message):
     """Its work in the first round; None if it would not take part, or is not drawn for that round."""
     never_sends: tuple[str, ...] = ()
     """In words, what each of its site's rules about blocks that never leave keeps back of the model."""
+    evaluations_left: int | None = None
+    """The versions that its site would still measure; None if it measures none, or does not advertise it."""
 
 
 class Preview(Message):

@@ -230,6 +230,10 @@ class AdvertisedPolicy(Message):
     """The least budget, at the same delta, that holds what runs have found out so far of all of them."""
     approve_runs: bool = False
     airlock: bool = False
+    figures: Literal["exact", "rounded"] = "exact"
+    max_run_evaluations: PositiveInt | None = None
+    evaluations_left: dict[Label, NonNegativeInt] = Field(default={}, max_length=256)
+    """The versions that may still be measured on a data set over all runs, if fewer than one run may measure."""
 
     @field_validator("may_send")
     @classmethod
@@ -244,6 +248,12 @@ class AdvertisedPolicy(Message):
     @property
     def all_never_sent(self) -> tuple[str, ...]:
         return (*self.never_send, *self.never_send_if_present)
+
+    @property
+    def rounds_figures(self) -> bool:
+        """True if figures over examples leave rounded in all runs, on all data sets."""
+        rules = (self.require_privacy, self.require_client_privacy, self.max_weekly_privacy, self.max_total_privacy)
+        return self.figures == "rounded" or any(rules)
 
 
 class Claim(Message):

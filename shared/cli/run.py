@@ -455,6 +455,9 @@ def preview_notes(found: Preview) -> Iterator[str]:
         after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
         yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
     yield from (f"{one.worker} never sends: {'; '.join(one.never_sends)}" for one in found.workers if one.never_sends)
+    left = [f"{one.worker} {one.evaluations_left}" for one in found.workers if one.evaluations_left is not None]
+    if left:
+        yield f"evaluations left for this run: {', '.join(left)}"
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 

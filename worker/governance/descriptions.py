@@ -41,15 +41,18 @@ def summary(
     raw_texts: bool = False,
     least_in_sum: int | None = None,
     weight_in_sum: int = 1,
+    rounds_figures: bool = False,
 ) -> str:
     """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
 
     `groups`: the number of groups of these examples, if the run protects groups. `raw_texts`: whether the data set
     takes the run's tokenizer. `least_in_sum`: the fewest sites in a secure sum that this site's settings allow; None
-    if it takes part in none. `weight_in_sum`: this site's weight in exact sums.
+    if it takes part in none. `weight_in_sum`: this site's weight in exact sums. `rounds_figures`: whether figures
+    over examples leave as rounded sums.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
-    leaving = [_leaving(task, model), *_kept(task, model, policy), *_masks(task, least_in_sum)]
+    figures = [*_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
+    leaving = [_leaving(task, model), *figures, *_masks(task, least_in_sum)]
     merging = _merging(task, weight_in_sum) if task.kind == "train" else ()
     return " ".join([*work, *leaving, *merging, _privacy(task), *_client_privacy(task)])
 
@@ -93,12 +96,19 @@ def _leaving(task: Task, model: Model) -> str:
     )
 
 
-def _kept(task: Task, model: Model, policy: Policy | None) -> Iterator[str]:
-    if policy and policy.send_class_counts and not task.privacy and (task.held_out or task.kind == "train"):
+def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str]:
+    if rounds:
         yield (
-            "With figures of what is held out, its numbers of labels, predictions and hits by class leave, unless "
-            "privacy is required here."
+            "Figures are computed from rounded sums, each of which one example moves by at most one step. They have "
+            "no noise, so that a step hides no example."
         )
+        return
+    yield "Figures are exact, to three digits."
+    if policy and policy.send_class_counts and (task.held_out or task.kind == "train"):
+        yield "With figures of what is held out, its numbers of labels, predictions and hits by class leave."
+
+
+def _kept(task: Task, model: Model, policy: Policy | None) -> Iterator[str]:
     if task.kind != "train" or policy is None:
         return
     if policy.may_send != EVERYTHING:
@@ -167,7 +177,7 @@ def _privacy(task: Task) -> str:
             "about single examples."
         )
     if task.kind == "evaluate":
-        return "Figures are exact: the run's differential privacy covers what is trained, not what is measured."
+        return "The run's differential privacy covers what is trained, not what is measured."
     of = "one example"
     if privacy.unit == "group":
         of = f"all examples of one group, of which a step uses {privacy.examples_per_unit} at most,"
@@ -260,10 +270,15 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
     yield from privacy_in_words(policy)
     yield (
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
-        f"{policy.max_evaluations:,} times for a data set."
+        f"{policy.max_run_evaluations:,} times for a run and {policy.max_evaluations:,} times for a data set."
+    )
+    yield (
+        "Figures leave as rounded sums, each of which one example moves by at most one step."
+        if policy.advertised_policy({}, 0).rounds_figures
+        else "Figures leave exact, but rounded in private runs, in secure sums and on data sets with a budget."
     )
     if policy.send_class_counts:
-        yield "With their figures, counts by class leave, except under privacy: labels, predictions and hits."
+        yield "With exact figures, counts by class leave: labels, predictions and hits."
     yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
     when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"
     most = f", {policy.max_minutes_per_day:g} minutes a day at most" if policy.max_minutes_per_day else ""

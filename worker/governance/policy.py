@@ -387,11 +387,12 @@ class Policy(Frozen):
         utc_offset_minutes: int,
         spent: Mapping[str, float] | None = None,
         total_spent: float | None = None,
+        evaluations_left: Mapping[str, int] | None = None,
     ) -> AdvertisedPolicy:
         """Return the part of the policy advertised to the coordinator for planning; it holds no secrets.
 
         `spent` has the epsilon spent of each data set with a budget, and `total_spent` that of all data sets under
-        `max_total_privacy`.
+        `max_total_privacy`. `evaluations_left` has the number of further evaluations of each data set.
         """
         floor, total, weekly = self.require_privacy, self.max_total_privacy, self.max_weekly_privacy
         of_site = self.require_client_privacy
@@ -408,6 +409,7 @@ class Policy(Frozen):
                 "max_weekly_privacy": plain(weekly) if weekly else None,
                 "max_total_privacy": plain(total) if total else None,
                 "total_spent": min(total_spent, MAX_NUMBER) if total_spent else None,
+                "evaluations_left": evaluations_left or {},
             }
         )
 

@@ -171,6 +171,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 raw_texts=dataset.texts is not None,
                 least_in_sum=party.quorum if party else None,
                 weight_in_sum=party.weight if party else 1,
+                rounds_figures=run.env.rounds_figures(task),
             ),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)

@@ -171,6 +171,20 @@ class TaskRunner(TaskEnvironment):
         most = self.policy.max_total_privacy
         return _least(most, self.ledger.latest_of_all if self.ledger else tuple) if most else None
 
+    def evaluations_left(self) -> dict[str, int]:
+        """Return the number of versions that may still be measured on each data set, where it is below the limit of
+        one run."""
+        left = dict[str, int]()
+        if self.history is None:
+            return left
+        for name in self.datasets:
+            try:
+                left[name] = max(0, self.policy.max_evaluations - self.history.measured(name))
+            except PolicyViolation:
+                # The task itself fails for a count that cannot be read, and reports why.
+                left[name] = 0
+        return {name: count for name, count in left.items() if count < self.policy.max_run_evaluations}
+
     def declared_units(self, dataset: str) -> int:
         """Return the number of examples of a data set; of groups if only runs that protect groups may train on it."""
         examples = self.datasets[dataset]

@@ -11,7 +11,7 @@ import pytest
 from tessera.shared.api.runs import Cohort, Evaluation, Preview, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure
 from tessera.shared.api.versions import Manifest
-from tessera.shared.cli.run import preview_table
+from tessera.shared.cli.run import preview_notes, preview_table
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.dataset_schema import DatasetSchema, name_digests
@@ -302,6 +302,24 @@ def test_what_is_offered_is_taken_back_from_a_site_that_withholds_the_run(coordi
     assert taken.state == "cancelled"
     assert taken.problem
     assert taken.problem.detail == "declined: not ours"
+
+
+def test_a_preview_says_how_many_evaluations_are_left_and_warns_of_too_few(coordinator: LiveCoordinator) -> None:
+    measuring: dict[str, Any] = {"kinds": ("train", "evaluate"), "held_out": {"data": 20}}
+    limits = {"a": AdvertisedPolicy(max_run_evaluations=100)}
+    limits["b"] = AdvertisedPolicy(max_run_evaluations=100, evaluations_left={"data": 5})
+    for site, policy in limits.items():
+        known(coordinator, site, advertised_policy=policy, **measuring)
+    client = coordinator.client("orchestrator")
+    asked = Evaluation(sites=True, every=2)
+    # Versions 0, 2, 4, 6, 8 and 9 of nine rounds.
+    found = client.preview_run(spec_of(client, rounds=9, evaluation=asked))
+    assert {name: one.evaluations_left for name, one in by_name(found).items()} == {"a/w": 100, "b/w": 5}
+    (said,) = found.warnings
+    assert said.startswith("the run measures 6 versions, more than b/w (5 left) would: raise evaluation.every")
+    assert "evaluations left for this run: a/w 100, b/w 5" in list(preview_notes(found))
+    assert client.preview_run(spec_of(client, rounds=8, evaluation=asked)).warnings == ()
+    assert by_name(client.preview_run(spec_of(client)))["a/w"].evaluations_left is None
 
 
 def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator) -> None:

@@ -805,6 +805,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         "epsilon 6.75 left of 9",
         "06:00-22:00 (UTC+0:00)",
         "at most epsilon 7 at delta 1e-05 for each example, on each data set",
+        "rounded in all runs",
         "Revoke the token",
     ):
         assert words in text, words

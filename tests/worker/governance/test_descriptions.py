@@ -13,7 +13,7 @@ from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.worker.governance.approvals import terms_digest
-from tessera.worker.governance.descriptions import in_words, size, summary
+from tessera.worker.governance.descriptions import in_words, policy_in_words, size, summary
 from tessera.worker.governance.policy import Policy
 from tessera.worker.governance.run_history import RunSnapshot
 from tests.support.federation import small_model
@@ -39,10 +39,11 @@ def test_a_run_is_told_in_full() -> None:
         "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
-        "measured on what is held out here, which sends figures. A round asks the sites that its orchestrator chose; "
-        "it needs updates of 1. A site weighs as many examples as it has, up to four times the median site's. The "
-        "sum of a block is divided by the weight of the sites that sent it. No differential privacy: "
-        "anyone who sees the updates, such as the coordinator's operator, may learn about single examples."
+        "measured on what is held out here, which sends figures. Figures are exact, to three digits. A round asks "
+        "the sites that its orchestrator chose; it needs updates of 1. A site weighs as many examples as it has, up "
+        "to four times the median site's. The sum of a block is divided by the weight of the sites that sent it. "
+        "No differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn about "
+        "single examples."
     )
 
 
@@ -151,6 +152,21 @@ def test_a_measurement_is_told_apart_from_training() -> None:
     assert (
         "Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, to an" in told
     )
+
+
+def test_a_person_reads_whether_figures_are_exact_or_rounded() -> None:
+    policy = Policy(send_class_counts=True)
+    exact, rounded = (
+        summary(task(held_out=True, kind="evaluate", plan=Plan()), MODEL, 300, policy, rounds_figures=rounds)
+        for rounds in (False, True)
+    )
+    assert "Figures are exact, to three digits. With figures of what is held out, its numbers of labels" in exact
+    assert "rounded sums, each of which one example moves by at most one step" in rounded
+    assert "a step hides no example" in rounded
+    assert "by class" not in rounded
+    rules = [" ".join(policy_in_words(each)) for each in (Policy(), Policy(figures="rounded"))]
+    assert ["Figures leave as rounded sums" in words for words in rules] == [False, True]
+    assert "at most 100 times for a run and 1,000 times for a data set" in rules[0]
 
 
 def test_blocks_and_bytes_are_counted_as_people_do() -> None:
