@@ -166,6 +166,8 @@ class Federation:
             f"kinds = {_toml([holding.kind] if holding.kind else ['train', 'evaluate'])}",
             'device = "cpu"',
             "threads = 1",
+            # A real site keeps the default: the examples here are public, and nobody has to wait.
+            "duration_quantum_seconds = 0.01",
             *(["[compute]"] if self.compute else []),
             *(f"{name} = {_toml(value)}" for name, value in self.compute.items()),
             "",

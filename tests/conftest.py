@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 # Before torch is imported, which reads it then. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Private tasks wait until the end of it. Settings, which tests write in many ways, are overridden by it.
+os.environ.setdefault("TESSERA_WORKER_DURATION_QUANTUM_SECONDS", "0.01")
 # Bits are compared, which are the CPU's. `make test-gpu` needs a GPU.
 if not os.environ.get("TESSERA_TEST_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -94,6 +94,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         sandbox=Sandbox(shared_folder()),
         ranks=several,
         checkpoints=Checkpoints(vault_folder),
+        duration_quantum_seconds=settings.duration_quantum_seconds,
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
         seed_key=derived(audit_key_of(settings), TRAINING_SEEDS),
     )

@@ -1,6 +1,7 @@
 """Live values of a worker for the dashboard: its machine, its line, and the latest events of its work.
 
-Nothing here depends on an example. Events are built from names and instants, never from text of the log.
+Load and memory in use depend on examples, so a process that has run a task that may reveal none reports them no more:
+what such a task allocated outlives it. Events are built from names and instants, never from text of the log.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ class LiveMonitor:
         self._started_at = _second(time.time())
         self._log: deque[LogEvent] = deque([LogEvent(at=self._started_at, event="started")], maxlen=MAX_LOG_EVENTS)
         self._speeds: dict[str, float] = {}
+        self._hides = False
+        """True from the first task on that may reveal nothing of an example."""
 
     def ended(self, task: Task, report: Report, outcome: Any) -> None:
         """Note how a task ended: `outcome` is the name of an event."""
+        self._hides |= task.is_covered or report.hides
         self._measure_line(report)
         self._log.extend(_events(task, [*report.began, (time.time(), outcome)]))
 
     def sample(self, task: Task, report: Report) -> LiveValues:
         """Return the values now. Those that cannot be read are omitted."""
+        self._hides |= task.is_covered or report.hides
         self._measure_line(report)
         values: dict[str, Any] = {"started_at": self._started_at, **self._speeds}
         with _unless_unreadable():
@@ -54,9 +59,8 @@ class LiveMonitor:
             with _unless_unreadable():
                 several = f"{len(self._gpus)} x " if len(self._gpus) > 1 else ""
                 values["gpu_name"] = f"{several}{torch.cuda.get_device_name(self._gpus[0])}"[:64]
-        # The load and the memory in use follow what is secret under privacy: the size of a batch, or, where the sites
-        # add the noise, whether training failed.
-        values |= {} if task.privacy or (task.client_privacy and task.sums) else self._load()
+        # They follow the size of a batch, for example, or whether training failed.
+        values |= {} if self._hides else self._load()
         if self._shares_log:
             values["log"] = [*self._log, *_events(task, report.began)][-MAX_LOG_EVENTS:]
         with _unless_unreadable():

@@ -198,6 +198,11 @@ class WorkerSettings(DataSettings):
         description="minutes between two checkpoints of a task's training, from which it resumes after the worker "
         "was stopped or killed; 0 for none",
     )
+    duration_quantum_seconds: PositiveFloat = Field(
+        default=16.0,
+        description="a task under differential privacy or in a secure sum ends at a multiple of this since it began, "
+        "so that its duration reveals little of an example",
+    )
     compute: Compute = Compute()
     cache_bytes: PositiveInt = 20 * GIB
     base_sources: tuple[str, ...] = Field(
@@ -263,6 +268,15 @@ class WorkerSettings(DataSettings):
             raise ValueError("compute.shard divides a model among several devices: set devices, or remove shard")
         if self.compute.shard and self.micro_batch is not None:
             raise ValueError("micro_batch: with compute.shard all devices train whole batches: remove micro_batch")
+        return self
+
+    @model_validator(mode="after")
+    def _lasts_a_quantum(self) -> Self:
+        if self.policy.max_task_seconds < self.duration_quantum_seconds:
+            raise ValueError(
+                f"policy.max_task_seconds is {self.policy.max_task_seconds:g}: tasks that wait for "
+                f"duration_quantum_seconds would all fail; set it to {self.duration_quantum_seconds:g} or more"
+            )
         return self
 
     @model_validator(mode="after")

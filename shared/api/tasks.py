@@ -29,7 +29,7 @@ from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.class_counts import ClassCounts
-from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SecureSums, SumTask
+from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
@@ -404,6 +404,13 @@ class Task(Message):
     def in_exact_sum(self) -> bool:
         """Whether the update goes into a secure sum without noise of the sites."""
         return self.secure_sums is not None and self.client_privacy is None
+
+    @property
+    def is_covered(self) -> bool:
+        """True if its course may reveal nothing of an example: under differential privacy, and in secure sums. A
+        helper's tasks use no examples."""
+        covered = self.privacy is not None or self.secure_sums is not None or self.sums is not None
+        return covered and self.kind not in HELPER_KINDS
 
     @property
     def alike_digest(self) -> Digest:

@@ -27,7 +27,7 @@ class Pace:
     """The instant of its lease, which may be later than the round's start."""
     phase: str | None = None
     done: float | None = None
-    """The share of the phase, if it is known."""
+    """The share of the phase; None if it is unknown."""
 
     @classmethod
     def of(cls, task: TaskView, began_at: float | None = None) -> Self:
@@ -51,6 +51,9 @@ class Pace:
         if self.phase == "fetching":
             return FETCHED * done
         if self.phase in ("training", "evaluating"):
+            if self.done is None:
+                # A private task reports no steps, and its pace is unknown.
+                return 0.0
             return FETCHED + (TRAINED - FETCHED) * done
         return TRAINED + (1 - TRAINED) * done if self.phase == "uploading" else 0.0
 

@@ -216,6 +216,7 @@ def worker_process(
         "poll_seconds": 5,
         # Its training seeds follow from it.
         "audit_key": audit_key(site).hex(),
+        "duration_quantum_seconds": 0.01,
         **settings,
     }
     # JSON's strings, numbers and lists are TOML's.

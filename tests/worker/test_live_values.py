@@ -48,6 +48,27 @@ def test_use_of_the_machine_is_not_told_where_the_sites_add_the_noise(tmp_path: 
     assert monitor(tmp_path).sample(noisy, Report()).cpu_load is not None
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_process_that_has_run_a_covered_task_tells_no_use_of_the_machine_any_more(
+    tmp_path: Path, *, ends_early: bool
+) -> None:
+    private = private_task()
+    others = private.model_copy(update={"privacy": None})
+    live = monitor(tmp_path)
+    assert live.sample(others, Report()).memory_used_bytes
+    # One that ends before its first heartbeat has used memory too.
+    live.ended(private, Report(), "failed") if ends_early else live.sample(private, Report())
+    assert not USE & live.sample(others, Report()).model_dump(exclude_none=True).keys()
+    # An evaluation where the site has a rule of privacy, and an exact sum.
+    for task, report in (
+        (others, Report(hides=True)),
+        (others.model_copy(update={"sums": SumTask(terms=f"sha256:{'0' * 64}")}), Report()),
+    ):
+        live = monitor(tmp_path)
+        live.ended(task, report, "done")
+        assert live.sample(others, Report()).cpu_load is None
+
+
 def test_the_log_is_told_only_if_the_site_allows_it_and_holds_names_and_instants(tmp_path: Path) -> None:
     task = private_task()
     report = begun((100.7, "fetching"), (102.7, "training"))

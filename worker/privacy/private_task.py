@@ -1,7 +1,7 @@
 """Differential privacy of a task: its spending, its access to data, and the metrics that it may report.
 
-Privacy is reserved before it is used, so that a crash loses no entry, and taken back if nothing left the site. Needs
-the extra `privacy`.
+Privacy is reserved before it is used, so that a crash loses no entry, and taken back if the task ends before it has
+read any data. Needs the extra `privacy`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,7 +115,8 @@ class PrivateTask:
         )
         self._checkpoint = checkpoint
         self._reserved: list[int] = []
-        self._leaves = False
+        self._started = False
+        """True once the task has read data, or a result may have left the site."""
         self._noise_source = NoiseSource(key or secret_key())
         self._events: list[NoisySteps | NoisyChoice] = []
         self._mechanism: Mechanism | None = None
@@ -176,6 +177,7 @@ class PrivateTask:
                 self._reserve_again(self._resumed)
             else:
                 self._spend(lambda _: self._choice)
+        self.start()
         if self._privacy.selection == "uncovered" and not self._looked:
             with self._ledger.page(self._dataset) as page:
                 page.exact(self._task, self.units, "choice")
@@ -259,9 +261,15 @@ class PrivateTask:
         finally:
             gradients.close()
 
+    def start(self) -> None:
+        """Note that the task reads data from now on: what it has reserved stays spent, for a coordinator that ends it
+        observes how long it took until then."""
+        self._started = True
+
     def phase(self, local: LocalTraining, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
             raise RuntimeError("call begin before phase: it reserves the privacy")
+        self.start()
         return NoisyGradients(local, freeze, dataset, self._mechanism, self._noise_source, self.grouped)
 
     def handed_groups(self) -> Groups | None:
@@ -290,11 +298,11 @@ class PrivateTask:
                 self._reserved = [entry.seq]
             if self._privacy.selection == "uncovered" and self._looked:
                 page.exact(self._task, self.units, "choice")
-        self._leaves = True
+        self.start()
 
     def void(self) -> None:
-        """Take back the reserved privacy, unless a result may have left the site."""
-        if self._leaves or not self._reserved:
+        """Take back the reserved privacy, unless the task has read data."""
+        if self._started or not self._reserved:
             return
         log = structlog.get_logger("worker").bind(dataset=self._dataset)
         try:
@@ -360,12 +368,13 @@ class PrivateTask:
 
     def _reserve_again(self, resumed: PrivateProgress) -> None:
         """Take over what the ledger has under the checkpoint's key. Reserve it again if the process that reserved it
-        took it back, because nothing had left. Raises PolicyViolation."""
+        took it back, because it had read no data. Raises PolicyViolation."""
         if self._reserved:
             return
         entries = self._ledger.check(self._dataset)
         if {entry.seq for entry in entries if self._is_own(entry)} == set(resumed.reserved):
             self._reserved = list(resumed.reserved)
+            self.start()
             self._events = [*resumed.charged_choices, resumed.charged_steps]
             return
         events: list[NoisySteps | NoisyChoice] = [*resumed.charged_choices, resumed.charged_steps]

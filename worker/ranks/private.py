@@ -34,6 +34,9 @@ class RankPrivacy(PrivateTask):
     def look(self) -> None:
         self._call("look")
 
+    def start(self) -> None:
+        self._call("start")
+
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
         return self._call("top_k", scores, count, picks)  # type: ignore[no-any-return]
 

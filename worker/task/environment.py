@@ -174,6 +174,10 @@ class TaskEnvironment:
     """The site's secret for `TaskRun.training_seed`; None trains by the coordinator's seeds, as in a simulation."""
     full_precision: bool = False
     """True in a simulation, which no figures leave: they are exact under each rule."""
+    duration_quantum_seconds: float = 0.0
+    """Unit of the durations of tasks that may reveal nothing of an example; 0 for none, as in a simulation."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 
@@ -209,6 +213,10 @@ class TaskEnvironment:
         is_central = task.kind == "evaluate" and not task.held_out
         by_site = self.policy.figures == "rounded" or bool(self.privacy_rules(task.dataset))
         return by_site or (bool(hidden) and not is_central)
+
+    def hides(self, task: Task) -> bool:
+        """Return whether the course of a task may reveal nothing of an example."""
+        return self.rounds_figures(task) if task.kind == "evaluate" else task.is_covered
 
     def piece_size(self, run: str) -> PieceSize:
         """Return the size of pieces for the next task of a run, which its training updates."""
@@ -260,9 +268,16 @@ class Throttle:
     def sent(self, nbytes: int) -> None:
         self._sent_bytes += nbytes
         due_at = self._began_at + self._sent_bytes / self._rate
-        while (left := due_at - self._clock()) > 0:
-            self._sleep(min(left, PAUSE_SECONDS))
-            self._check()
+        wait_until(due_at, self._check, self._clock, self._sleep)
+
+
+def wait_until(
+    due_at: float, check: Callable[[], None], clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
+    """Wait until an instant of the clock. Raises the exceptions of `check`."""
+    while (left := due_at - clock()) > 0:
+        sleep(min(left, PAUSE_SECONDS))
+        check()
 
 
 @dataclass(frozen=True)
@@ -276,6 +291,18 @@ class TaskRun:
     report: Report
     journal: Journal
     began: ThreadTimes = field(default_factory=ThreadTimes.now)
+    began_at: float = 0.0
+    """By the environment's clock."""
+
+    def wait_for_quantum(self, check: Check) -> None:
+        """Wait until the task has lasted a multiple of the site's quantum, if its duration could reveal an example.
+
+        Raises the exceptions of `check`.
+        """
+        env = self.env
+        if self.report.hides and (quantum := env.duration_quantum_seconds):
+            lasted = max(1, math.ceil((env.clock() - self.began_at) / quantum)) * quantum
+            wait_until(self.began_at + lasted, check, env.clock, env.sleep)
 
     def count(self, nbytes: int) -> None:
         """Count bytes that were fetched."""
@@ -313,10 +340,8 @@ class TaskRun:
                     about = {"reason": said, "detail": problem.detail, "remedy": problem.advice}
                     structlog.get_logger("worker").warning("result-refused", run=self.task.run_name, **about)
                 asked = problem.retry_after_seconds or REFUSED_SECONDS
-            again_at = time.monotonic() + min(asked, MAX_REFUSED_SECONDS)
-            while time.monotonic() < again_at:
-                self.check()
-                time.sleep(PAUSE_SECONDS)
+            self.check()
+            wait_until(time.monotonic() + min(asked, MAX_REFUSED_SECONDS), self.check, time.monotonic, time.sleep)
 
     def fetch(self, digest: str, max_bytes: int) -> Path:
         """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""

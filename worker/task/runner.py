@@ -20,7 +20,6 @@ from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
-from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.checkpoints import TaskCheckpoint
@@ -91,7 +90,9 @@ class TaskRunner(TaskEnvironment):
         if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails. Raises
         DeviceFailed after a result that the coordinator has accepted.
         """
-        run = TaskRun(self, task, check, report, Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger))
+        journal = Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger)
+        run = TaskRun(self, task, check, report, journal, began_at=self.clock())
+        report.hides = self.hides(task)
         if self.audit:
             run.journal.note(
                 "task.start",
@@ -111,7 +112,7 @@ class TaskRunner(TaskEnvironment):
         device_failed, hides = False, admission.terms is not None
         rounds = task.kind == "evaluate" and self.rounds_figures(task)
         report.begin("fetching")
-        with self.shelf.pinning(), _settling(private), ending(checkpoint):
+        with _at_quantum(run), self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 loaded = load(run, fetched)
@@ -237,15 +238,34 @@ def _without_cause(*, rounds: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _settling(private: PrivateTask | None) -> Iterator[None]:
-    """Release a private task's reserved budget if the block ends for a reason independent of the data.
+def _at_quantum(run: TaskRun) -> Iterator[None]:
+    """Let a failure of the block end the task at a multiple of the site's quantum. A lost lease changes nothing: the
+    worker's next claim would show when it noticed. A stop by the site itself is not delayed."""
 
-    Such reasons are the coordinator, the network or a person. Any other failure is reported and may depend on the
-    data, so the budget counts as spent. The clock is no exception: how long a task takes depends on the examples.
+    def check() -> None:
+        with suppress(Problem, PolicyViolation):
+            run.check()
+
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception:
+        run.wait_for_quantum(check)
+        raise
+
+
+@contextmanager
+def _settling(private: PrivateTask | None) -> Iterator[None]:
+    """Release a private task's reserved budget if the block ends before its first step, because of the coordinator,
+    the network or a stop. Any other failure is reported and may depend on the data, so the budget counts as spent.
+
+    After the first step it stays spent for any reason: how long a task took until then depends on the examples, and a
+    person who withheld an update saw its noisy norms.
     """
     try:
         yield
-    except (Problem, Stopped, UpdateWithheld):
+    except (Problem, Stopped):
         if private:
             private.void()
         raise

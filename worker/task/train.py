@@ -30,7 +30,7 @@ from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import synthetic_batch
 from tessera.worker.training.divergence import TrainingDiverged
-from tessera.worker.training.progress import CALIBRATING, rounded
+from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def train(
     units = report.examples = private.units if private else dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
-    report.activity = CALIBRATING if private else None
     if private:
         dataset = dataset.padded()
         context.choose_top = private.top_k

@@ -112,6 +112,8 @@ class Egress:
             self.run.check()
             digest = update.digest
             summary = self._summary(digest, update, examples) if self._summarized else None
+            # Before a person sees it: the coordinator sees how long it waits for them.
+            self.run.wait_for_quantum(self.run.check)
             if env.airlock and update.path and summary:
                 report.begin("waiting")
                 self._hold(env.airlock, update.path, summary)
@@ -171,6 +173,7 @@ class Egress:
         env, task, metrics = self.run.env, self.run.task, self.run.report.metrics
         if env.history:
             env.history.add(self.run.snapshot, env.policy)
+        self.run.wait_for_quantum(self.run.check)
         counts = self.run.report.class_counts
         names = list[JsonValue](sorted([*metrics, *(["class_counts"] if counts else [])]))
         self.run.journal.note_exact(examples, "evaluation")

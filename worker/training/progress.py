@@ -11,6 +11,7 @@ from tessera.shared.schema import MAX_NUMBER, Phase
 
 FIGURE_DIGITS = 3
 CALIBRATING = "calibrating noise"
+HIDDEN = "private: no progress"
 
 
 def rounded(figure: float) -> float:
@@ -40,18 +41,19 @@ class Report:
     """The epoch's mean so far, if it may be reported."""
     total_bytes: int = 0
     """Bytes to transfer until the end of this phase, with those already transferred."""
-    by_quarter: bool = False
-    """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
+    hides: bool = False
+    """Report neither steps nor durations: they follow from the examples, of which the task may reveal nothing."""
     resumed_seconds: float = 0.0
     """Time in training before the checkpoint from which it resumed, in earlier processes."""
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 
-    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
+    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0) -> None:
         self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, None
-        self.by_quarter = by_quarter
+        if not (self.hides and phase == self.phase):
+            # Otherwise the site's log would have the end of what comes before the first step.
+            self.began.append((time.time(), phase))
         self.phase = phase
-        self.began.append((time.time(), phase))
 
     def resume(self, step: int, seconds: float) -> None:
         """Continue from a checkpoint's step, after this time in training."""
@@ -80,22 +82,28 @@ class Report:
 
     def progress(self) -> Progress:
         """Return the progress for a heartbeat."""
+        if self.hides:
+            moves = self.phase in ("fetching", "uploading")
+            return Progress(
+                phase=self.phase,
+                activity=f"{self.phase} ({HIDDEN})" if self.phase in ("training", "evaluating") else self.activity,
+                bytes=self._moved() if moves else None,
+                total_bytes=self.total_bytes or None if moves else None,
+            )
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
             activity=self.activity,
-            step=self._step() if self.phase in ("training", "evaluating") else None,
+            step=self.step if self.phase in ("training", "evaluating") else None,
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
-            bytes={"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase),
+            bytes=self._moved(),
             total_bytes=self.total_bytes or None,
             phase_seconds=self.phase_seconds(),
         )
 
-    def _step(self) -> int:
-        if not self.by_quarter:
-            return self.step
-        return 4 * self.step // self.steps * self.steps // 4 if self.steps else 0
+    def _moved(self) -> int | None:
+        return {"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase)
 
 
 Check = Callable[[], None]

@@ -26,7 +26,6 @@ from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.optimization.short_attention import short_attention
 from tessera.worker.training.optimization.trimming import is_trimmable
 from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
-from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.ranks import require_summable
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
 from tessera.worker.training.training_state import TrainingState
@@ -71,13 +70,12 @@ class Trainer(LocalTraining):
         rates_of = (rate_factors(self.training, steps, self.round_number, self.rounds) for steps in planned)
         rates = islice(chain.from_iterable(rates_of), done, None)
         if self.private and phases:
-            self.report.activity = CALIBRATING
             self._rehearse(dataset)
             self._fit_pieces(self.private, phases, dataset)
             self.private.begin(sum(planned))
             # If the worker is killed from now on, the same privacy is not spent again.
             state.save_start()
-        self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
+        self.report.begin("training", steps=sum(planned))
         self.report.resume(state.at.progress, state.at.training_seconds)
         for count in planned[state.at.phase :]:
             current = state.start(rates, frozenset(dataset.common))
@@ -185,6 +183,7 @@ class Trainer(LocalTraining):
         dataset: Dataset,
         state: TrainingState,
     ) -> None:
+        self.check()
         noisy = private.phase(self, current.freeze, dataset)
         state.restore_generators()
         try:

@@ -97,6 +97,16 @@ def test_time_is_estimated_once_a_round_of_the_stage_has_ended() -> None:
     ]
 
 
+def test_a_private_task_that_reports_no_steps_is_estimated_by_past_rounds_alone() -> None:
+    working = task("b/w", progress={"phase": "training", "activity": "training (private: no progress)"})
+    assert lines(working, at_seconds=30) == ["round 2 of 5, train", "  b/w: training (private: no progress)"]
+    # As a share of 0.1 of its task, 30 s would make it one of 300 s.
+    assert lines(working, past=[60], at_seconds=30) == [
+        "round 2 of 5, train, about 4 min left",
+        "  b/w: training (private: no progress), about 30 s left",
+    ]
+
+
 def test_in_the_first_round_the_steps_that_are_left_are_estimated_by_their_own_pace() -> None:
     # Two of eight steps took an hour, so the other six take three.
     progress = {"phase": "training", "step": 2, "steps": 8, "phase_seconds": {"fetching": 60.0, "training": 3600.0}}

@@ -440,11 +440,20 @@ def test_dropout_is_off_so_that_what_an_example_adds_does_not_depend_on_its_plac
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_progress_is_told_by_the_quarter() -> None:
-    report = Report()
-    report.begin("training", steps=10, by_quarter=True)
-    told = []
+def test_neither_steps_nor_durations_of_a_private_task_are_told() -> None:
+    report = Report(hides=True)
+    report.begin("fetching", total_bytes=100)
+    report.download_bytes = 40
+    fetched = report.progress()
+    assert (fetched.bytes, fetched.total_bytes, fetched.phase_seconds) == (40, 100, {})
+    report.begin("training")
+    began, told = list(report.began), report.progress()
+    assert told.activity == "training (private: no progress)"
+    # The first step's time would show how long a choice of blocks took.
+    report.begin("training", steps=10)
+    assert report.began == began
     for _ in range(10):
         report.advance()
-        told.append(report.progress().step)
-    assert told == [0, 0, 2, 2, 5, 5, 5, 7, 7, 10]
+        report.loss = 0.5
+        assert report.progress() == told
+    assert told.model_dump(exclude_defaults=True).keys() == {"phase", "activity"}

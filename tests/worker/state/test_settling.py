@@ -1,4 +1,5 @@
-"""Privacy is reserved before a task trains, taken back if nothing left, and unbounded where no noise covers it."""
+"""Privacy is reserved before a task trains, taken back before its first step alone, and unbounded where no noise
+covers it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tessera.shared.api.runs import Training
+from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import LeaseLost
@@ -22,12 +24,15 @@ from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
+from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import Chain, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, NoisySteps
 from tessera.worker.state.vault import Vault
+from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
@@ -63,16 +68,20 @@ class SiteWithRun:
             privacy=privacy,
         )  # fmt: skip
 
-    def is_cut_off(self, task: Task) -> None:
-        """Does a task that loses its lease after the first step."""
+    def is_cut_off(self, task: Task, runner: TaskRunner | None = None, step: int = 1) -> None:
+        """Does a task that loses its lease after a step, or before the first one."""
         report = Report()
 
         def check() -> None:
-            if report.step:
+            if report.steps and report.step >= step:
                 raise LeaseLost("another has it")
 
         with pytest.raises(LeaseLost):
-            self.runner.run(task, check, report)
+            (runner or self.runner).run(task, check, report)
+
+    def resuming(self, folder: Path) -> TaskRunner:
+        """The runner of a process that starts now and writes checkpoints."""
+        return replace(self.runner, checkpoints=Checkpoints(folder / "vault"), checkpoint_seconds=600.0)
 
     def events(self) -> list[object]:
         return [event for entry in self.ledger.read("data") for event in entry.events]
@@ -81,11 +90,13 @@ class SiteWithRun:
 # ---------------------------------------------------------------- reserve and settle
 
 
-def test_a_coordinator_that_drops_leases_burns_no_budget(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+def test_a_lease_that_is_lost_before_the_first_step_costs_no_budget(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
     site = SiteWithRun(coordinator, tmp_path, PRIVACY)
     task = site.worker.take()
-    for _ in range(3):
-        site.is_cut_off(task)
+    for _ in range(2):
+        site.is_cut_off(task, step=0)
     assert site.events() == []
     site.runner.run(task, lambda: None, Report())
     (paid,) = site.events()
@@ -97,13 +108,42 @@ def test_a_coordinator_that_drops_leases_burns_no_budget(coordinator: LiveCoordi
     assert shown.audit_head == left.digest
 
 
-def test_an_update_that_a_person_withholds_burns_no_budget(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+def test_a_coordinator_that_drops_leases_pays_for_the_task_that_it_observed_and_once(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    # How long the task took until its end depends on the examples.
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    task = site.worker.take()
+    for _ in range(2):
+        site.is_cut_off(task, site.resuming(tmp_path))
+        assert len(site.events()) == 1
+    # A resumed task began before: what ends it before its next step takes nothing back.
+    site.is_cut_off(task, site.resuming(tmp_path), step=0)
+    site.resuming(tmp_path).run(task, lambda: None, Report())
+    (paid,) = site.events()
+    assert isinstance(paid, NoisySteps)
+
+
+def test_tasks_that_a_coordinator_ends_use_up_no_more_than_the_run_s_target(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    task = site.worker.take()
+    for _ in range(3):
+        site.is_cut_off(task)  # without checkpoints, each begins anew
+    paid = [event for event in site.events() if isinstance(event, NoisySteps)]
+    assert len(paid) == 3
+    assert epsilon(paid, PRIVACY.delta) <= PRIVACY.epsilon
+
+
+def test_an_update_that_a_person_withholds_stays_spent(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    # They saw its noisy norms.
     site = SiteWithRun(coordinator, tmp_path, PRIVACY)
     airlock = Airlock(tmp_path / "airlock", pause=0.0)
     airlock.waits = lambda: airlock.decide(airlock.held()[0].id, "withhold", "ann") and None
     with pytest.raises(UpdateWithheld):
         replace(site.runner, airlock=airlock).run(site.worker.take(), lambda: None, Report())
-    assert site.events() == []
+    assert len(site.events()) == 1
 
 
 def test_a_failure_that_may_depend_on_what_was_computed_stays_spent(
@@ -165,6 +205,114 @@ def test_a_try_under_a_token_that_was_used_before_takes_back_its_own_noise_alone
     second.void()
     second.void()
     assert len(spent(tmp_path)) == 1
+
+
+# ---------------------------------------------------------------- when a task ends
+
+QUANTUM = 64.0
+
+
+class Watch:
+    """A clock by which each step takes `seconds`, and whose sleep costs no time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.report = Report()
+        self._seconds = seconds
+        self._steps, self._slept = 0, 0.0
+
+    def on(self, runner: TaskRunner) -> TaskRunner:
+        return replace(runner, duration_quantum_seconds=QUANTUM, clock=lambda: self.lasted, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self._slept += seconds
+
+    @property
+    def lasted(self) -> float:
+        self._steps = max(self._steps, self.report.step)
+        return self._seconds * self._steps + self._slept
+
+
+@pytest.mark.parametrize("end", ["accepted", "failed", "dropped", "out of time"])
+def test_a_private_task_ends_at_a_multiple_of_the_quantum_however_long_its_steps_take(
+    coordinator: LiveCoordinator, tmp_path: Path, end: str
+) -> None:
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    site.runner = replace(site.runner, policy=Policy(max_upload_bytes=1)) if end == "failed" else site.runner
+    task = site.worker.take()
+    for seconds, lasted in ((0.1, 64.0), (20.0, 64.0), (35.0, 128.0))[-1 if end == "accepted" else 0 :]:
+        watch = Watch(seconds)
+
+        def check(watch: Watch = watch) -> None:
+            if watch.report.step == 2 and end in ("dropped", "out of time"):
+                raise LeaseLost("gone") if end == "dropped" else PolicyViolation("max_task_seconds", "it is up")
+
+        run = lambda: watch.on(site.runner).run(task, check, watch.report)  # noqa: B023, E731
+        if end == "accepted":
+            run()
+        else:
+            with pytest.raises((PolicyViolation, LeaseLost)):
+                run()
+        assert watch.lasted == pytest.approx(lasted)
+
+
+def test_a_task_without_privacy_and_a_stop_by_the_site_do_not_wait(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    watch = Watch(1.0)
+    site = SiteWithRun(coordinator, tmp_path, None)
+    task = site.worker.take()
+    watch.on(site.runner).run(task, lambda: None, watch.report)
+    assert watch.lasted < QUANTUM
+    assert watch.report.phase_seconds()
+    private = task.model_copy(update={"privacy": PRIVACY})
+    watch = Watch(1.0)
+
+    def stopped() -> None:
+        if watch.report.step == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        watch.on(site.runner).run(private, stopped, watch.report)
+    assert watch.lasted < QUANTUM
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("end", [Killed, Stopped])
+def test_a_worker_that_ends_during_the_wait_resumes_submits_and_is_charged_once(
+    coordinator: LiveCoordinator, tmp_path: Path, end: type[BaseException]
+) -> None:
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    task, watch = site.worker.take(), Watch(1.0)
+
+    def during_the_wait(_: float) -> None:
+        assert watch.report.progress().activity == "training (private: no progress)"
+        raise end
+
+    with pytest.raises(end):
+        replace(watch.on(site.resuming(tmp_path)), sleep=during_the_wait).run(task, lambda: None, watch.report)
+    assert not [entry for entry in site.audit.read() if entry.action == "update.leave"]
+    watch = Watch(1.0)
+    watch.on(site.resuming(tmp_path)).run(task, lambda: None, watch.report)
+    assert watch.lasted == pytest.approx(QUANTUM)
+    assert len(site.events()) == 1
+    assert site.worker.client.task(task.id).state == "accepted"
+
+
+def test_what_may_reveal_nothing_of_an_example(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    site = SiteWithRun(coordinator, tmp_path, None)
+    runner, plain = site.runner, site.worker.take()
+    masked = plain.model_copy(update={"sums": SumTask(terms=f"sha256:{'0' * 64}")})
+    figures = plain.model_copy(update={"kind": "evaluate"})
+    limited = replace(runner, allowances={"data": Allowance(epsilon=1.0, delta=1e-5, evaluations=True)})
+    assert not any(map(runner.hides, (plain, figures)))
+    assert all(map(runner.hides, (masked, plain.model_copy(update={"privacy": PRIVACY}))))
+    assert runner.hides(figures.model_copy(update={"privacy": PRIVACY}))
+    assert limited.hides(figures)
+    # A helper uses no examples.
+    assert not runner.hides(masked.model_copy(update={"kind": "agree"}))
 
 
 # ---------------------------------------------------------------- a week

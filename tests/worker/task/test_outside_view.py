@@ -116,7 +116,7 @@ def worked(
 def seen(task: TaskView, kind: Kind) -> dict[str, Any]:
     """All that the coordinator has of a task, but for its names, its times, the noisy update and its noisy choice."""
     assert task.progress is not None
-    progress = task.progress.model_dump(exclude={"phase_seconds"})
+    progress = task.progress.model_dump()
     shown = {"layers"} if kind == "images" else set[str]()
     return {
         **task.model_dump(include={"state", "problem", "examples", "upload_bytes", "attempts", "token", *shown}),
