@@ -42,10 +42,9 @@ from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.audit_chain import GENESIS
-from tessera.shared.api.runs import Evaluation, RunSpec
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings import Cohort
 
 LIMIT_SECONDS = 0.2
 MODEL_BYTES = 440_000_000

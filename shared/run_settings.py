@@ -10,17 +10,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from tessera.shared.schema import ActsOnlyIf, Frozen, Label
+from tessera.shared.schema import ActsOnlyIf, Frozen
 
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
 
 MAX_CLASSES = 100_000
-
-MAX_SITES = 1024
-"""Sites that a run may name: each task names them."""
-
-Unlimited = Literal["unlimited"]
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0, le=1e6)]
@@ -28,48 +23,6 @@ Factor = Annotated[float, Field(gt=0, le=1e6)]
 
 MAX_MAGNITUDE = 30
 COLOURS = ("brightness", "contrast", "saturation", "hue", "rand_augment")
-
-
-class Cohort(Frozen):
-    """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
-    workers, under names that the site chooses."""
-
-    conditions = (
-        ActsOnlyIf(
-            ("target_updates",),
-            lambda cohort: cohort.target_updates < min(cohort.size or math.inf, len(cohort.sites or ()) or math.inf),
-            "it below size and the number of sites",
-        ),
-    )
-
-    size: PositiveInt | None = Field(
-        default=None, description="sites chosen per round; all that are live if left out"
-    )
-    workers_per_site: PositiveInt = Field(
-        default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
-    )
-    target_updates: PositiveInt | None = Field(
-        default=None, description="number of sites; a round closes early once this many sent updates"
-    )
-    quorum: PositiveInt = Field(default=1, description="fewest sites whose updates a round needs")
-    deadline_seconds: float = Field(
-        default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
-    )
-    max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
-    max_task_attempts: PositiveInt = Field(
-        default=3, le=100, description="leases of a task before it counts as expired"
-    )
-    sites: tuple[Label, ...] | None = Field(
-        default=None,
-        max_length=MAX_SITES,
-        description="sites that may take part, be it to train or to evaluate; all if left out",
-    )
-
-    @model_validator(mode="after")
-    def _reachable(self) -> Self:
-        if self.size is not None and self.quorum > self.size:
-            raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
-        return self
 
 
 class Augmentation(Frozen):

@@ -7,7 +7,7 @@ from math import ceil
 from tessera.shared.run_settings import MAX_STEPS, Training
 
 LEAST_BATCH_IN_SUM = 16
-"""In exact sums: an update over few examples would tell of them, however many sites are in the sum."""
+"""In exact sums: an update over few examples would show them, however many sites are in the sum."""
 
 
 def steps_per_epoch(training: Training, examples: int) -> int:

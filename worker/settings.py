@@ -152,7 +152,7 @@ class SecureSumsSettings(Frozen):
         ge=1,
         le=MAX_SITE_WEIGHT,
         description="its weight in exact sums: 1 at all sites, or by classes of size on which they agree. Keep it: "
-        "a site that changes it between two sums can be told from their difference",
+        "a change between two sums shows the site's update in their difference",
     )
 
 

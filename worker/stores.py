@@ -101,5 +101,13 @@ def sum_party_of(settings: WorkerSettings) -> SumParty | None:
     except (OSError, ValueError) as fault:
         raise SettingsError(f"secure_sums: the keys in {keys.folder} cannot be used: {fault}") from fault
     log = AgreementLog(settings.state_dir, audit_key_of(settings))
-    about = {"weight": given.weight, "embeddings": given.embeddings}
-    return SumParty(given.site, keys, given.roster, given.quorum, given.helper, log, **about)
+    return SumParty(
+        given.site,
+        keys,
+        given.roster,
+        given.quorum,
+        given.helper,
+        log,
+        weight=given.weight,
+        embeddings=given.embeddings,
+    )

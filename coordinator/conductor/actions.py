@@ -21,7 +21,7 @@ from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, TaskRow, Versi
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
-from tessera.coordinator.domain.eligibility import Vocabulary, refused_plan, unsuited
+from tessera.coordinator.domain.eligibility import Vocabulary, refused_plans, unsuited
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
@@ -148,11 +148,7 @@ def plan_for_willing(
             raise TooFewWilling(f"{sites} sites would do what the round asks: {said}")
         plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in willing])
         planned = [worker for worker in willing if worker.name in plans]
-        exact = spec.has_exact_sums
-        judged = {
-            w.name: refused_plan(w.advertised_policy, model, plans[w.name], in_exact_sum=exact) for w in planned
-        }
-        more = {name: found for name, found in judged.items() if found}
+        more = refused_plans(spec, model, plans, {w.name: w.advertised_policy for w in planned})
         if not more:
             return plans
         refused |= more

@@ -23,13 +23,13 @@ from tessera.coordinator.db.tables import RUNS, RunRow, UploadRow, VersionRow, n
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Evaluation, RunSpec
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import Method
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, faults_of
-from tessera.shared.run_settings import Cohort, Privacy, Training
+from tessera.shared.run_settings import Privacy, Training
 
 router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_class=PageRoute)
 

@@ -233,6 +233,15 @@ def unsuited(
     return refused_model(policy_of(declared), model) or misfit(spec, declared, model, vocabulary, padded=padded)
 
 
+def refused_plans(
+    spec: RunSpec, model: Model, plans: Mapping[str, Plan], policies: Mapping[str, AdvertisedPolicy | None]
+) -> dict[str, Ineligibility]:
+    """Return the workers whose policies would refuse to send what their plans ask for, and why."""
+    exact = spec.has_exact_sums
+    judged = {name: refused_plan(each, model, plans[name], in_sum=exact) for name, each in policies.items()}
+    return {name: found for name, found in judged.items() if found}
+
+
 def refused_plan(
     policy: AdvertisedPolicy | None, model: Model, plan: Plan, *, in_sum: bool = False
 ) -> Ineligibility | None:

@@ -12,7 +12,7 @@ from tessera.coordinator.domain.eligibility import (
     misfit,
     objections,
     policy_warnings,
-    refused_plan,
+    refused_plans,
     unsuited,
 )
 from tessera.coordinator.domain.workers import LiveWorker
@@ -59,11 +59,7 @@ def preview(
     while pool := [worker for worker in known if not _but_for_approval(found[worker.name])]:
         plans = plan_round(invited.spec, model, state, [worker.participant(invited.spec.dataset) for worker in pool])
         planned = [worker for worker in pool if worker.name in plans]
-        exact = invited.spec.has_exact_sums
-        judged = {
-            w.name: refused_plan(w.advertised_policy, model, plans[w.name], in_exact_sum=exact) for w in planned
-        }
-        refused = {name: said for name, said in judged.items() if said}
+        refused = refused_plans(invited.spec, model, plans, {w.name: w.advertised_policy for w in planned})
         if not refused:
             break
         plans = {}

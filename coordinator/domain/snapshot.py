@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tessera.shared.run_settings import Cohort
+from tessera.shared.api.runs import Cohort
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import operator
 from datetime import datetime
 from functools import partial
+from math import inf
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,13 +22,14 @@ from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.secure_sums import SecureSums
-from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.tasks import CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.run_settings import ClientPrivacy, Cohort, Privacy, Training, Unlimited
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import (
     SCORED_LABELS,
+    ActsOnlyIf,
     Bytes,
     Digest,
     Frozen,
@@ -39,9 +41,59 @@ from tessera.shared.schema import (
     Seed,
 )
 from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, tolerance_of
+from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- runs
+
+
+class Cohort(Frozen):
+    """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
+    workers, under names that the site chooses."""
+
+    conditions = (
+        ActsOnlyIf(
+            ("target_updates",),
+            lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
+            "it below size and the number of sites",
+        ),
+    )
+
+    size: PositiveInt | None = Field(
+        default=None, description="sites chosen per round; all that are live if left out"
+    )
+    workers_per_site: PositiveInt = Field(
+        default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
+    )
+    target_updates: PositiveInt | None = Field(
+        default=None, description="number of sites; a round closes early once this many sent updates"
+    )
+    quorum: PositiveInt = Field(default=1, description="fewest sites whose updates a round needs")
+    deadline_seconds: float = Field(
+        default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
+    )
+    max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
+    max_task_attempts: PositiveInt = Field(
+        default=3, le=100, description="leases of a task before it counts as expired"
+    )
+    sites: tuple[Label, ...] | None = Field(
+        default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
+    )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.size is not None and self.quorum > self.size:
+            raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
+        return self
+
+    @property
+    def terms(self) -> CohortTerms:
+        """The rules as tasks carry them, without the names of other sites."""
+        rules = self.model_dump(include=set(CohortTerms.model_fields))
+        if self.sites is None:
+            return CohortTerms(**rules)
+        named = digest_of("/".join(sorted(self.sites)).encode())
+        return CohortTerms(**rules, invited=len(self.sites), invited_digest=named)
 
 
 class Evaluation(Frozen):
@@ -231,7 +283,7 @@ class RunSpec(Frozen):
 
     @property
     def has_exact_sums(self) -> bool:
-        """Whether updates go into secure sums without noise of the sites."""
+        """True if updates go into secure sums without noise of the sites."""
         return self.secure_sums is not None and self.client_privacy is None
 
     @property

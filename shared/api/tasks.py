@@ -36,7 +36,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Budget, ClientPrivacy, Cohort, Privacy, Span, Training, UnitBudget, Unlimited
+from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -215,7 +215,7 @@ class AdvertisedPolicy(Message):
     require_privacy: UnitBudget | None = None
     require_secure_sums: bool = False
     embeddings_in_sums: bool = False
-    """Whether it sends rows of single tokens to secure sums without noise."""
+    """True if it sends rows of single tokens to secure sums without noise."""
     require_client_privacy: Budget | None = None
     """The most that a run's secure sums may reveal about the site as a whole."""
     budgets: dict[Label, UnitBudget] = Field(default={}, max_length=256)
@@ -314,6 +314,23 @@ class Claim(Message):
         return claim
 
 
+Unlimited = Literal["unlimited"]
+
+
+class CohortTerms(Message):
+    """A run's rules of cohorts (`shared.api.runs.Cohort`), without the names of other sites."""
+
+    size: PositiveInt | None = None
+    workers_per_site: PositiveInt = 1
+    target_updates: PositiveInt | None = None
+    quorum: PositiveInt = 1
+    deadline_seconds: PositiveFloat = 3600
+    invited: NonNegativeInt | None = None
+    """The number of sites that may take part; None for all."""
+    invited_digest: Digest | None = None
+    """Of their names: two runs that invite others have other terms."""
+
+
 MERGING = (
     "cohort", "robust", "server_optimizer", "max_examples", "max_update_norm", "max_norm_of_median",
 )  # fmt: skip
@@ -360,14 +377,14 @@ class Task(Message):
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
     normalization: Normalization
-    cohort: Cohort = Cohort()
+    cohort: CohortTerms = CohortTerms()
     robust: Robust = Mean()
     server_optimizer: ServerOptimizer = Plain()
     max_examples: PositiveInt | Unlimited | None = None
     max_update_norm: float | None = None
     max_norm_of_median: float | Unlimited | None = None
     """With those above, how the run chooses sites and merges their updates. The worker cannot verify it, and needs it
-    for the approval of a run: versions that differ in this alone would tell single updates."""
+    for the approval of a run: versions that differ in this alone would show single updates."""
     model: Digest
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
@@ -402,7 +419,7 @@ class Task(Message):
 
     @property
     def in_exact_sum(self) -> bool:
-        """Whether the update goes into a secure sum without noise of the sites."""
+        """True if the update goes into a secure sum without noise of the sites."""
         return self.secure_sums is not None and self.client_privacy is None
 
     @property

@@ -8,11 +8,11 @@ from pydantic import BaseModel
 
 from tessera.shared.aggregation.robust import Robust
 from tessera.shared.aggregation.server_optimizer import ServerOptimizer
-from tessera.shared.api.runs import Evaluation, RunSpec
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
 from tessera.shared.cli.run_file import UPLOADED
 from tessera.shared.cli.run_keys import Key, keys_of, toml
 from tessera.shared.methods.base import Method
-from tessera.shared.run_settings import Cohort, Privacy, Training
+from tessera.shared.run_settings import Privacy, Training
 
 WIDTH = 100
 

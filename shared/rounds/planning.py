@@ -406,13 +406,7 @@ def task_of(
     receipt: Receipt | None = None,
     sums: SumTask | None = None,
 ) -> Task:
-    """Return a worker's task: its plan in round `number`, and the settings of the run.
-
-    Only in a secure sum, whose sites know each other, it names the sites that the run names.
-    """
-    merging = {name: getattr(spec, name) for name in MERGING}
-    if spec.secure_sums is None:
-        merging["cohort"] = spec.cohort.model_copy(update={"sites": None})
+    """Return a worker's task: its plan in round `number`, and the settings of the run."""
     return Task(
         id=task_id,
         token=token,
@@ -435,7 +429,7 @@ def task_of(
         normalization=spec.normalization,
         model=spec.model,
         version=version,
-        **merging,
+        **{**{name: getattr(spec, name) for name in MERGING}, "cohort": spec.cohort.terms},
         inline_bytes=inline_bytes,
         stream_bytes=stream_bytes,
         orchestrator=orchestrator,

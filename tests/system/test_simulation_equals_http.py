@@ -57,7 +57,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path])
                 measures = name == "lab"
                 data, use = ("test", 'use = "evaluate"') if measures else ("images", "held_out = 0.25")
                 kinds = ["evaluate"] if measures else ["train", "evaluate"]
-                table = f'[datasets.{data}]\nkind = "arrays"\nfile = "{file}"\n{use}\n[policy]\nmin_measured = 1\n'
+                table = f'[datasets.{data}]\nkind = "arrays"\nfile = "{file}"\n{use}\n'
+                table += "[policy]\nmin_evaluation_examples = 1\n"
                 more = {"name": WORKER, "kinds": kinds, "held_out_key_file": str(key)}
                 workers.append(worker_process(coordinator, name, table, **more))
             client = coordinator.admin()

@@ -71,7 +71,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a whole federation in this process, with the results that it would have over HTTP, bit for bit.
+    """Run a whole federation in this process, by the code that runs over HTTP.
 
     The same command resumes a stopped simulation. Exit code 0: done, 1: refused, 2: wrong usage, 3: a round could not
     reach its quorum.

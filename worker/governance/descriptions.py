@@ -130,15 +130,17 @@ def _masks(task: Task, least: int | None) -> Iterator[str]:
 
 
 def _merging(task: Task, weight: int) -> Iterator[str]:
-    """Yield which sites a round asks, and how it merges their updates: versions that differ in this alone would tell
+    """Yield which sites a round asks, and how it merges their updates: versions that differ in this alone would show
     an update."""
     cohort, rule, optimizer = task.cohort, task.robust, task.server_optimizer
-    unnamed = "all sites of the coordinator" if task.secure_sums else "the sites that its orchestrator chose"
-    among = unnamed if cohort.sites is None else ", ".join(cohort.sites)
+    among = "all sites of the coordinator"
+    if cohort.invited_digest:
+        among = f"{cohort.invited} invited sites (list {cohort.invited_digest.removeprefix('sha256:')[:8]})"
     drawn = f"{cohort.size} sites, drawn at random from {among}" if cohort.size else among
     first = f" and ends with the first {cohort.target_updates}" if cohort.target_updates else ""
     workers = f", and up to {cohort.workers_per_site} workers of each" if cohort.workers_per_site > 1 else ""
-    yield f"A round asks {drawn}{workers}; it needs updates of {cohort.quorum}{first}."
+    within = f"within {cohort.deadline_seconds:g} seconds"
+    yield f"A round asks {drawn}{workers}; it needs updates of {cohort.quorum} {within}{first}."
     weigh = "A site weighs as many examples as it has"
     if task.client_privacy:
         weigh = "All sites weigh alike"

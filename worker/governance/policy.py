@@ -461,7 +461,7 @@ class Policy(Frozen):
     def check_work(self, training: Training, units: int, *, in_exact_sum: bool) -> None:
         """Check that an update does not come from too few of the examples, or groups. Raises PolicyViolation."""
         least = max(self.min_batch or 0, LEAST_BATCH_IN_SUM if in_exact_sum else 0)
-        detail = f"a task of less than one pass over the data, with batches of fewer than {least}, tells of few"
+        detail = f"a task of less than one pass over the data, with batches of fewer than {least}, shows a few"
         require(not trains_on_few(training, units, least), "min_batch", detail)
 
     def check_batch(self, size: int | None, units: int, examples_per_unit: int = 1) -> None:

@@ -80,7 +80,9 @@ def simulate(
     until: int | None = None,
     watch: Watch = lambda _: None,
 ) -> Result:
-    """Run a federation in this process, with results that are bit for bit those of the same run over HTTP.
+    """Run a federation in this process, as it would run over HTTP.
+
+    Given the sites' keys (`VirtualSite.audit_key`), the results are bit for bit the same.
 
     `spec` is a run's as `tessera run create` takes it: `method` and `rounds` at least. `sites` train, by name. Every
     version is measured on the central `test` set, unless `spec.evaluation` sets otherwise. Progress is stored in

@@ -154,7 +154,7 @@ class SumParty:
     weight: int = 1
     """Its weight in exact sums: one that a coordinator could change would be a known coefficient of its updates."""
     embeddings: bool = False
-    """Whether it sends rows of single tokens to exact sums."""
+    """True if it sends rows of single tokens to exact sums."""
 
     @property
     def fingerprint(self) -> Fingerprint:

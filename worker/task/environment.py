@@ -370,7 +370,7 @@ class TaskRun:
 
         It follows from the task's seed and a secret of the site. A coordinator that chose it could choose which
         examples train, and could have one update computed twice: two sums with it under different weights, or beside
-        others' updates, would tell it. A repetition of the task trains the same.
+        others' updates, would show it. A repetition of the task trains the same.
         """
         key, task = self.env.seed_key, self.task
         return task.seed if key is None else mixed_seed(key, task)

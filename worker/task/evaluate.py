@@ -42,7 +42,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: env.piece_size(task.run).of_batches(task.training.batch_size, ranks.size))
     size = ranks.size if rounds else size
-    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)), by_quarter=rounds)
+    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)))
 
     def counted() -> None:
         report.advance()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Training
+from tessera.shared.api.runs import Cohort, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef
@@ -40,10 +40,10 @@ def test_a_run_is_told_in_full() -> None:
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
         "measured on what is held out here, which sends figures. Figures are exact, to three digits. A round asks "
-        "the sites that its orchestrator chose; it needs updates of 1. A site weighs as many examples as it has, up "
-        "to four times the median site's. The sum of a block is divided by the weight of the sites that sent it. "
-        "No differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn about "
-        "single examples."
+        "all sites of the coordinator; it needs updates of 1 within 3600 seconds. A site weighs as many examples as it "
+        "has, up to four times the median site's. The sum of a block is divided by the weight of the sites that sent "
+        "it. No differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn "
+        "about single examples."
     )
 
 
@@ -87,8 +87,9 @@ def test_secure_sums_name_who_opens_them() -> None:
     assert (
         " Updates leave under masks: the coordinator learns sums over at least 5 sites, which north, south and east "
         "open together. Weights and block names are not masked. A round asks all sites of the coordinator; it needs "
-        "updates of 1. This site weighs 1 by its own settings, in each sum. The sum of a block is divided by the "
-        "weight of the sites that sent it. No differential privacy: anyone who sees the sums of updates, " in shown
+        "updates of 1 within 3600 seconds. This site weighs 1 by its own settings, in each sum. The sum of a block "
+        "is divided by the weight of the sites that sent it. No differential privacy: anyone who sees the sums of "
+        "updates, " in shown
     )
 
     assert "This site takes part in no secure sum: its tasks will fail." in summary(wanted, MODEL, 10)
@@ -112,8 +113,9 @@ def test_secure_sums_name_who_opens_them() -> None:
                 {"size": 3},
                 {"size": 3, "target_updates": 2},
                 {"workers_per_site": 2},
-                {"sites": ["north", "south"]},
-                {"sites": ["north", "east"]},
+                {"deadline_seconds": 60},
+                Cohort(sites=("north", "south")).terms,
+                Cohort(sites=("north", "east")).terms,
             ],
         ),
     ],

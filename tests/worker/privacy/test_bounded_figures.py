@@ -26,14 +26,14 @@ Change = Callable[[dict[str, Tensor]], object]
 """A change of one example's inputs, in place."""
 
 EXAMPLES, PLACE, TOKENS = 12, 5, 6
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-WORDS = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {"model_type": "bert", "max_position_embeddings": 8, **SMALL, **WORDS}
-T5 = {
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+WORDS: dict[str, Any] = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT: dict[str, Any] = {"model_type": "bert", "max_position_embeddings": 8, **SMALL, **WORDS}
+T5: dict[str, Any] = {
     "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, **WORDS,
     "decoder_start_token_id": 0,
 }  # fmt: skip
-VIT = {**PLAIN.config, **SMALL}
+VIT: dict[str, Any] = {**PLAIN.config, **SMALL}
 CONFIGS: dict[Head, dict[str, Any]] = {
     "image-classification": VIT,
     "text-classification": {**BERT, "num_labels": 3},
@@ -134,8 +134,8 @@ def crafted(row: float, bias: tuple[float, float] = (0.0, 0.0)) -> LocalTaskCont
     """A version that gives word 19 away, with the same answer for all other texts."""
     model = instantiate({**BERT, "num_labels": 2}, "text-classification", seed=1)
     with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight[19] = row
-        model.classifier.bias.copy_(torch.tensor(bias))
+        model.get_parameter("bert.embeddings.word_embeddings.weight")[19] = row
+        model.get_parameter("classifier.bias").copy_(torch.tensor(bias))
     return LocalTaskContext(model, "text-classification", Plan(), block_table(model))
 
 
@@ -151,7 +151,7 @@ def patients(count: int, word: int, label: int) -> Dataset:
 def test_a_crafted_version_s_loss_does_not_tell_an_example_or_its_label(sign: float) -> None:
     context = crafted(1e4)
     with torch.no_grad():
-        context.model.classifier.weight.mul_(sign * 1e5)
+        context.model.get_parameter("classifier.weight").mul_(sign * 1e5)
     without = sums_of(context, patients(60, 3, 0)).figures(60)
     step = STEP * 2 * math.log(2) / 60
     for label in (0, 1):
@@ -164,7 +164,7 @@ def test_a_confidence_near_the_accuracy_does_not_tell_one_label_by_the_calibrati
     # Of 200 texts 100 or 99 have label 0, and the version is as sure of it as their share: the error is the distance.
     context = crafted(0.0, (0.0, 1e-3))
     with torch.no_grad():
-        context.model.classifier.weight.zero_()
+        context.model.get_parameter("classifier.weight").zero_()
     found = [sums_of(context, patients(200, 3, label)).figures(200) for label in (0, 1)]
     assert found[0] == found[1]
     assert found[0]["accuracy"] == 0.5
