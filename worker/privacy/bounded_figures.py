@@ -148,7 +148,11 @@ def bounded_sums(
                 logits = forward(model, head, batch).logits
             except Exception as fault:
                 # Of a divided model, the other ranks would wait for this one.
-                if isinstance(fault, torch.OutOfMemoryError) or is_device_failure(fault) or ranks.shards > 1:
+                if (
+                    isinstance(fault, torch.OutOfMemoryError | MemoryError)
+                    or is_device_failure(fault)
+                    or ranks.shards > 1
+                ):
                     raise
                 structlog.get_logger("worker").warning("example-not-scored", exc_info=fault)
                 sums.misses += 1

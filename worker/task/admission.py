@@ -74,14 +74,7 @@ def admit(run: TaskRun) -> Admission:
     if dataset is None:
         raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
-    silent = task.privacy or task.sums
-    if task.kind == "train" and silent and dataset.texts and not dataset.texts.of_classes:
-        # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
-        raise PolicyViolation(
-            "tokenizer",
-            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a task with "
-            "privacy or secure sums may not fail by what an example is",
-        )
+    _require_own_tokenizer(run, dataset)
     if dataset.pack:
         _require_packable(task)
     if task.training.augments and (task.kind == "train" or task.held_out):
@@ -99,6 +92,22 @@ def admit(run: TaskRun) -> Admission:
         return Admission(dataset, None, None)
     checkpoint = checkpoint_of(env, task)
     return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint, terms)
+
+
+def _require_own_tokenizer(run: TaskRun, dataset: Dataset) -> None:
+    """Raise PolicyViolation if the run's tokenizer converts texts of which no example may make the task fail."""
+    env, task = run.env, run.task
+    silent = task.privacy is not None or task.secure_sums is not None
+    if task.kind == "evaluate":
+        # Without a rule of privacy, the failure of such an evaluation names no cause.
+        silent = env.rounds_figures(task) and (silent or bool(env.privacy_rules(task.dataset)))
+    if silent and dataset.texts and not dataset.texts.of_classes:
+        # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
+        raise PolicyViolation(
+            "tokenizer",
+            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a task with "
+            "privacy or secure sums may not fail by what an example is",
+        )
 
 
 def _check_effect(run: TaskRun) -> None:

@@ -81,7 +81,7 @@ def train(
     env.policy.check_epochs(epochs_of(phases, task.training, units))
     # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
     # tell what a secure sum hides.
-    hides = env.rounds_figures(task)
+    hides = env.rounds_figures(task) or task.sums is not None
     least = sys.maxsize if hides else env.policy.min_evaluation_examples
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(

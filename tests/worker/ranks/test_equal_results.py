@@ -308,6 +308,18 @@ class StoppingRunner(TaskRunner):
 
 
 @pytest.mark.long
+def test_ranks_round_the_sum_of_all_their_examples(stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounding(**given: Any) -> TaskRunner:
+        return TaskRunner(**{**given, "policy": Policy(figures="rounded"), "full_precision": False})
+
+    # An odd number of examples, of which the second rank has none in the last batch.
+    case = Case("fedavg", measured=EXAMPLES + 1)
+    one, two = divided(case, None, monkeypatch, rounding), divided(case, stages, monkeypatch, rounding)
+    assert one.measurements[0].metrics == pytest.approx(two.measurements[0].metrics)
+    assert set(one.measurements[0].metrics) == {"accuracy", "loss"}
+
+
+@pytest.mark.long
 def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
     stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,3 +188,17 @@ def test_no_odd_example_fails_an_evaluation_or_moves_a_figure_by_more_than_a_ste
         assert set(task.metrics) == set(steps), what
         for name, step in steps.items():
             assert abs(task.metrics[name] - plain.metrics[name]) <= step * (1 + 1e-9), (what, name)
+
+
+def test_a_failed_evaluation_names_no_cause_where_figures_are_rounded(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("Target 99 is out of bounds")
+
+    # A library's error in the midst of an evaluation.
+    monkeypatch.setattr("tessera.worker.privacy.bounded_figures.cross_entropy", fails)
+    task = measured(coordinator, tmp_path, "north", None, "images")
+    assert task.state == "failed"
+    assert task.problem is not None
+    assert task.problem.detail == "no-figures: this site has no figures of the version; its own log has more"

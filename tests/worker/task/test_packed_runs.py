@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Privacy, Training
+from tessera.shared.api.runs import Evaluation, Privacy, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.preprocessing import FileRef, read_files
@@ -39,10 +39,12 @@ def worked(
     config: dict[str, Any],
     *,
     own: bool = False,
+    measures: bool = False,
     policy: Policy = Policy(),  # noqa: B008  (it is frozen)
     **spec: Any,
 ) -> tuple[Any, WorkerSettings]:
-    """The task of a run on six documents, which make four rows, after a worker was given it."""
+    """The task of a run on six documents, which make four rows, after a worker was given it; with `measures` it
+    measures a version."""
     client = coordinator.client()
     files = plain_tokenizer(folder / "plain", WORDS)
     refs = {}
@@ -55,13 +57,17 @@ def worked(
         "kind": "text", "file": str(folder / "notes.jsonl"), "head": "causal-lm", "max_length": 8, "pack": True,
         "tokenizer": str(files) if own else "run",
     }  # fmt: skip
+    given: dict[str, Any] = {"dataset": "notes", **spec}
+    if measures:
+        notes["use"] = "evaluate"
+        given = {"dataset": "wards", "evaluation": Evaluation(dataset="notes"), **spec}
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "state", threads=1,
         poll_seconds=5, datasets={"notes": notes}, policy=policy,
     )  # fmt: skip
     agent = Agent(settings, Stop())
     plain = Training(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, batch_size=2)
-    start_run(client, document, start, dataset="notes", training=plain, **spec)
+    start_run(client, document, start, training=plain, **given)
     task: Task = until(agent._next)
     agent._run_task(task)
     agent.close()
@@ -73,6 +79,15 @@ def test_a_run_counts_rows_as_its_examples(coordinator: LiveCoordinator, tmp_pat
     task, _ = worked(coordinator, tmp_path, LLAMA, own=own)
     assert task.problem is None
     assert task.examples == 4
+
+
+def test_documents_are_measured_one_by_one_where_one_example_moves_a_figure_by_a_step(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    policy = Policy(figures="rounded", min_evaluation_examples=1)
+    task, _ = worked(coordinator, tmp_path, LLAMA, own=True, measures=True, policy=policy)
+    assert (task.kind, task.problem, task.examples) == ("evaluate", None, 6)
+    assert set(task.metrics) == {"accuracy", "loss"}
 
 
 @pytest.mark.parametrize(

@@ -195,11 +195,12 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_without_a_word_of_the_texts(
     assert str(tmp_path) not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", [{}, {"kind": "evaluate", "held_out": True}], ids=["train", "evaluate"])
 @pytest.mark.parametrize("rows", [("the cat", "dog"), (SECRET, "unheard")])
 def test_a_private_task_takes_no_tokenizer_of_the_run_whatever_the_texts_are(
-    tmp_path: Path, rows: tuple[str, ...]
+    tmp_path: Path, rows: tuple[str, ...], kind: dict[str, Any]
 ) -> None:
-    task = private_task(dataset="notes")
+    task = private_task(dataset="notes", **kind)
     runner = replace(a_runner(tmp_path, Policy()), datasets={"notes": texts(tmp_path, *rows)})
     with pytest.raises(PolicyViolation, match="'notes' takes the run's own tokenizer") as refused:
         admit(TaskRun(runner, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None)))
