@@ -31,7 +31,7 @@ from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate
-from tessera.worker.simulation.virtual_sites import Holding
+from tessera.worker.simulation.virtual_sites import Holding, VirtualSites
 from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
 
@@ -70,6 +70,15 @@ def digests(result: Result) -> list[str]:
 def asked(result: Result) -> list[list[str]]:
     """Who was asked at each attempt at each round."""
     return [[task.worker.partition("/")[0] for task in made.tasks] for made in result.rounds]
+
+
+def test_sites_of_a_simulated_sum_draw_other_numbers_from_the_seed_that_they_share() -> None:
+    sites = VirtualSites({"east": SITES["east"], "west": VirtualSite(SITES["west"], audit_key=bytes(32))}, loaded=2)
+    in_sum = [sites.seed_key(name, in_sum=True) for name in ("east", "west")]
+    assert len({*in_sum, None}) == 3
+    # Elsewhere each has a seed of its own, and the versions are as before.
+    assert sites.seed_key("east", in_sum=False) is None
+    assert sites.seed_key("west", in_sum=False) == in_sum[1]
 
 
 # ---------------------------------------------------------------- what comes out
