@@ -89,7 +89,10 @@ class LiveMonitor:
         return values
 
     def _measure_line(self, report: Report) -> None:
-        """Keep the speed of the last transfer that took a second or more."""
+        """Keep the speed of the last transfer that took a second or more, unless its time could follow from examples:
+        texts become tokens while a version is fetched."""
+        if report.hides:
+            return
         seconds = report.phase_seconds()
         moved = {"fetching": ("download", report.download_bytes), "uploading": ("upload", report.upload_bytes)}
         for phase, (name, nbytes) in moved.items():

@@ -251,12 +251,18 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it_and_s
         methods=("fedbabu",),
     )
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
-    runner = TaskRunner(worker.client, data, TrainingSetup(CPU), vault, cache, tmp_path, policy=policy)
+    slept: list[float] = []
+    runner = TaskRunner(
+        worker.client, data, TrainingSetup(CPU), vault, cache, tmp_path, policy=policy,
+        duration_quantum_seconds=64.0, clock=lambda: sum(slept), sleep=slept.append,
+    )  # fmt: skip
     worker.enrol()
     client = coordinator.client()
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
     runner.run(worker.take(), lambda: None, Report())
     (found,) = client.measurements(run.id)
+    # How long it took follows from the examples.
+    assert sum(slept) == (0 if is_open else 64)
     # Of few examples no more is sent as rounded sums.
     assert set(found.metrics) == (GLOBAL | PERSONAL if is_open else {"accuracy", "loss"})
     # Nobody sends counts by class unless its rule says so.
