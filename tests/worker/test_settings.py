@@ -123,6 +123,17 @@ def test_a_policy_that_claims_cannot_carry_is_refused(tmp_path: Path, rule: str,
     assert "have no room for more of it" in found
 
 
+def test_a_limit_of_time_that_no_private_task_could_keep_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TESSERA_WORKER_DURATION_QUANTUM_SECONDS")
+    limit = f"{GOOD}\n[policy]\nmax_task_seconds = "
+    found = refusal(tmp_path, f"{limit}4\n")
+    assert "policy.max_task_seconds is 4: tasks that wait for duration_quantum_seconds would all fail" in found
+    assert "set it to 16 or more" in found
+    assert read_settings(written(tmp_path, f"{limit}16\n")).duration_quantum_seconds == 16
+
+
 def test_a_token_is_shown_to_no_other_machine_in_plain_http_unless_that_is_said_to_be_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

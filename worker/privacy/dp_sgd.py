@@ -364,8 +364,7 @@ class NoisyGradients:
                 self._misfits += ~fits
             yield gradients, counts, owners
             return
-        if isinstance(self._method, OneByOne):
-            # A piece of this method is a single example.
+        if len(rows) == 1 and isinstance(self._method, OneByOne):
             self._not_finite += 1
             return
         for place, owner in enumerate(torch.split(owners, 1)):
