@@ -107,6 +107,6 @@ def with_rules(runner: TaskRunner, settings: WorkerSettings) -> TaskRunner:
         runner,
         policy=settings.policy,
         allowances=settings.allowances,
-        inbox=inbox_of(settings) if settings.policy.approve_runs else None,
+        inbox=inbox_of(settings) if settings.policy.approve_runs or settings.secure_sums else None,
         airlock=airlock_of(settings) if settings.policy.airlock else None,
     )

@@ -41,7 +41,8 @@ def run_history_of(settings: WorkerSettings) -> RunHistory:
 
 def inbox_of(settings: WorkerSettings) -> Inbox:
     """Return the runs that wait for a person's approval."""
-    return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
+    folder = settings.inbox_dir or settings.state_dir / INBOX_FOLDER
+    return Inbox(folder, every_run=settings.policy.approve_runs)
 
 
 def airlock_of(settings: WorkerSettings) -> Airlock:

@@ -10,7 +10,7 @@ from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, requ
 from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.rounds import ACTOR
+from tessera.coordinator.db.rounds import ACTOR, RoundSums
 from tessera.coordinator.db.snapshots import (
     central_due,
     evaluators,
@@ -75,6 +75,7 @@ class Actions:
                     rounds.cancel_evaluations(session, now, run_id)
                 case todo.CancelEvaluations():
                     rounds.cancel_evaluations(session, now, run_id)
+                    rounds.withdraw_helpers(session, now, run_id)
         return ()
 
     def open_round(self, run_id: str, number: int) -> list[str]:
@@ -84,11 +85,12 @@ class Actions:
         spec = invited.spec
         require(base.number + 1 == number, "the run has moved on")
         model = self.states.model(spec.model)
-        state = self.states.load(model, self.states.manifest(base.digest), base.number)
+        manifest = self.states.manifest(base.digest)
+        state = self.states.load(model, manifest, base.number)
         _, willing = self.liveness.willing(run_id, invited)
         require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
         plans = plan_for_willing(spec, model, state, willing, self.states.vocabulary)
-        terms = self.secure.terms(run_id, spec, model, state, base, willing, plans)
+        terms = self.secure.terms(run_id, spec, model, state, base, manifest.values, willing, plans)
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             require(run.state == "running" and run.version_number == base.number, "the run has moved on")
@@ -160,10 +162,10 @@ def open_planned(
     run: RunRow,
     willing: Sequence[LiveWorker],
     plans: Mapping[str, Plan],
-    sum_terms: str | None = None,
+    sums: RoundSums | None = None,
 ) -> list[str]:
     """Open the next round, or end the run if nothing more is planned. Return the workers with a new task."""
     if not plans:
         move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
         return []
-    return rounds.open_round(session, now, run, willing, plans, sum_terms)
+    return rounds.open_round(session, now, run, willing, plans, sums)

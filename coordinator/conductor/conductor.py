@@ -238,6 +238,7 @@ class Conductor:
         except TooFewWilling as refusal:
             log.info("conductor.too_few_willing", **about, detail=refusal.detail)
             self._refused_at[run.id] = self.database.now()
+            self.notify(refusal.asked)
             return False
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", **about, detail=str(conflict))

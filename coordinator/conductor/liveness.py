@@ -13,7 +13,12 @@ from tessera.shared.problems import Conflict
 
 
 class TooFewWilling(Conflict):
-    """A round cannot open or go on because too few sites would do what it asks."""
+    """A round cannot open or go on because too few sites would do what it asks; `asked` are workers with a new task,
+    after which it may."""
+
+    def __init__(self, detail: str, asked: Sequence[str] = ()) -> None:
+        super().__init__(detail)
+        self.asked = asked
 
 
 class Liveness:

@@ -119,7 +119,7 @@ class RoundMerger:
             # merged is committed all the same.
             with suppress(Exception):
                 planned = plan_for_willing(spec, model, state, willing, self.states.vocabulary)
-                terms = self.secure.terms(due.run_id, spec, model, state, made, willing, planned)
+                terms = self.secure.terms(due.run_id, spec, model, state, made, manifest.values, willing, planned)
                 plans = planned
 
         with self.database.transaction() as session:
@@ -142,8 +142,8 @@ class RoundMerger:
             if run.state != "running" or plans is None or not self.liveness.includes(session, plans):
                 return woken
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
-                sum_terms = self.secure.record(session, terms)
-                return [*woken, *open_planned(session, self.database.now(), run, willing, plans, sum_terms)]
+                sums = self.secure.record(session, terms)
+                return [*woken, *open_planned(session, self.database.now(), run, willing, plans, sums)]
 
     def _score(self, due: _Due) -> None:
         """Store each update's distance from the merged ones; a process that ends before it leaves them out, and what

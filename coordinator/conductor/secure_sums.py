@@ -14,6 +14,7 @@ from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, requ
 from tessera.coordinator.db import helper_tasks, rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.rounds import RoundSums
 from tessera.coordinator.db.snapshots import DECLARATIONS
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.workers import LiveWorker, ids
@@ -28,6 +29,7 @@ from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.messages import (
+    Agreement,
     SiteKeys,
     SumDocument,
     Terms,
@@ -36,6 +38,11 @@ from tessera.shared.secure_sums.messages import (
     signatures_of,
 )
 from tessera.shared.secure_sums.roster import check_keys
+
+REPEATED = (
+    "A site sends updates from one model into one sum: the difference of two could be its update. Start a run from "
+    "another version, or one with secure_sums.repeat_model, which a person at each site has to allow"
+)
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,14 @@ class SecureRounds:
         model: Model,
         state: State,
         version: VersionRef,
+        values: str,
         willing: Sequence[LiveWorker],
         plans: Mapping[str, Plan],
-    ) -> Stored | None:
+    ) -> tuple[Stored, Terms] | None:
         """Return the stored terms of the next round; None for a run without secure sums.
 
-        Raises TooFewWilling if too few helpers are live.
+        Raises TooFewWilling if too few helpers are live, or have signed yet that they sign no set of an abandoned
+        attempt; ValueError if the sites would refuse to train from the model a second time.
         """
         if spec.secure_sums is None or not plans:
             return None
@@ -90,15 +99,57 @@ class SecureRounds:
             run=run_id,
             attempt=attempt,
             version=version,
+            values=values,
         )
-        return self.blobs.put([canonical(terms)])
+        if terms.is_exact and not terms.repeat_model:
+            abandoned = self._abandoned(terms, {worker.site for worker in planned})
+            terms = Terms(**{**dict(terms), "abandoned": abandoned})
+        return self.blobs.put([canonical(terms)]), terms
 
-    def record(self, session: Session, terms: Stored | None) -> str | None:
-        """Record the terms of a round that is about to open, so that workers may fetch them; return their digest."""
-        if terms is None:
+    def record(self, session: Session, found: tuple[Stored, Terms] | None) -> RoundSums | None:
+        """Record the terms of a round that is about to open, so that workers may fetch them."""
+        if found is None:
             return None
-        self.blobs.record(session, self.database.now(), [terms])
-        return terms.digest
+        stored, terms = found
+        self.blobs.record(session, self.database.now(), [stored])
+        return RoundSums(stored.digest, terms.values if terms.is_exact else None)
+
+    def _abandoned(self, terms: Terms, sites: set[str]) -> dict[str, tuple[Agreement, ...]]:
+        """Return the earlier terms of sums from the same model, with the helpers' signatures that they are never
+        opened. Ask for missing signatures. `sites` are those of the next round.
+
+        Raises TooFewWilling while too few have signed, ValueError if too few are left or if a sum was opened.
+        """
+        helpers, asked = {helper.site for helper in terms.helpers}, list[str]()
+        found: dict[str, tuple[Agreement, ...]] = {}
+        with self.database.transaction() as session:
+            run, workers = session.get_one(RunRow, terms.run), _helper_workers(session, terms)
+            tasks, now = helper_tasks.helper_tasks(session, run), self.database.now()
+            for round_, of_run in helper_tasks.rounds_from(session, terms.values):
+                about, former = f"round {round_.number} of run {of_run.spec['name']}", round_.sum_terms or ""
+                if round_.state != "abandoned":
+                    if of_run.id == run.id or sites & helper_tasks.senders_in(session, round_.id):
+                        raise ValueError(f"{about} had sums from a model with the same values. {REPEATED}")
+                    continue
+                if set(of_run.spec["secure_sums"]["helpers"]) != helpers:
+                    continue
+                # A version that is about to be merged is asked about when it is the run's.
+                require(run.version_number == terms.round - 1, "the version is not the run's yet")
+                by_site = helper_tasks.abandonments(tasks, former)
+                for site in sorted(helpers - set(by_site)):
+                    rounds.offer_helper(session, now, run, "abandon", workers[site], site, SumTask(terms=former))
+                    asked.append(workers[site])
+                failed = sorted(site for site, task in by_site.items() if task.state == "failed")
+                if len(helpers) - len(failed) < terms.signatures:
+                    said = f"{failed} do not sign that the sums of {about} are never opened: see their tasks"
+                    raise ValueError(
+                        f"{said}. If they signed its senders before, these sums may be known. {REPEATED}"
+                    )
+                found[former] = helper_tasks.valid_abandonments(by_site.values(), former, terms)
+        if waiting := sum(len(signed) < terms.signatures for signed in found.values()):
+            detail = f"too few helpers have signed yet that {waiting} abandoned sums are never opened"
+            raise TooFewWilling(detail, asked)
+        return found
 
     def ask(self, run_id: str, round_id: str, kind: HelperKind) -> list[str]:
         """Offer tasks to helpers: all of them sign, and as many as needed open. Return the workers.

@@ -4,7 +4,8 @@ train in the same round."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,9 @@ from tessera.coordinator.domain.snapshot import SumsSnapshot, TaskSnapshot
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, SumTask
 from tessera.shared.schema import ACCEPTED, TaskState
-from tessera.shared.secure_sums.messages import Agreement, Envelope, seeds_of, signatures_of, tolerance_of
+from tessera.shared.secure_sums.committee import check_abandonment
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.messages import Agreement, Envelope, Terms, seeds_of, signatures_of, tolerance_of
 
 _OF_ROUND = (
     (TaskRow.run_id == given("run"))
@@ -55,19 +58,59 @@ def sums_snapshot(session: Session, run: RunRow, spec: RunSpec, here: Collection
     found: dict[str, list[TaskSnapshot]] = {kind: [] for kind in HELPER_KINDS}
     seeds: set[int] = set()
     for task, site in helper_tasks(session, run):
-        present = here is None or task.worker_id in here
-        about = (task.id, site, task.state, task.token, task.attempts, task.lease_expires_at, present)
-        found[task.kind].append(TaskSnapshot(*about))
+        found[task.kind].append(_snapshot(task, site, here))
         if task.kind == "open" and task.state == "accepted":
             seeds.update(SumTask.model_validate(task.sums).seeds)
     is_open = len(seeds) == len(seeds_of(helpers))
     return SumsSnapshot(helpers, signatures_of(helpers), tuple(found["agree"]), tuple(found["open"]), is_open=is_open)
 
 
+def asked_to_abandon(session: Session, run: RunRow, here: Collection[str] | None) -> tuple[TaskSnapshot, ...]:
+    """Return the unfinished tasks of helpers before the run's next round."""
+    return tuple(
+        _snapshot(task, site, here)
+        for task, site in helper_tasks(session, run)
+        if task.kind == "abandon" and task.state in ("offered", "leased", "expired")
+    )
+
+
+def _snapshot(task: TaskRow, site: str, here: Collection[str] | None) -> TaskSnapshot:
+    present = here is None or task.worker_id in here
+    return TaskSnapshot(task.id, site, task.state, task.token, task.attempts, task.lease_expires_at, present)
+
+
 def envelopes(session: Session, run_id: str, number: int) -> dict[str, Envelope]:
     """Return the envelopes of the updates that were assigned to a version, by worker."""
     rows = session.execute(_ENVELOPES, {"run": run_id, "number": number})
     return {worker: Envelope.model_validate(statement) for worker, statement in rows}
+
+
+def abandonments(tasks: Sequence[Row[TaskRow, str]], former: str) -> dict[str, TaskRow]:
+    """Return the tasks to sign that nothing is opened under former terms, by site."""
+    return {site: task for task, site in tasks if task.kind == "abandon" and (task.sums or {})["terms"] == former}
+
+
+def valid_abandonments(tasks: Iterable[TaskRow], former: str, terms: Terms) -> tuple[Agreement, ...]:
+    """Return the signatures that helpers of `terms` gave in these tasks, under the keys that they have now."""
+    found = []
+    for signed in filter(None, map(_agreement, tasks)):
+        with suppress(SumRefused):
+            check_abandonment(former, signed, terms.helpers)
+            found.append(signed)
+    return tuple(found)
+
+
+def rounds_from(session: Session, values: str) -> Sequence[Row[RoundRow, RunRow]]:
+    """Return the rounds of all runs that have exact sums from a model with these values, the oldest first."""
+    query = select(RoundRow, RunRow).join_from(RoundRow, RunRow).where(RoundRow.sum_values == values)
+    return session.execute(query.order_by(RoundRow.opened_at, RoundRow.id)).all()
+
+
+def senders_in(session: Session, round_id: str) -> set[str]:
+    """Return the sites of which a round accepted updates."""
+    query = select(SiteRow.name).join_from(TaskRow, WorkerRow).join(SiteRow)
+    query = query.where(TaskRow.round_id == round_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+    return set(session.scalars(query))
 
 
 def agreements(tasks: Sequence[Row[TaskRow, str]]) -> tuple[Agreement, ...]:
@@ -152,7 +195,7 @@ def sum_record(session: Session, round_: RoundRow, spec: RunSpec) -> SumRecord |
     for task, site in _asked_in(session, round_):
         if site in tasks:
             tasks[site][task.kind].append(task)
-    parts = tuple(_part(site, **tasks[site]) for site in helpers)
+    parts = tuple(_part(site, tasks[site]["agree"], tasks[site]["open"]) for site in helpers)
     signed = Counter(one.senders for site in helpers for one in map(_agreement, tasks[site]["agree"]) if one)
     needed = signatures_of(len(helpers))
     agreed = next((digest for digest, count in signed.items() if count >= needed), None)
@@ -174,7 +217,7 @@ def _asked_in(session: Session, round_: RoundRow) -> Sequence[Row[TaskRow, str]]
         select(TaskRow, SiteRow.name)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        .where(TaskRow.run_id == round_.run_id, TaskRow.kind.in_(HELPER_KINDS), TaskRow.state != "cancelled")
+        .where(TaskRow.run_id == round_.run_id, TaskRow.kind.in_(("agree", "open")), TaskRow.state != "cancelled")
         .where(TaskRow.version_number == round_.number - 1, TaskRow.created_at >= round_.opened_at)
         .order_by(TaskRow.created_at, TaskRow.id)
     )
@@ -183,8 +226,8 @@ def _asked_in(session: Session, round_: RoundRow) -> Sequence[Row[TaskRow, str]]
     return session.execute(query).all()
 
 
-def _part(site: str, agree: Sequence[TaskRow], open: Sequence[TaskRow]) -> HelperPart:  # noqa: A002 (a kind's name)
-    return HelperPart(site, _state(agree), _state(open), len({seed for task in open for seed in _seeds(task)}))
+def _part(site: str, agree: Sequence[TaskRow], openings: Sequence[TaskRow]) -> HelperPart:
+    return HelperPart(site, _state(agree), _state(openings), len({s for task in openings for s in _seeds(task)}))
 
 
 def _state(tasks: Sequence[TaskRow]) -> TaskState | None:

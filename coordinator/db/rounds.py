@@ -80,13 +80,23 @@ class MergedRound:
     """By worker."""
 
 
+@dataclass(frozen=True)
+class RoundSums:
+    """The secure sums of a round that is about to open."""
+
+    terms: str
+    """The blob of their terms."""
+    values: str | None
+    """The values of the model that the sites train from; None unless the sums are exact."""
+
+
 def open_round(
     session: Session,
     now: float,
     run: RunRow,
     willing: Sequence[LiveWorker],
     plans: Mapping[str, Plan],
-    sum_terms: str | None = None,
+    sums: RoundSums | None = None,
 ) -> list[str]:
     """Open the run's next round with one task for each planned worker; return the workers' ids.
 
@@ -105,11 +115,13 @@ def open_round(
         opened_at=now,
         deadline_at=now + spec.cohort.deadline_seconds,
         noise_key=secret_key() if spec.client_privacy and not spec.secure_sums else None,
-        sum_terms=sum_terms,
+        sum_terms=sums.terms if sums else None,
+        sum_values=sums.values if sums else None,
     )
     session.add(round_)
-    if sum_terms:
-        insert_missing(session, RunBlobRow, [{"run_id": run.id, "digest": sum_terms}])
+    if sums:
+        insert_missing(session, RunBlobRow, [{"run_id": run.id, "digest": sums.terms}])
+        withdraw_helpers(session, now, run.id, ["abandon"])
     # Rows that refer to each other only by id are written in the order of the flushes.
     session.flush()
     for worker in planned:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, load_only
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
-from tessera.coordinator.db.helper_tasks import sums_snapshot
+from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
 from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.eligibility import RunTerms, objections, unknown_settings
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -213,6 +213,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
         evaluators=len(evaluators(invited, live)),
+        abandoning=() if round_ or not spec.secure_sums else asked_to_abandon(session, run, here),
     )
 
 

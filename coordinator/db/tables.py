@@ -253,6 +253,8 @@ class RoundRow(Table):
     noise_key: Mapped[bytes | None] = mapped_column(deferred=True)
     # The blob of the terms of the round's secure sums; None for a round without.
     sum_terms: Mapped[str | None]
+    # The values of the model that its sites train from, if the sums are exact: their updates go into no other sum.
+    sum_values: Mapped[str | None] = mapped_column(index=True)
     # Loaded by `views.WITH_TASKS` alone.
     task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
 

@@ -5,7 +5,7 @@
 Pure and total: it decides from one snapshot. The conductor executes each action, guarded by the snapshot's state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
@@ -76,7 +76,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class CancelEvaluations:
-    """Cancel the evaluations of a run that ended."""
+    """Cancel the evaluations of a run that ended, and its helpers' tasks."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def decide(run: RunSnapshot, now: float, patience: Timeouts) -> list[Action]:
 def _wind_up(run: RunSnapshot) -> Iterator[Action]:
     if run.round:
         yield Abandon(run.round.id, f"the run was {run.state}")
-    if run.evaluations:
+    if run.evaluations or run.abandoning:
         yield CancelEvaluations()
 
 
@@ -134,6 +134,16 @@ def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
         if _has_lapsed(task, now):
             yield Expire(task.id, task.token)
         elif task.state == "expired" and task.attempts < run.cohort.max_task_attempts:
+            yield Offer(task.id)
+    yield from _helper_leases(run.abandoning, now)
+
+
+def _helper_leases(tasks: Iterable[TaskSnapshot], now: float) -> Iterator[Action]:
+    """Yield the expiry of helpers' leases, and offers again without a limit of attempts."""
+    for task in tasks:
+        if _has_lapsed(task, now):
+            yield Expire(task.id, task.token)
+        elif task.state == "expired":
             yield Offer(task.id)
 
 
@@ -169,11 +179,7 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 def _opening(round_: RoundSnapshot, sums: SumsSnapshot, run: RunSnapshot, now: float) -> Iterator[Action]:
     """Yield the next step towards the sums of a closed round. It has no deadline here, since what a helper has signed
     cannot be signed otherwise; but helpers erase the keys that open it (`worker.state.site_keys.ERASE_SECONDS`)."""
-    for task in (*sums.agree, *sums.openings):
-        if _has_lapsed(task, now):
-            yield Expire(task.id, task.token)
-        elif task.state == "expired":
-            yield Offer(task.id)
+    yield from _helper_leases((*sums.agree, *sums.openings), now)
     if run.state != "running":
         return
     signed = sum(task.state == "accepted" for task in sums.agree)

@@ -82,3 +82,5 @@ class RunSnapshot:
     """With attempts left: central ones oldest first, then those of the latest version at live sites."""
     evaluators: int
     """Live workers that could evaluate on the central data set."""
+    abandoning: tuple[TaskSnapshot, ...] = ()
+    """Unfinished tasks of helpers, to sign before the next round that they sign no set of an abandoned attempt."""

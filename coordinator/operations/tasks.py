@@ -37,10 +37,10 @@ from tessera.shared.problems import (
 from tessera.shared.rounds.planning import check_report
 from tessera.shared.rounds.secure_sums import check_masked
 from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, MAX_SECONDS_PER_BYTE, Page
-from tessera.shared.secure_sums.committee import check_agreement, sender_set
+from tessera.shared.secure_sums.committee import check_abandonment, check_agreement, sender_set
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import read_ring
-from tessera.shared.secure_sums.messages import Agreement, SumDocument, Terms
+from tessera.shared.secure_sums.messages import Agreement, SiteKeys, SumDocument, Terms
 from tessera.shared.updates.codec_choice import CHOSEN_BYTES, decode_delay
 from tessera.shared.updates.codecs import pipeline
 
@@ -271,7 +271,8 @@ def submit_helper_report(services: Services, caller: Principal, task_id: str, re
         if tasks.was_accepted(record, report.token, report.mask_sums):
             return _view(record, caller)
         tasks.require_kind(record, report, *HELPER_KINDS)
-        sums = tasks.sum_task(record)
+        sums, settings = tasks.sum_task(record), record.spec.secure_sums
+        helpers = settings.helpers if settings else ()
         length = _uploaded_bytes(session, caller.owner, report.mask_sums) if report.mask_sums else 0
     columns = {
         "metrics": {},
@@ -281,7 +282,7 @@ def submit_helper_report(services: Services, caller: Principal, task_id: str, re
         "update_digest": report.mask_sums,
     }
     try:
-        columns["statement"] = _check_helper(services, record, sums, report)
+        columns["statement"] = _check_helper(services, record, helpers, sums, report)
     except SumRefused as refusal:
         fault = Fault(pointer="/agreement" if report.agreement else "/mask_sums", detail=str(refusal)[:300])
         raise Invalid("the helper's result cannot be used", errors=[fault]) from None
@@ -289,20 +290,24 @@ def submit_helper_report(services: Services, caller: Principal, task_id: str, re
 
 
 def _check_helper(
-    services: Services, record: TaskRecord, sums: SumTask | None, report: HelperReport
+    services: Services, record: TaskRecord, helpers: tuple[str, ...], sums: SumTask | None, report: HelperReport
 ) -> dict[str, Any] | None:
-    """Return the helper's signature, if its task was to sign. Raises SumRefused."""
+    """Return the helper's signature, if its task was to sign. `helpers` are the sites. Raises SumRefused."""
     kind = record.task.kind
-    wanted = report.agreement if kind == "agree" else report.mask_sums
-    if sums is None or sums.document is None or wanted is None:
+    wanted = report.mask_sums if kind == "open" else report.agreement
+    if sums is None or wanted is None:
         raise SumRefused("malformed", f"the report is not one of a task to {kind}")
+    if isinstance(wanted, Agreement) and helpers[wanted.helper : wanted.helper + 1] != (record.site,):
+        raise SumRefused("signature", f"the agreement is of another helper than {record.site}")
+    if isinstance(wanted, Agreement) and kind == "abandon":
+        keys = SiteKeys.model_validate(record.worker.declared["site_keys"])
+        check_abandonment(sums.terms, wanted, [keys] * len(helpers))
+        return wanted.model_dump(mode="json")
     terms = Terms.model_validate_json(services.blobs.read(sums.terms))
-    document = SumDocument.model_validate_json(services.blobs.read(sums.document))
+    document = SumDocument.model_validate_json(services.blobs.read(sums.document or ""))
     found = sender_set(terms, document.envelopes)
     if isinstance(wanted, Agreement):
         check_agreement(found, wanted)
-        if terms.helpers[wanted.helper].site != record.site:
-            raise SumRefused("signature", f"the agreement is of another helper than {record.site}")
         return wanted.model_dump(mode="json")
     read_ring(partial(services.blobs.open, wanted), services.blobs.size(wanted), terms, sorted(found.senders))
     return None

@@ -9,8 +9,9 @@ from pydantic import Field, NonNegativeInt, field_validator
 from tessera.shared.schema import AuditHead, Digest, Frozen, Label, Message
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, MAX_HELPERS, MAX_SENDERS, Agreement
 
-HelperKind = Literal["agree", "open"]
-"""Tasks of helpers: to sign which sites sent an update, and to return the sum of their masks."""
+HelperKind = Literal["agree", "open", "abandon"]
+"""Tasks of helpers: to sign which sites sent an update, to return the sum of their masks, and to sign that they never
+open the sum of an abandoned attempt."""
 
 HELPER_KINDS: tuple[HelperKind, ...] = get_args(HelperKind)
 
@@ -41,6 +42,11 @@ class SecureSums(Frozen):
         description="of each value in a sum: 16 halve the bytes of updates and of masks, and each site keeps what "
         "rounding drops for its next update",
     )
+    repeat_model: bool = Field(
+        default=False,
+        description="sites may have sent updates from the same model into sums of other runs, as to compare methods: "
+        "each site's operator has to allow it, since the difference of two sums may reveal a site's update",
+    )
 
     @field_validator("helpers")
     @classmethod
@@ -54,7 +60,7 @@ class SumTask(Message):
     """The subject of a task of a run with secure sums, beside its plan."""
 
     terms: Digest
-    """The blob of the round's terms."""
+    """The blob of the round's terms, or of the terms to be abandoned."""
     document: Digest | None = None
     """For a helper: the blob of the envelopes and signatures."""
     seeds: tuple[NonNegativeInt, ...] = Field(default=(), max_length=64)

@@ -20,6 +20,7 @@ from tessera.shared import renamed_keys
 from tessera.shared.model.blocks import Name
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Frozen, Message, canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import digest_of
 
 # ---------------------------------------------------------------- versions
 
@@ -74,6 +75,11 @@ class Manifest(Frozen):
     def changed(self, since: Manifest) -> dict[Name, Digest]:
         """Return the blocks that are other than in that manifest."""
         return {name: digest for name, digest in self.blocks.items() if since.blocks.get(name) != digest}
+
+    @property
+    def values(self) -> Digest:
+        """The digest of the model's values alone: method state or another root does not change it."""
+        return digest_of(canonical(self.model_copy(update={"server_state": {}, "scalars": {}, "root": None})))
 
     @property
     def digests(self) -> set[Digest]:

@@ -22,6 +22,7 @@ from tessera.shared.problems import faults_of
 from tessera.shared.rounds.blob_store import BlobStore
 from tessera.shared.rounds.client_privacy import noise_share, noise_terms
 from tessera.shared.rounds.planning import task_of, training_seed
+from tessera.shared.schema import Digest
 from tessera.shared.secure_sums.committee import SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
@@ -75,6 +76,7 @@ def terms_of_round(
     run: str,
     attempt: int,
     version: VersionRef,
+    values: Digest,
 ) -> Terms:
     """Return the terms of the round after a version. `keys` are those of the helpers' sites, `max_weight` is the
     largest of a planned site, and `before` the state of the version before. Raises ValueError if the plans differ."""
@@ -105,6 +107,8 @@ def terms_of_round(
         round=number,
         attempt=attempt,
         version=version.digest,
+        values=values,
+        repeat_model=spec.secure_sums.repeat_model,
         settings=task.alike_digest,
         helpers=tuple(keys[site] for site in spec.secure_sums.helpers),
         quorum=quorum,

@@ -1,30 +1,41 @@
 """The rules of helpers: which set of senders they sign, and when they return the sum of its masks.
 
-A helper signs at most one set for each round of a run, and opens a set only with enough signatures that any two
-groups of signers share an honest helper. So no two sums of a round are ever opened, of which the difference would be
-one site's update.
+No update may enter two sums: their difference, or an equation of several, would be one site's update. So a helper
+signs at most one set for each round of a run, and of exact sums one for the values of a model, under whatever run. It
+opens a set only with enough signatures that any two groups of signers share an honest helper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from tessera.shared.hashing import Sink
-from tessera.shared.schema import Digest, Message, canonical
+from tessera.shared.schema import Digest, Label, Message, canonical
 from tessera.shared.secure_sums.envelope import opened_seeds, own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey, require_signature
 from tessera.shared.secure_sums.masked_update import write_ring
 from tessera.shared.secure_sums.masks import RING_DTYPES, MaskStream
-from tessera.shared.secure_sums.messages import LEAST_QUORUM, Agreement, Envelope, Hex32, Terms
+from tessera.shared.secure_sums.messages import (
+    LEAST_QUORUM,
+    Agreement,
+    Envelope,
+    Hex32,
+    SiteKeys,
+    Terms,
+    signatures_of,
+)
 from tessera.shared.secure_sums.roster import Roster, check_terms, require_known
 from tessera.shared.tensors.lazy import as_bytes, chunk_counts, digest_of
 
 AGREEMENT = "set of senders"
+ABANDONMENT = "abandoned terms"
+"""The purposes of a helper's signatures."""
 
 
 class _Set(Message):
@@ -48,6 +59,16 @@ class SenderSet:
         """Identifies the terms and each envelope, and so each masked update."""
         found = _Set(terms=self.terms.digest, envelopes=tuple(envelope.digest for envelope in self.envelopes))
         return digest_of(canonical(found))
+
+    @property
+    def sites(self) -> set[str]:
+        """The sites of which an update is in a sum."""
+        return set().union(*self.senders.values())
+
+    @property
+    def sites_of_all_blocks(self) -> set[str]:
+        """The sites that sent each block of which there is a sum."""
+        return self.sites.intersection(*self.senders.values())
 
     def weight(self, block: str) -> int:
         """Return the weight of all senders of a block together."""
@@ -79,11 +100,43 @@ def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster | Non
     return SenderSet(terms, tuple(by_site[site] for site in sorted(by_site)), enough)
 
 
-class Agreements(Protocol):
-    """A helper's memory of the sets that it signed or opened, on disk."""
+class Commitment(Message):
+    """A set of senders that a helper signed or opened, or terms under which it signs none."""
 
-    def remember(self, run: str, number: int, senders: Digest) -> Digest:
-        """Record the set of a round, unless one is recorded; return the one that is. On disk when it returns."""
+    run: str
+    round: int
+    terms: Digest
+    senders: Digest | None = None
+    """The set; None for terms that are abandoned."""
+    values: Digest | None = None
+    """Of the model that the sites trained from, in an exact sum."""
+    sites: tuple[Label, ...] = ()
+    """The senders in an exact sum."""
+
+    def forbids(self, other: Commitment, repeating: Collection[str]) -> bool:
+        """Return whether a helper that is bound by this may not also be bound by `other`, in which the updates of
+        the sites `repeating` may be summed again."""
+        if self.senders is None or other.senders is None:
+            return self.terms == other.terms and self.senders != other.senders
+        if self.senders == other.senders:
+            return False
+        if (self.run, self.round) == (other.run, other.round):
+            return True
+        shared = self.values is not None and self.values == other.values and set(self.sites) & set(other.sites)
+        # The update of a site that is in the first sum alone would be the difference.
+        return bool(shared) and not set(self.sites) <= set(repeating)
+
+
+def forbidding(known: Iterable[Commitment], made: Commitment, repeating: Collection[str]) -> Commitment | None:
+    """Return an earlier commitment that forbids a new one, if there is one."""
+    return next((one for one in known if one.forbids(made, repeating)), None)
+
+
+class Agreements(Protocol):
+    """A helper's memory of its commitments, on disk."""
+
+    def remember(self, made: Commitment, repeating: Collection[str] = ()) -> Commitment | None:
+        """Record a commitment, on disk when it returns None; return an earlier one that forbids it."""
         ...
 
 
@@ -107,6 +160,17 @@ class Member:
         self._commit(found)
         signature = self.identity.sign(AGREEMENT, found.digest.encode())
         return Agreement(helper=number, senders=found.digest, signature=signature)
+
+    def abandon(self, run: str, number: int, terms: Digest, helper: int) -> Agreement:
+        """Sign that this helper signs no set under these terms any more, for a round of a run in which it is the
+        helper of this number. Raises SumRefused if it has signed or opened one."""
+        if self.agreements.remember(Commitment(run=run, round=number, terms=terms)):
+            raise SumRefused(
+                "already-agreed",
+                "a set of senders was signed or opened under these terms, so that its sum may be known. Go on with "
+                "the run of these terms, or start from another version",
+            )
+        return Agreement(helper=helper, senders=terms, signature=self.identity.sign(ABANDONMENT, terms.encode()))
 
     def open(
         self,
@@ -143,10 +207,23 @@ class Member:
 
     def _commit(self, found: SenderSet) -> None:
         terms = found.terms
-        if self.agreements.remember(terms.run, terms.round, found.digest) != found.digest:
-            raise SumRefused(
-                "already-agreed", f"another set of senders of round {terms.round} was signed or opened before"
+        made = Commitment(run=terms.run, round=terms.round, terms=terms.digest, senders=found.digest)
+        if terms.is_exact:
+            made = made.model_copy(update={"values": terms.values, "sites": tuple(sorted(found.sites))})
+        earlier = self.agreements.remember(made, found.sites_of_all_blocks if terms.repeat_model else ())
+        if earlier is None:
+            return
+        if earlier.senders is None:
+            raise SumRefused("already-agreed", "these terms were abandoned: a later attempt replaces them")
+        of_round = f"round {earlier.round}" if earlier.run == made.run else f"round {earlier.round} of {earlier.run}"
+        detail = f"another set of senders of {of_round} was signed or opened before"
+        if (earlier.run, earlier.round) != (made.run, made.round):
+            detail += (
+                ", from a model with the same values, and the difference of the sums could be one site's update. "
+                "Start from another version; or set secure_sums.repeat_model, with all sites of that set: "
+                f"{', '.join(earlier.sites)}"
             )
+        raise SumRefused("already-agreed", detail)
 
 
 def check_agreements(found: SenderSet, agreements: Sequence[Agreement]) -> None:
@@ -166,11 +243,30 @@ def check_agreements(found: SenderSet, agreements: Sequence[Agreement]) -> None:
 
 def check_agreement(found: SenderSet, agreement: Agreement) -> None:
     """Raise SumRefused unless the helper that it names signed this very set."""
-    helpers = found.terms.helpers
-    if agreement.senders != found.digest or agreement.helper >= len(helpers):
-        raise SumRefused("signature", "the agreement is about another set of senders, or of no helper")
+    _require_signed(agreement, AGREEMENT, found.digest, found.terms.helpers)
+
+
+def check_abandonment(terms: Digest, agreement: Agreement, helpers: Sequence[SiteKeys]) -> None:
+    """Raise SumRefused unless the helper that it names signed that it signs no set under these terms."""
+    _require_signed(agreement, ABANDONMENT, terms, helpers)
+
+
+def _require_signed(agreement: Agreement, purpose: str, subject: Digest, helpers: Sequence[SiteKeys]) -> None:
+    if agreement.senders != subject or agreement.helper >= len(helpers):
+        raise SumRefused("signature", f"the agreement is about another {purpose}, or of no helper")
     helper = helpers[agreement.helper]
-    require_signature(helper.identity, AGREEMENT, found.digest.encode(), agreement.signature, helper.site)
+    require_signature(helper.identity, purpose, subject.encode(), agreement.signature, helper.site)
+
+
+def is_abandoned(former: Digest, helpers: Collection[Hex32], terms: Terms) -> bool:
+    """Return whether `terms`, whose helpers' keys were checked, prove that no set is ever opened under the former
+    ones, which were of helpers with these keys."""
+    signed = set[Hex32]()
+    for agreement in terms.abandoned.get(former, ()):
+        with suppress(SumRefused):
+            check_abandonment(former, agreement, terms.helpers)
+            signed.add(terms.helpers[agreement.helper].identity)
+    return len(signed & set(helpers)) >= signatures_of(len(helpers))
 
 
 def write_mask_sums(file: Sink, found: SenderSet, seeds: Mapping[str, Sequence[bytes]]) -> Digest:

@@ -26,6 +26,10 @@ MAX_SENDERS = 1_024
 MAX_WEIGHT = 1 << 40
 MAX_SITE_WEIGHT = 64
 MAX_BLOCKS = 16_384
+MAX_ABANDONED = 64
+
+WEAK_EPSILON = 10.0
+"""With a larger epsilon, noise hides so little of a site that its sums count as exact."""
 
 NOISE_BITS: Literal[32] = 32
 """Of sums with noise: its tail needs room."""
@@ -129,6 +133,15 @@ class NoiseTerms(Message):
     """The parameter sigma of a site's discrete Gaussian noise, in steps of the grid."""
 
 
+class Agreement(Message):
+    """A helper's signature under a set of senders, or under terms that it signs no set of any more."""
+
+    helper: NonNegativeInt
+    senders: Digest
+    """The digest of the set, or that of the abandoned terms."""
+    signature: Hex64
+
+
 class Terms(Message):
     """The terms of one round's secure sum."""
 
@@ -137,6 +150,8 @@ class Terms(Message):
     attempt: PositiveInt
     version: Digest
     """The manifest that all senders start from."""
+    values: Digest
+    """The values of its model (`Manifest.values`). Two sums from the same values differ by single updates."""
     settings: Digest
     """All else that decides what a sender trains and sends (`Task.alike_digest`)."""
     helpers: tuple[SiteKeys, ...] = Field(min_length=3, max_length=MAX_HELPERS)
@@ -150,6 +165,10 @@ class Terms(Message):
     """Each block that a site may send."""
     noise: NoiseTerms | None = Field(default=None, exclude_if=partial(operator.is_, None))
     """For client-level privacy; None for exact sums."""
+    repeat_model: bool = False
+    """Updates from these values may have gone into another sum: each site's operator has to allow it."""
+    abandoned: dict[Digest, tuple[Agreement, ...]] = Field(default={}, max_length=MAX_ABANDONED)
+    """Earlier terms with the same values, with the signatures of helpers that sign no set under them."""
 
     @model_validator(mode="after")
     def _noise_fits(self) -> Self:
@@ -181,6 +200,11 @@ class Terms(Message):
     @cached_property
     def digest(self) -> Digest:
         return digest_of(canonical(self))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether differences of such sums reveal updates: their noise is none, or too little to count."""
+        return self.noise is None or self.noise.epsilon > WEAK_EPSILON
 
     @property
     def tolerance(self) -> int:
@@ -261,15 +285,6 @@ class Envelope(EnvelopeContents):
         if bits >> len(terms.blocks):
             raise SumRefused("malformed", f"the envelope of {self.site} names blocks that the terms do not have")
         return tuple(name for place, name in enumerate(sorted(terms.blocks)) if bits >> place & 1)
-
-
-class Agreement(Message):
-    """A helper's signature under a set of senders."""
-
-    helper: NonNegativeInt
-    senders: Digest
-    """The digest of the set."""
-    signature: Hex64
 
 
 class SumDocument(Message):

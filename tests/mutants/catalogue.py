@@ -302,14 +302,26 @@ SECURE_SUMS = (
     Mutant("shared/secure_sums/committee.py", "signed.add(agreement.helper)", "signed.add(len(signed))", HOSTILE),
     Mutant(
         "shared/secure_sums/committee.py",
-        "require_signature(helper.identity, AGREEMENT, found.digest.encode(), agreement.signature, helper.site)",
+        "require_signature(helper.identity, purpose, subject.encode(), agreement.signature, helper.site)",
         "pass",
         HOSTILE,
     ),
     Mutant(
         "shared/secure_sums/committee.py",
-        "if self.agreements.remember(terms.run, terms.round, found.digest) != found.digest:",
-        "if not self.agreements.remember(terms.run, terms.round, found.digest):",
+        "if (self.run, self.round) == (other.run, other.round):",
+        "if self.run == other.round:",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "return bool(shared) and not set(self.sites) <= set(repeating)",
+        "return bool(shared) and not repeating",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "return len(signed & set(helpers)) >= signatures_of(len(helpers))",
+        "return len(signed) >= signatures_of(len(helpers))",
         HOSTILE,
     ),
     Mutant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -17,7 +17,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.privacy.noise import secret_key
 from tessera.shared.privacy.noise_shares import rho_for, share_for
 from tessera.shared.run_settings import Budget
-from tessera.shared.secure_sums.committee import Member, SenderSet, sender_set
+from tessera.shared.secure_sums.committee import Commitment, Member, SenderSet, forbidding, sender_set
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring, write_masked
@@ -44,10 +44,14 @@ SIZES = {"head": 7, "layer.0.value": 33, "layer.1.value": 12}
 class Disk:
     """What a helper remembers from one call to the next."""
 
-    sets: dict[tuple[str, int], str] = field(default_factory=dict)
+    made: list[Commitment] = field(default_factory=list)
 
-    def remember(self, run: str, number: int, senders: str) -> str:
-        return self.sets.setdefault((run, number), senders)
+    def remember(self, made: Commitment, repeating: Collection[str] = ()) -> Commitment | None:
+        if made in self.made:
+            return None
+        if (earlier := forbidding(self.made, made, repeating)) is None:
+            self.made.append(made)
+        return earlier
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Federation:
             "round": number,
             "attempt": 1,
             "version": digest_of(b"version"),
+            "values": digest_of(b"values of %d" % number),
             "settings": digest_of(b"settings"),
             "helpers": helpers,
             "quorum": self.quorum,
@@ -235,7 +240,7 @@ class SecretSite:
         identity = self.federation.identities[self.site]
         self.worker = ScriptedWorker(
             self.client,
-            kinds=("train", "agree", "open"),
+            kinds=("train", "agree", "open", "abandon"),
             site_keys=signed_keys(self.site, identity, self.sealing.public, self.weight),
         )
 
@@ -267,7 +272,13 @@ class SecretSite:
 
     def report(self, task: Task) -> HelperReport:
         """Do a helper's task, and return its result unsent."""
-        terms, document, member = self.terms(task), self.document(task), self.federation.member(self.site)
+        member = self.federation.member(self.site)
+        if task.kind == "abandon":
+            assert task.sums is not None
+            number = self.federation.names.index(self.site)
+            signed = member.abandon(task.run, task.round, task.sums.terms, number)
+            return HelperReport(token=task.token, agreement=signed)
+        terms, document = self.terms(task), self.document(task)
         if task.kind == "agree":
             return HelperReport(token=task.token, agreement=member.agree(terms, document.envelopes))
         assert task.sums is not None

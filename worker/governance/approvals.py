@@ -67,6 +67,8 @@ class Request(Frozen):
     worker: str
     asked_at: datetime
     summary: str
+    repeats_model: bool = False
+    """Whether the site's updates from the run's model may be in sums of other runs."""
     decision: ApprovalDecision | None = None
 
     @property
@@ -92,14 +94,22 @@ class Request(Frozen):
 
 
 class Inbox:
-    """The requests in `folder`, filed by workers and decided by people."""
+    """The requests in `folder`, filed by workers and decided by people.
 
-    def __init__(self, folder: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    Each run needs approval; unless `every_run`, only those that send updates from a model into a second sum do.
+    """
+
+    def __init__(
+        self, folder: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC), *, every_run: bool = True
+    ) -> None:
         self._folder = folder
         self._now = now
+        self._every_run = every_run
 
     def require(self, snapshot: RunSnapshot, make: Callable[[str], Request]) -> None:
         """Raise Unapproved unless the run is approved. `make` makes the request for a new digest of terms."""
+        if not (self._every_run or snapshot.repeats_model):
+            return
         terms = terms_digest(snapshot)
         now = self._now()
         # The request to train already says that the run evaluates on held-out data.
@@ -171,7 +181,8 @@ class Inbox:
     def withheld(self) -> dict[str, str]:
         """Return the reason by run of each run with an unapproved request, newest last, for use in claims."""
         now = self._now()
-        unapproved = [request for request in self.requests() if request.standing(now) != "approved"]
+        asked = [request for request in self.requests() if self._every_run or request.repeats_model]
+        unapproved = [request for request in asked if request.standing(now) != "approved"]
         withheld = {request.run: request.reason(now) for request in unapproved}
         return dict(list(withheld.items())[-MAX_WITHHELD:])
 

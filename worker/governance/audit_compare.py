@@ -18,6 +18,7 @@ Attempt = tuple[Action, str | None, int | None]
 
 SENT: dict[TaskKind, Action] = {
     "train": "update.leave", "evaluate": "figures.leave", "agree": "sums.agree", "open": "sums.open",
+    "abandon": "sums.abandon",
 }  # fmt: skip
 """The action that records the result of a task, by the kind of task."""
 
@@ -26,6 +27,7 @@ COMPARED: dict[Action, tuple[tuple[Kind, str, str], ...]] = {
     "update.leave": (EXAMPLES, ("other-digest", "update", "update"), ("other-bytes", "bytes", "upload_bytes")),
     "figures.leave": (EXAMPLES,),
     "sums.agree": (),
+    "sums.abandon": (),
     "sums.open": (("other-digest", "masks", "update"), ("other-bytes", "bytes", "upload_bytes")),
 }
 """The parts of a result that both sides record: the kind of a difference, the name here, and the name there."""

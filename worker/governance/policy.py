@@ -60,6 +60,8 @@ REMEDIES = {
     "plan": "The method sends blocks outside the plan: fix the method.",
     "vault": "The method sends blocks that it keeps private: fix the method.",
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
+    "sums_repeated": "Start the run from another version, or with secure_sums.repeat_model: a person at the site "
+    "then has to allow it (`tessera worker inbox`).",
     "secure_sums": "Begin a run without the settings that the refusal names. If it names a site's key, compare the "
     "fingerprints of the sites again (`tessera worker roster`).",
     "secure_sums.weight": "Keep secure_sums.weight as it is: the next round is planned with it.",

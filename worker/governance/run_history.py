@@ -3,6 +3,8 @@
 A run's terms are fixed, a version number names one version, and rounds only advance. A coordinator that breaks one
 of these rules could train on the same examples twice and learn from the difference; an honest retry repeats the same
 round of the same version. A task is recorded just before its result leaves, so refused tasks leave no trace.
+
+Over all runs, updates from one model go into one exact secure sum: the difference of two could be the site's update.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt, V
 from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import MERGING, Task
 from tessera.shared.schema import Digest, Frozen, Label, TaskKind, canonical
+from tessera.shared.secure_sums.committee import is_abandoned
+from tessera.shared.secure_sums.messages import Hex32, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.state.atomic_files import alone, written_whole
 
@@ -28,6 +32,9 @@ SITE_FILE = "client-privacy.json"
 
 MEASURED_FOLDER = "measured"
 """Subfolder with a file per data set."""
+
+SUMS_FOLDER = "sums"
+"""Subfolder with a file for each model from which updates left into exact secure sums."""
 
 VERSIONS_KEPT = 64
 
@@ -77,6 +84,21 @@ class SiteSpending(Frozen):
     rho: NonNegativeFloat = 0.0
 
 
+class Contribution(Frozen):
+    """An update that left into an exact secure sum."""
+
+    run: str
+    round: int
+    helpers: tuple[Hex32, ...]
+    """Their long-term keys."""
+
+
+class Contributions(Frozen):
+    """The site's updates from one model that may be in a sum, by the digest of the sum's terms."""
+
+    sums: dict[Digest, Contribution] = {}
+
+
 class EvaluationCount(Frozen):
     """Number of evaluations on a data set over all runs."""
 
@@ -107,6 +129,12 @@ class RunSnapshot:
         terms = {name: fields[name] for name in TERMS if name not in omitted}
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
+
+    @property
+    def repeats_model(self) -> bool:
+        """Whether the task sends an update into a sum although one from the same model may be in another sum."""
+        sums = self.terms.get("secure_sums")
+        return self.kind == "train" and isinstance(sums, dict) and sums.get("repeat_model") is True
 
 
 class RunHistory:
@@ -151,6 +179,44 @@ class RunHistory:
         if policy.require_client_privacy:
             policy.require_client_privacy.check_total(spent)
         return spent
+
+    def check_sum(self, terms: Terms) -> None:
+        """Check the terms of an exact sum against earlier sums. Raises PolicyViolation."""
+        self._contributions(terms)
+
+    def add_sum(self, terms: Terms) -> None:
+        """Check again, and record durably that an update under these terms leaves. Raises PolicyViolation."""
+        with alone(self._folder, wait=True):
+            record = self._contributions(terms)
+            with written_whole(self._sums_path(terms)) as file:
+                file.write(canonical(record))
+
+    def _contributions(self, terms: Terms) -> Contributions:
+        path = self._sums_path(terms)
+        try:
+            known = Contributions.model_validate_json(path.read_bytes()).sums if path.exists() else {}
+        except ValidationError as fault:
+            raise PolicyViolation("sums_repeated", f"{path} cannot be read as a record of secure sums") from fault
+        others = {
+            digest: one
+            for digest, one in known.items()
+            if digest != terms.digest and not is_abandoned(digest, one.helpers, terms)
+        }
+        # With repeat_model the operator has allowed it: the task would not have been admitted otherwise.
+        if others and not terms.repeat_model:
+            (former, one) = min(others.items())
+            raise PolicyViolation(
+                "sums_repeated",
+                f"an update from a model with the same values left in round {one.round} of run {one.run}, and too "
+                f"few of the helpers there have signed that its sum is never opened (terms {former})",
+            )
+        made = Contribution(
+            run=terms.run, round=terms.round, helpers=tuple(helper.identity for helper in terms.helpers)
+        )
+        return Contributions(sums={**others, terms.digest: made})
+
+    def _sums_path(self, terms: Terms) -> Path:
+        return self._folder / SUMS_FOLDER / f"{terms.values.rpartition(':')[2]}.json"
 
     def measured(self, dataset: str) -> int:
         """Return the number of evaluations on a data set over all runs. Raises PolicyViolation."""

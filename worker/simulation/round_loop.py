@@ -236,7 +236,7 @@ class Simulation:
             before = self.states.load(self.model, self.states.manifest(former.digest), former.number)
         keys, version = keys_of(self.spec.secure_sums.helpers), _ref(self.latest)
         about = (self.spec, self.model, plans, keys, weight, state, before)
-        terms = terms_of_round(*about, run=RUN, attempt=attempt, version=version)
+        terms = terms_of_round(*about, run=RUN, attempt=attempt, version=version, values=self._manifest.values)
         return SumTask(terms=self.blobs.put([canonical(terms)]).digest)
 
     def _sums(self, reports: Sequence[Reported]) -> Sums | None:

@@ -22,7 +22,7 @@ Action = Literal[
     "worker.start", "worker.stop", "policy.change", "task.start", "task.refuse", "task.give-back", "task.fail",
     "task.drop", "train.fail", "run.ask", "run.approve", "run.decline", "update.hold", "update.release",
     "update.withhold", "update.leave", "update.count", "figures.leave", "figures.count", "sums.agree", "sums.open",
-    "chain.adopt", "vault.remove",
+    "sums.abandon", "chain.adopt", "vault.remove",
 ]  # fmt: skip
 """`leave` is recorded before the first byte is sent, `count` when the coordinator has confirmed that it counts."""
 
@@ -98,12 +98,13 @@ class Audit:
         return own if self._shared else earlier | own
 
 
-def signed_sets(entries: Iterable[SiteAuditEntry], key: str) -> dict[tuple[str, int], str]:
-    """Return the sets of senders that were signed or opened under a key, by its fingerprint, by run and round."""
+def signed_sets(entries: Iterable[SiteAuditEntry], key: str) -> dict[str, tuple[str, int]]:
+    """Return the sets of senders that were signed or opened, and the terms that were abandoned, under a key with this
+    fingerprint: the run and the round by digest."""
     return {
-        (entry.run or "", entry.round or 0): str(entry.detail.get("senders"))
+        str(entry.detail.get("senders") or entry.detail.get("terms")): (entry.run or "", entry.round or 0)
         for entry in entries
-        if entry.action in ("sums.agree", "sums.open") and entry.detail.get("key") == key
+        if entry.action in ("sums.agree", "sums.open", "sums.abandon") and entry.detail.get("key") == key
     }
 
 

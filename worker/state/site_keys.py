@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tessera.shared.privacy.noise import secret_key as new_noise_key
 from tessera.shared.schema import Digest
+from tessera.shared.secure_sums.committee import Commitment, forbidding
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.messages import Fingerprint, Hex32, SiteKeys, fingerprint
 from tessera.shared.secure_sums.roster import signed_keys
@@ -63,13 +64,12 @@ class Keyring:
 
 
 class _Agreed(Link):
-    run: str
-    round: int
-    senders: Digest
+    made: Commitment
 
 
 class AgreementLog:
-    """The sets of senders that this helper signed or opened, in a file under the site's audit key."""
+    """This helper's commitments: the sets of senders that it signed or opened, and the terms under which it signs
+    none. In a file under the site's audit key."""
 
     def __init__(self, folder: Path, key: bytes | None = None) -> None:
         self._path = folder / AGREEMENTS_FILE
@@ -77,11 +77,11 @@ class AgreementLog:
         self._known = 0
         """The least entries that the file has."""
 
-    def expect(self, signed: Mapping[tuple[str, int], Digest]) -> None:
-        """Raise ChainError unless the file has these sets, which the audit says were signed or opened.
+    def expect(self, signed: Mapping[Digest, tuple[str, int]]) -> None:
+        """Raise ChainError unless the file has these sets and abandoned terms, which the audit says were signed or
+        opened, each with a run and a round.
 
-        They are by run and round. Without them the helper would sign a second set, whose difference from the first
-        may be one site's update.
+        Without them the helper would sign a second set, whose difference from the first may be one site's update.
         """
         keys = self._path.parent / KEYS_FOLDER
         remedy = (
@@ -89,19 +89,20 @@ class AgreementLog:
             "keys, whose fingerprint (`tessera worker roster`) the other sites need"
         )
         try:
-            found = {(entry.run, entry.round): entry.senders for entry in self._chain.check()}
+            entries = self._chain.check()
         except ChainError as fault:
             raise ChainError(str(fault).replace(ADOPT, remedy)) from None
-        self._known = max(self._known, len(found))
-        if lost := sorted(about for about, senders in signed.items() if found.get(about) != senders):
+        self._known = max(self._known, len(entries))
+        found = {entry.made.senders or entry.made.terms for entry in entries}
+        if lost := sorted(about for digest, about in signed.items() if digest not in found):
             run, number = lost[0]
             raise ChainError(
-                f"{self._path}: lacks {len(lost)} sets of senders that this site signed or opened as a helper, such "
-                f"as that of round {number} of run {run}. {remedy}"
+                f"{self._path}: lacks {len(lost)} entries of what this site signed or opened as a helper, such as "
+                f"that of round {number} of run {run}. {remedy}"
             )
 
-    def remember(self, run: str, number: int, senders: Digest) -> Digest:
-        """Record the set of a round, unless one is recorded; return the one that is. On disk when it returns.
+    def remember(self, made: Commitment, repeating: Collection[str] = ()) -> Commitment | None:
+        """Record a commitment, on disk when it returns None; return an earlier one that forbids it.
 
         Raises ChainError if the file was changed.
         """
@@ -109,21 +110,14 @@ class AgreementLog:
             if len(chain.entries) < self._known:
                 raise ChainError(f"{self._path} was cut off or removed while the worker ran: put it back")
             self._known = len(chain.entries)
-            for entry in chain.entries:
-                if (entry.run, entry.round) == (run, number):
-                    return entry.senders
-            chain.append(
-                lambda seq, previous: _Agreed(
-                    seq=seq,
-                    at=datetime.now(UTC),
-                    previous=previous,
-                    run=run,
-                    round=number,
-                    senders=senders,
-                )
-            )
-            self._known += 1
-            return senders
+            known = [entry.made for entry in chain.entries]
+            if made not in known:
+                if earlier := forbidding(known, made, repeating):
+                    return earlier
+                at = datetime.now(UTC)
+                chain.append(lambda seq, previous: _Agreed(seq=seq, at=at, previous=previous, made=made))
+                self._known += 1
+            return None
 
 
 class Keys(Protocol):

@@ -171,6 +171,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
             examples=examples,
             worker=run.env.name,
             asked_at=datetime.now(UTC),
+            repeats_model=run.snapshot.repeats_model,
             summary=summary(
                 task,
                 read_model(run),

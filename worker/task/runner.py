@@ -32,7 +32,7 @@ from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
-from tessera.worker.task.secure_sums import help_open
+from tessera.worker.task.secure_sums import check_values, help_open
 from tessera.worker.task.tokenize import require_apart, tokenize
 from tessera.worker.task.train import train, without_step
 from tessera.worker.task.upload import Egress
@@ -115,6 +115,8 @@ class TaskRunner(TaskEnvironment):
         with _at_quantum(run), self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
+                if admission.terms:
+                    check_values(admission.terms, fetched.manifest)
                 loaded = load(run, fetched)
                 with _without_cause(rounds=rounds):
                     dataset = tokenize(run, fetched.document, loaded, dataset)

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from tessera.shared.api.refusals import check_settings
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
+from tessera.shared.api.versions import Manifest
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
@@ -69,6 +70,8 @@ def admitted_terms(run: TaskRun) -> Terms | None:
                 check_delta(client.delta, sites, "site", "client_privacy.delta")
         except (UnsupportedRun, InvalidDelta) as fault:
             raise SumRefused("noise" if terms.noise else "run", str(fault)) from None
+    if terms.is_exact and run.env.history:
+        run.env.history.check_sum(terms)
     return terms
 
 
@@ -89,6 +92,15 @@ def _check_run(run: TaskRun) -> None:
     check_settings(task)
     model = read_model(run)
     check_work(coordinator_half(task.method, run.facts(model)), model, [task.plan])
+
+
+def check_values(terms: Terms, manifest: Manifest) -> None:
+    """Raise PolicyViolation unless the terms name the values of the version that the site trains from.
+
+    Helpers, who see no version, go by them.
+    """
+    same = terms.values == manifest.values
+    require(same, "secure_sums", "terms-differ: the terms name the values of another model than that of the version")
 
 
 def _check_noise(run: TaskRun, terms: Terms) -> None:
@@ -146,18 +158,15 @@ def help_open(run: TaskRun) -> None:
         env.history.check(run.snapshot, env.policy)
     run.report.begin("fetching")
     with env.shelf.pinning(), _refusing():
+        if task.kind == "abandon":
+            _abandon(run)
+            return
         if sums is None or sums.document is None:
             raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
         terms, party = _terms(run, sums), _party(run)
         _require_room(run, terms)
         _check_noise(run, terms)
-        document = _read(run, sums.document, SumDocument)
-        if party.agreements is None:
-            raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
-        keys = party.keys
-        member = Member(
-            party.site, keys.identity(), keys.sealing_keys(), party.roster, party.agreements, party.quorum
-        )
+        document, member = _read(run, sums.document, SumDocument), _member(party)
         if task.kind == "agree":
             agreement = member.agree(terms, document.envelopes)
             about = {"senders": agreement.senders, "key": party.fingerprint}
@@ -177,8 +186,30 @@ def help_open(run: TaskRun) -> None:
                 with path.open("rb") as opened:
                     run.deliver(lambda: env.coordinator.put_stream(digest, opened, nbytes, run.sent))
             report = HelperReport(token=task.token, mask_sums=digest)
+    _submit(run, report, head)
+
+
+def _abandon(run: TaskRun) -> None:
+    """Sign that this helper signs no set under the task's terms, which were of an attempt that was abandoned."""
+    task, sums, settings, party = run.task, run.task.sums, run.task.secure_sums, _party(run)
+    if sums is None or settings is None or party.site not in settings.helpers:
+        raise TaskFailure("invalid-task", "the task names no terms, or this site is no helper of its run")
+    signed = _member(party).abandon(task.run, task.round, sums.terms, settings.helpers.index(party.site))
+    head = run.journal.note("sums.abandon", terms=sums.terms, key=party.fingerprint)
+    _submit(run, HelperReport(token=task.token, agreement=signed), head)
+
+
+def _member(party: SumParty) -> Member:
+    if party.agreements is None:
+        raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
+    keys = party.keys
+    return Member(party.site, keys.identity(), keys.sealing_keys(), party.roster, party.agreements, party.quorum)
+
+
+def _submit(run: TaskRun, report: HelperReport, head: str | None) -> None:
     counted = {"download_bytes": run.report.download_bytes, "audit_head": head}
-    run.deliver(lambda: env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted)))
+    sent = report.model_copy(update=counted)
+    run.deliver(lambda: run.env.coordinator.submit_helper_report(run.task.id, sent))
 
 
 def _require_room(run: TaskRun, terms: Terms) -> None:
@@ -204,12 +235,12 @@ def _terms(run: TaskRun, sums: SumTask) -> Terms:
     if task.version.number != task.round - 1:
         raise SumRefused("terms-differ", f"round {task.round} does not start from version {task.version.number}")
     settings, helpers = task.secure_sums, tuple(helper.site for helper in terms.helpers)
-    found = (helpers, terms.quorum, terms.bits)
-    if settings is None or found != (settings.helpers, settings.quorum, settings.bits):
+    found = (helpers, terms.quorum, terms.bits, terms.repeat_model)
+    if settings is None or found != (settings.helpers, settings.quorum, settings.bits, settings.repeat_model):
         raise SumRefused(
             "terms-differ",
-            f"the terms have the helpers {helpers}, the quorum {terms.quorum} and sums of {terms.bits} bits, unlike "
-            "the run",
+            f"the terms have the helpers {helpers}, the quorum {terms.quorum}, sums of {terms.bits} bits and "
+            f"repeat_model = {str(terms.repeat_model).lower()}, unlike the run",
         )
     return terms
 

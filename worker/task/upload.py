@@ -127,6 +127,8 @@ class Egress:
             if env.history:
                 rho = self.terms.rho if self.terms and self.terms.noise else 0.0
                 env.history.add(self.run.snapshot, env.policy, update.nbytes, rho)
+                if self.terms and self.terms.is_exact:
+                    env.history.add_sum(self.terms)
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", total_bytes=update.nbytes)
             yield ReadyUpdate(update, digest, head)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tessera.shared.schema import canonical
-from tessera.shared.secure_sums.committee import sender_set
+from tessera.shared.secure_sums.committee import is_abandoned, sender_set
 from tessera.shared.secure_sums.envelope import PURPOSE, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey, require_signature
 from tessera.shared.secure_sums.masks import MaskStream
-from tessera.shared.secure_sums.messages import Envelope, EnvelopeContents, Terms, fingerprint
+from tessera.shared.secure_sums.messages import Agreement, Envelope, EnvelopeContents, Terms, fingerprint
 from tessera.shared.secure_sums.roster import check_terms, signed_keys
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.secure_sums import Federation, Sent, ring_of
@@ -42,6 +42,12 @@ class Round:
 
     def agree(self, terms: Terms, envelopes: Sequence[Envelope], helper: str = "site-00") -> None:
         self.federation.member(helper).agree(terms, envelopes)
+
+    def again(self, first: int, **changed: Any) -> None:
+        """Have a set signed in which the sites from the number `first` on send again from the same model."""
+        terms = self.federation.terms(values=self.terms.values, **changed)
+        sent = [self.federation.send(terms, site, _steps()) for site in self.federation.names[first:]]
+        self.agree(terms, [each.envelope for each in sent])
 
     def signed(self, **changed: Any) -> list[Envelope]:
         """Return the envelopes, with the last one changed and signed by its site."""
@@ -135,6 +141,56 @@ def _set_less_one(tried: Round) -> None:
     tried.agree(tried.terms, tried.envelopes[1:])
 
 
+def _less_one_in_another_run(tried: Round) -> None:
+    tried.agree(tried.terms, tried.envelopes)
+    tried.again(1, run="run-2", round=5)
+
+
+def _all_in_another_run(tried: Round) -> None:
+    """With other weights or settings, the sums of several runs are equations about each site's update."""
+    tried.agree(tried.terms, tried.envelopes)
+    tried.again(0, run="run-2", settings=digest_of(b"another learning rate"))
+
+
+def _all_in_another_round(tried: Round) -> None:
+    """One version under two numbers."""
+    tried.agree(tried.terms, tried.envelopes)
+    tried.again(0, round=2)
+
+
+def _less_one_with_hardly_any_noise(tried: Round) -> None:
+    fed = tried.federation
+    for number, first in ((1, 0), (2, 1)):
+        terms = fed.noisy_terms(epsilon=1000.0, run=f"run-{number}")
+        tried.agree(terms, [fed.send(terms, site, _steps()).envelope for site in fed.names[first:]])
+
+
+def _repetition_less_one(tried: Round) -> None:
+    """The operators of those that send again allowed it, and not that of the site that is missing."""
+    tried.agree(tried.terms, tried.envelopes)
+    tried.again(1, run="run-2", repeat_model=True)
+
+
+def _repetition_in_which_one_lacks_a_block(tried: Round) -> None:
+    fed = tried.federation
+    steps = {"head": _steps()["head"], "layer.0.value": np.ones(33, np.float32)}
+    first, second = fed.terms(), fed.terms(run="run-2", repeat_model=True)
+    tried.agree(first, [fed.send(first, site, steps).envelope for site in fed.names])
+    lacking = [fed.send(second, fed.names[0], _steps()), *(fed.send(second, site, steps) for site in fed.names[1:])]
+    tried.agree(second, [each.envelope for each in lacking])
+
+
+def _set_of_an_abandoned_attempt(tried: Round) -> None:
+    """The sites have sent other updates in the next attempt, since nothing of this one is opened."""
+    tried.federation.member("site-00").abandon("run-1", 1, tried.terms.digest, 0)
+    tried.agree(tried.terms, tried.envelopes)
+
+
+def _abandonment_of_a_signed_set(tried: Round) -> None:
+    tried.agree(tried.terms, tried.envelopes)
+    tried.federation.member("site-00").abandon("run-2", 1, tried.terms.digest, 0)
+
+
 def _foreign_helper(tried: Round) -> None:
     """The coordinator puts itself into the committee in place of a site."""
     own = signed_keys("site-01", SigningKey.new(), SealingKey.new().public)
@@ -182,6 +238,14 @@ ACTS: dict[str, tuple[Callable[[Round], None], str]] = {
     "an update that was exchanged": (_update_changed, "signature"),
     "the seeds of another": (_seeds_of_another, "seeds"),
     "a set less one": (_set_less_one, "already-agreed"),
+    "a set less one in another run": (_less_one_in_another_run, "already-agreed"),
+    "a set less one with hardly any noise": (_less_one_with_hardly_any_noise, "already-agreed"),
+    "the same set in another run": (_all_in_another_run, "already-agreed"),
+    "the same set in another round": (_all_in_another_round, "already-agreed"),
+    "a repetition without one": (_repetition_less_one, "already-agreed"),
+    "a repetition in which one lacks a block": (_repetition_in_which_one_lacks_a_block, "already-agreed"),
+    "a set of an abandoned attempt": (_set_of_an_abandoned_attempt, "already-agreed"),
+    "abandonment of a signed set": (_abandonment_of_a_signed_set, "already-agreed"),
     "a helper of its own": (_foreign_helper, "not-in-roster"),
     "a sealing key of its own": (_foreign_sealing_key, "signature"),
     "one helper under two names": (_one_helper_under_two_names, "committee"),
@@ -243,6 +307,46 @@ def test_a_seed_masks_each_block_of_each_round_differently() -> None:
 def test_a_refusal_of_seeds_names_their_sender() -> None:
     with pytest.raises(SumRefused, match="seeds: a message of site-05 was not sealed to this key"):
         _seeds_of_another(Round())
+
+
+def test_sums_that_tell_nothing_by_their_difference_are_signed() -> None:
+    """Of other sites, of all sites again if all operators allow it, and with noise that hides a site."""
+    tried = Round()
+    tried.agree(tried.terms, tried.envelopes)
+    tried.again(0, run="run-2", repeat_model=True)
+    tried.again(0, run="run-3", repeat_model=True)
+    fed = tried.federation = Federation(12, 4, quorum=5)
+    for run, sites in (("run-1", fed.names[:6]), ("run-2", fed.names[6:])):
+        terms = fed.terms(run=run)
+        tried.agree(terms, [fed.send(terms, site, _steps()).envelope for site in sites])
+    for number in (1, 2):
+        terms = fed.noisy_terms(run=f"noisy-{number}")
+        tried.agree(terms, [fed.send(terms, site, _steps()).envelope for site in fed.names[number:]])
+
+
+def test_an_attempt_is_abandoned_once_so_many_helpers_sign_that_no_set_of_it_is_opened() -> None:
+    """Those that are left are too few to sign a set, even with all that may cheat."""
+    tried = Round()
+    fed, former = tried.federation, tried.terms.digest
+    keys = [helper.identity for helper in tried.terms.helpers]
+    signed = [fed.member(name).abandon("run-1", 1, former, n) for n, name in enumerate(fed.sealing)]
+
+    def holds(*agreements: Agreement, of: str = former, helpers: Sequence[str] = keys) -> bool:
+        return is_abandoned(of, helpers, fed.terms(attempt=2, abandoned={former: agreements}))
+
+    assert holds(*signed)
+    assert holds(*signed[:3])
+    assert not holds(*signed[:2])
+    assert not holds(*signed[:2], signed[0], signed[1].model_copy(update={"helper": 2}))
+    assert not holds(*signed, of=digest_of(b"other terms"))
+    # Nor if other helpers could open it.
+    assert not holds(*signed, helpers=[SigningKey.new().public for _ in range(3)])
+    # A signature under a set is another one.
+    other = Round()
+    agreed = other.federation.agreements(other.terms, other.sent, other.federation.sealing)
+    disguised = [one.model_copy(update={"senders": other.terms.digest}) for one in agreed]
+    terms = other.federation.terms(attempt=2, abandoned={other.terms.digest: disguised})
+    assert not is_abandoned(other.terms.digest, [helper.identity for helper in terms.helpers], terms)
 
 
 def _opened(

@@ -26,7 +26,7 @@ class Asking:
     """An inbox whose clock stands still until it is told to move."""
 
     def __init__(self, folder: Path) -> None:
-        self.now = NOON
+        self.now, self.folder = NOON, folder
         self.inbox = Inbox(folder, lambda: self.now)
 
     def require(self, asked: Task) -> None:
@@ -34,6 +34,7 @@ class Asking:
             return Request(
                 run=asked.run, run_name=asked.run_name, terms=terms, orchestrator="trial", dataset=asked.dataset,
                 examples=10, worker="w", asked_at=self.now, summary="Trains.",
+                repeats_model=RunSnapshot.of(asked).repeats_model,
             )  # fmt: skip
 
         self.inbox.require(RunSnapshot.of(asked), request)
@@ -225,3 +226,16 @@ def test_an_inbox_full_of_undecided_requests_takes_no_more_until_some_are_decide
     assert asking.code(task("r1")) is None
     assert asking.code(task("r3")) == "awaiting-approval"
     assert set(asking.inbox.withheld()) == {"r2", "r3"}
+
+
+def test_updates_from_a_model_enter_a_second_sum_only_if_a_person_allows_it(asking: Asking) -> None:
+    """Also at a site that approves no other run, and not because one was asked for before that."""
+    sums = {"helpers": ["a", "b", "c"], "quorum": 5}
+    repeating = task("r2", secure_sums={**sums, "repeat_model": True}, sums=SumTask(terms=DIGEST))
+    asking.code(task("r1"))
+    asking.inbox = Inbox(asking.folder, lambda: asking.now, every_run=False)
+    assert asking.code(task("r1", secure_sums=sums, sums=SumTask(terms=DIGEST))) is None
+    assert asking.code(repeating) == "awaiting-approval"
+    assert set(asking.inbox.withheld()) == {"r2"}
+    asking.decide("r2")
+    assert asking.code(repeating) is None

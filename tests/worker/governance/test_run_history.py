@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,13 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.privacy.noise_shares import rho_for
 from tessera.shared.run_settings import Budget, ClientPrivacy
+from tessera.shared.secure_sums.messages import Agreement, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
+from tessera.worker.governance.run_history import SUMS_FOLDER, VERSIONS_KEPT, RunHistory, RunSnapshot
+from tests.support.secure_sums import Federation
 from tests.support.task_document import task_of
 
+SUMS = {"helpers": ["a", "b", "c"], "quorum": 5}
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
 
@@ -193,3 +197,82 @@ def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_shar
         south.check(task(2), policy)
     south.check(task(2, kind="evaluate"), policy)
     RunHistory(tmp_path, "north").check(task(1, run="another"), policy)
+
+
+# ---------------------------------------------------------------- exact sums over all runs
+
+
+@pytest.fixture
+def sites() -> Federation:
+    return Federation(6, 4)
+
+
+def repeated(seen: RunHistory, terms: Terms) -> str:
+    with pytest.raises(PolicyViolation) as violation:
+        seen.add_sum(terms)
+    assert violation.value.rule == "sums_repeated"
+    with pytest.raises(PolicyViolation, match="sums_repeated"):
+        seen.check_sum(terms)
+    return violation.value.detail
+
+
+def abandoned(sites: Federation, former: Terms, helpers: int) -> dict[str, list[Agreement]]:
+    signed = [sites.member(name).abandon("run-1", 1, former.digest, n) for n, name in enumerate(sites.sealing)]
+    return {former.digest: signed[:helpers]}
+
+
+def test_updates_from_one_model_enter_one_sum_over_all_runs_workers_and_restarts(
+    tmp_path: Path, sites: Federation
+) -> None:
+    """Runs that differ in weights, settings or cohort would give equations about this site's update."""
+    first = sites.terms()
+    RunHistory(tmp_path, "w").add_sum(first)
+    for changed in ({"run": "run-2"}, {"round": 2}, {"attempt": 2}, {"max_weight": 9}, {"settings": DIGESTS[3]}):
+        other = sites.terms(**{"values": first.values, **changed})
+        assert "left in round 1 of run run-1" in repeated(RunHistory(tmp_path, "another"), other)
+    # The lease was lost, and the same task came again.
+    RunHistory(tmp_path, "w").add_sum(first)
+    RunHistory(tmp_path, "w").add_sum(sites.terms(2))
+
+
+def test_a_site_sends_again_after_an_abandoned_attempt_if_enough_helpers_never_open_it(
+    tmp_path: Path, sites: Federation
+) -> None:
+    seen, first = RunHistory(tmp_path, "w"), sites.terms()
+    seen.add_sum(first)
+    assert "too few" in repeated(seen, sites.terms(attempt=2, abandoned=abandoned(sites, first, 2)))
+    second = sites.terms(attempt=2, abandoned=abandoned(sites, first, 3))
+    seen.check_sum(second)
+    seen.add_sum(second)
+    # Now nothing may leave under the first terms, nor under third ones that abandon those alone.
+    repeated(seen, first)
+    repeated(seen, sites.terms(attempt=3, abandoned=abandoned(sites, first, 4)))
+
+
+def test_a_repetition_that_was_allowed_keeps_the_first_sum_in_mind(tmp_path: Path, sites: Federation) -> None:
+    seen, first = RunHistory(tmp_path, "w"), sites.terms()
+    seen.add_sum(first)
+    second = sites.terms(run="run-2", repeat_model=True)
+    seen.add_sum(second)
+    repeated(seen, sites.terms(run="run-3", abandoned=abandoned(sites, second, 4)))
+
+
+def test_a_record_of_sums_that_cannot_be_read_admits_no_update(tmp_path: Path, sites: Federation) -> None:
+    seen = RunHistory(tmp_path, "w")
+    seen.add_sum(sites.terms())
+    (file,) = (tmp_path / SUMS_FOLDER).iterdir()
+    file.write_bytes(b"{")
+    assert str(file) in repeated(seen, sites.terms())
+
+
+@pytest.mark.parametrize(
+    ("task_asked", "repeats"),
+    [
+        ({"secure_sums": {**SUMS, "repeat_model": True}}, True),
+        ({"secure_sums": {**SUMS, "repeat_model": True}, "kind": "evaluate"}, False),
+        ({"secure_sums": SUMS}, False),
+        ({}, False),
+    ],
+)
+def test_a_task_says_whether_it_repeats_a_model(task_asked: dict[str, Any], repeats: bool) -> None:
+    assert task(1, **task_asked).repeats_model is repeats

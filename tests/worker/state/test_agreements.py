@@ -9,11 +9,13 @@ from random import Random
 
 import pytest
 import torch
+from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
 from tessera.shared.problems import NotFound
 from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.committee import Commitment
 from tessera.shared.secure_sums.messages import SumDocument
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.bootstrap import runner_of
@@ -34,42 +36,64 @@ from tests.support.coordinator import LiveCoordinator
 from tests.support.secure_sums import Federation, steps_of
 
 FIRST, SECOND = digest_of(b"first"), digest_of(b"second")
+TERMS = digest_of(b"terms")
 KEY = "0000-" * 7 + "0000"
+
+
+def made(number: int, senders: str) -> Commitment:
+    """A set of senders of a round of one run."""
+    return Commitment(run="r", round=number, terms=TERMS, senders=senders)
 
 
 def test_the_first_set_of_a_round_is_remembered(tmp_path: Path) -> None:
     log = AgreementLog(tmp_path)
-    assert log.remember("r", 1, FIRST) == FIRST
-    assert AgreementLog(tmp_path).remember("r", 1, SECOND) == FIRST
-    assert log.remember("r", 2, SECOND) == SECOND
+    assert log.remember(made(1, FIRST)) is None
+    assert AgreementLog(tmp_path).remember(made(1, SECOND)) == made(1, FIRST)
+    assert log.remember(made(1, FIRST)) is log.remember(made(2, SECOND)) is None
 
 
-@pytest.mark.parametrize("action", ["sums.agree", "sums.open"])
-def test_a_file_that_lacks_a_signed_or_an_opened_set_is_refused(tmp_path: Path, action: Action) -> None:
-    log, audit = AgreementLog(tmp_path), Audit(tmp_path / "audit", "w")
-    log.remember("r", 1, FIRST)
-    audit.record(action, TaskRef("r", "demo", 1, "t", 1), senders=FIRST, key=KEY)
+def test_abandoned_terms_are_remembered(tmp_path: Path) -> None:
+    """A site sends another update once helpers have said that the first one's sum is never opened."""
+    log, abandoned = AgreementLog(tmp_path), Commitment(run="r", round=1, terms=TERMS)
+    assert log.remember(abandoned) is log.remember(abandoned) is None
+    assert AgreementLog(tmp_path).remember(made(1, FIRST)) == abandoned
+    other = digest_of(b"other terms")
+    signed = made(1, FIRST).model_copy(update={"terms": other})
+    assert log.remember(signed) is None
+    assert log.remember(Commitment(run="r", round=2, terms=other)) == signed
+
+
+@pytest.mark.parametrize(
+    ("action", "about"),
+    [("sums.agree", {"senders": FIRST}), ("sums.open", {"senders": FIRST}), ("sums.abandon", {"terms": FIRST})],
+)
+def test_a_file_that_lacks_a_signed_or_an_opened_set_or_abandoned_terms_is_refused(
+    tmp_path: Path, action: Action, about: dict[str, JsonValue]
+) -> None:
+    audit = Audit(tmp_path / "audit", "w")
+    audit.record(action, TaskRef("r", "demo", 1, "t", 1), **about, key=KEY)
     signed = signed_sets(audit.read(), KEY)
-    assert signed == {("r", 1): FIRST}
+    assert signed == {FIRST: ("r", 1)}
+    with pytest.raises(ChainError, match="lacks 1 entries"):
+        AgreementLog(tmp_path).expect(signed)
+    abandoned = Commitment(run="r", round=1, terms=FIRST)
+    AgreementLog(tmp_path).remember(abandoned if action == "sums.abandon" else made(1, FIRST))
     AgreementLog(tmp_path).expect(signed)
-    for wrong in ({("r", 2): FIRST}, {("r", 1): SECOND}):
-        with pytest.raises(ChainError, match="lacks 1 sets"):
-            AgreementLog(tmp_path).expect(wrong)
     assert signed_sets(audit.read(), "another key") == {}
 
 
 def test_a_file_under_a_lost_key_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    AgreementLog(tmp_path, b"k" * 32).remember("r", 1, FIRST)
+    AgreementLog(tmp_path, b"k" * 32).remember(made(1, FIRST))
     with pytest.raises(ChainError, match=rf"agreements.jsonl.*remove it and the folder {tmp_path / KEYS_FOLDER}"):
         AgreementLog(tmp_path, b"l" * 32).expect({})
 
 
 def test_a_file_that_is_removed_while_the_worker_runs_is_noticed(tmp_path: Path) -> None:
     log = AgreementLog(tmp_path)
-    log.remember("r", 1, FIRST)
+    log.remember(made(1, FIRST))
     (tmp_path / AGREEMENTS_FILE).unlink()
     with pytest.raises(ChainError, match="removed"):
-        log.remember("r", 1, SECOND)
+        log.remember(made(1, SECOND))
 
 
 def test_a_worker_without_its_agreements_does_not_start_until_it_has_new_keys(tmp_path: Path) -> None:
@@ -80,7 +104,7 @@ def test_a_worker_without_its_agreements_does_not_start_until_it_has_new_keys(tm
     party = sum_party_of(settings)
     assert party is not None
     assert party.agreements is not None
-    party.agreements.remember("r", 1, FIRST)
+    party.agreements.remember(made(1, FIRST))
     about = {"senders": FIRST, "key": party.fingerprint}
     audit_of(settings).record("sums.agree", TaskRef("r", "demo", 1, "t", 1), **about)
     with Client(settings.url, "t") as client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from tessera.shared.secure_sums.committee import Member
+from tessera.shared.secure_sums.committee import Commitment, Member
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.secure_sums.messages import Agreement, Terms, share_out
@@ -52,9 +52,9 @@ class MortalLog:
     log: AgreementLog
     life: Life
 
-    def remember(self, run: str, number: int, senders: str) -> str:
+    def remember(self, made: Commitment, repeating: Collection[str] = ()) -> Commitment | None:
         self.life.step("before remember")
-        found = self.log.remember(run, number, senders)
+        found = self.log.remember(made, repeating)
         self.life.step("after remember")
         return found
 

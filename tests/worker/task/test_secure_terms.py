@@ -29,23 +29,25 @@ from tessera.shared.model.selectors import NOTHING, roles
 from tessera.shared.problems import Invalid, Problem
 from tessera.shared.rounds.planning import begun
 from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.committee import Commitment
 from tessera.shared.secure_sums.messages import Envelope, RingBlock, Terms
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Weights
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.site_keys import Keyring, SumParty
+from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import fetch, load
-from tessera.worker.task.secure_sums import admitted_terms, help_open, masked
+from tessera.worker.task.secure_sums import admitted_terms, check_values, help_open, masked
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Report
@@ -74,6 +76,7 @@ class Sender:
         party = SumParty(
             "site-07", Keyring(folder / "keys"), self.federation.roster, 3, helper=False, agreements=None
         )
+        self.party = party
         # All blobs are in the cache, so that no coordinator is asked.
         self.env = TaskEnvironment(
             Client("http://127.0.0.1:1", "t"),
@@ -83,7 +86,7 @@ class Sender:
             self.cache,
             folder,
             policy=Policy(**policy),
-            kinds=("train", "agree", "open"),
+            kinds=("train", "agree", "open", "abandon"),
             sums=party,
         )
 
@@ -423,6 +426,7 @@ def test_a_site_sends_to_no_noisy_sum_of_which_delta_permits_the_release_of_its_
         {"helpers": ["site-03", "site-01", "site-02", "site-00"], "quorum": 3},
         {"helpers": ["site-00", "site-01", "site-02", "site-03"], "quorum": 4},
         {"helpers": ["site-00", "site-01", "site-02", "site-03"], "quorum": 3, "bits": 16},
+        {"helpers": ["site-00", "site-01", "site-02", "site-03"], "quorum": 3, "repeat_model": True},
     ],
     ids=str,
 )
@@ -451,6 +455,49 @@ def test_a_version_under_another_number_is_refused(tmp_path: Path) -> None:
     sender = Sender(tmp_path)
     terms = sender.terms()
     assert "does not start from version 1" in refusal(sender, terms, version={"number": 1, "digest": VERSION})
+
+
+def test_terms_that_name_another_model_than_the_version_are_refused() -> None:
+    """Helpers, who see no version, know by this name which sums are from one model."""
+    blocks = {"head": digest_of(b"values")}
+    manifest = Manifest(blocks=blocks)
+    terms = Federation(8, 4).terms(values=manifest.values)
+    check_values(terms, manifest)
+    # What a coordinator can vary without another model.
+    check_values(terms, Manifest(blocks=blocks, scalars={"round": 2.0}, root=digest_of(b"root")))
+    with pytest.raises(PolicyViolation, match="terms-differ: the terms name the values of another model"):
+        check_values(terms, Manifest(blocks={"head": digest_of(b"others")}))
+
+
+def test_a_site_does_not_train_for_a_second_sum_from_one_model(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+    sender.env = replace(sender.env, history=RunHistory(tmp_path / "runs", "w"))
+    assert sender.env.history
+    terms = sender.terms()
+    assert sender.admitted(terms)
+    sender.env.history.add_sum(sender.terms(run="run-2"))
+    with pytest.raises(PolicyViolation, match=r"sums_repeated: .* of run run-2"):
+        sender.admitted(terms)
+    # Two sums with noise differ by that noise.
+    assert sender.terms().is_exact
+    assert not sender.federation.noisy_terms(epsilon=8.0).is_exact
+
+
+def test_a_helper_signs_that_it_never_opens_an_attempt_and_keeps_it_on_disk(tmp_path: Path) -> None:
+    sender, log = Sender(tmp_path), AgreementLog(tmp_path)
+    sender.env = replace(sender.env, sums=replace(sender.party, site="site-03", helper=True, agreements=log))
+    former = sender.terms()
+    task = sender.task(kind="abandon", plan=Plan(stage="abandon"), sums={"terms": former.digest})
+
+    def give_up() -> None:
+        raise TimeoutError
+
+    # Nobody hears of it.
+    with pytest.raises(TimeoutError):
+        help_open(replace(sender.run(task), check=give_up))
+    signed = Commitment(run="run-1", round=1, terms=former.digest, senders=digest_of(b"set"))
+    abandoned = Commitment(run="run-1", round=1, terms=former.digest)
+    assert AgreementLog(tmp_path).remember(signed) == abandoned
 
 
 def test_an_update_leaves_under_masks(tmp_path: Path) -> None:
