@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from safetensors.numpy import load as load_file
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.client import Client
 from tessera.shared.methods.base import Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
@@ -94,8 +95,8 @@ def trained_at(folder: Path, vit: ModelFolder, spec: Mapping[str, Any], site: st
     task = task_of(run, plan, version, run="r", number=1, seed=training_seed(run, 1, site), **about)
     data = load_data("arrays", {"file": folder / f"{site}.safetensors"})
     env = TaskEnvironment(
-        cast("Any", None), {run.dataset: data}, TrainingSetup(torch.device("cpu")), Vault(folder / site / "vault"),
-        Lent(blobs, frozenset()), folder, seed_key=derived(audit_key(site), TRAINING_SEEDS),
+        Client("http://127.0.0.1:1", "t"), {run.dataset: data}, TrainingSetup(torch.device("cpu")),
+        Vault(folder / site / "vault"), Lent(blobs, frozenset()), folder, seed_key=derived(audit_key(site), TRAINING_SEEDS),
     )  # fmt: skip
     job = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), run.dataset, None, None))
     result, _ = train(job, load(job, fetch(job, data)), data, None)

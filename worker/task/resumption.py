@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 
-from tessera.shared.api.tasks import Task
+from tessera.shared.api.tasks import MERGING, Task
 from tessera.shared.problems import Forbidden, LeaseLost, Problem, Unauthenticated
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
@@ -26,6 +26,8 @@ SETTINGS = {
     "upload_seconds",
     "seed",
     "rounds",
+    # The training seed follows from them too.
+    *MERGING,
 }
 """The fields of a task that training depends on, beside those that a key names."""
 
