@@ -126,7 +126,7 @@ def test_a_policy_that_claims_cannot_carry_is_refused(tmp_path: Path, rule: str,
 def test_a_limit_of_time_that_no_private_task_could_keep_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TESSERA_WORKER_DURATION_QUANTUM_SECONDS")
+    monkeypatch.delenv("TESSERA_WORKER_DURATION_QUANTUM_SECONDS", raising=False)
     limit = f"{GOOD}\n[policy]\nmax_task_seconds = "
     found = refusal(tmp_path, f"{limit}4\n")
     assert "policy.max_task_seconds is 4: tasks that wait for duration_quantum_seconds would all fail" in found
