@@ -9,6 +9,7 @@ import pytest
 from tests.model_checking.crash_points import SHAPES, killed, undisturbed
 from tests.model_checking.federation import simulate
 from tests.model_checking.planted import hunt, seeds_of
+from tests.support.variants import variants
 
 SEEDS = 2
 LAPSING = 9045
@@ -21,7 +22,7 @@ SHORT = {"one worker, all in the database", "two workers, files, uploads"}
 """The shapes that `make test` takes: small blobs in the database, and blobs in files."""
 
 
-@pytest.mark.parametrize("seed", [*range(SEEDS), pytest.param(LAPSING, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", variants([*range(SEEDS), LAPSING], {0}))
 def test_no_invariant_is_broken(seed: int) -> None:
     assert simulated(seed).state in ("completed", "cancelled", "failed")
 

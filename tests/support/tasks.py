@@ -21,7 +21,6 @@ from tessera.shared.methods.base import (
     RunInfo,
     State,
     UnsupportedRun,
-    WorkerHalf,
 )
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.blocks import Block
@@ -113,7 +112,7 @@ PROMPTED = Subject(
 DEEP = replace(PROMPTED, prompts=Prompts(vision=2, text=2, depth=2))
 
 
-KINDS = {"ditto", "fedavg", "fedrep", "lora", "moon", "pfeddc", "safl", "scaffold"}
+KINDS = {"ditto", "fedrep", "lora", "pfeddc", "safl", "scaffold"}
 """Methods with each kind of plan, of phases, and of state that a server or a site keeps."""
 EACH_METHOD = pytest.mark.parametrize("method", variants(sorted(methods()), KINDS))
 """Each of `KINDS`, and in the long tests every method."""
@@ -126,15 +125,6 @@ QUICK: Mapping[str, Mapping[str, Any]] = {"fedotp": {"transport": {"iterations":
 
 def quick(method: str) -> MethodSpec:
     return MethodSpec(name=method, settings=dict(QUICK.get(method, {})))
-
-
-HOOKS = ("setup", "phases", "on_phase_start", "loss", "after_backward")
-"""What of a method is called in training."""
-
-
-def trains_alike(method: str) -> bool:
-    """Return whether a step of a method is one of FedAvg's."""
-    return all(getattr(methods()[method].worker, hook) is getattr(WorkerHalf, hook) for hook in HOOKS)
 
 
 @cache

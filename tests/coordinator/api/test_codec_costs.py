@@ -55,7 +55,7 @@ def test_a_worker_is_told_what_decoding_all_updates_of_its_round_costs(coordinat
 
 @pytest.mark.parametrize(
     ("model", "codec"),
-    [(small_model(), LOSSLESS), (LARGE, RAW), (LARGE, "delta+int8")],
+    [(small_model(), LOSSLESS), (LARGE, RAW), pytest.param(LARGE, "delta+int8", marks=pytest.mark.long)],
     ids=["few bytes", "raw", "lossy"],
 )
 def test_a_worker_without_a_choice_is_told_nothing(coordinator: LiveCoordinator, model: Model, codec: str) -> None:

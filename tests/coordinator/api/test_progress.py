@@ -47,10 +47,10 @@ def test_a_new_lease_begins_without_progress(coordinator: LiveCoordinator) -> No
     "told",
     [
         {"phase": "dreaming"},
-        {"phase": "training", "step": -1},
+        pytest.param({"phase": "training", "step": -1}, marks=pytest.mark.long),
         {"phase": "training", "loss": 1e300},
-        {"phase": "uploading", "bytes": 1 << 60},
-        {},
+        pytest.param({"phase": "uploading", "bytes": 1 << 60}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
         "training",
         ["training"] * 10_000,
     ],

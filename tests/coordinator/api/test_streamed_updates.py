@@ -56,7 +56,7 @@ def request(coordinator: LiveCoordinator, task: Task, token: str, body: bytes, l
     return head("POST", f"/v1/tasks/{task.id}/update", headers) + body
 
 
-@pytest.mark.parametrize("model", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("model", [pytest.param(SMALL, marks=pytest.mark.long), LARGE], ids=["small", "large"])
 def test_an_update_behind_its_submission_is_accepted_in_one_request_that_may_be_repeated(
     coordinator: LiveCoordinator, model: object
 ) -> None:
@@ -123,7 +123,7 @@ def test_what_arrived_of_an_interrupted_update_is_not_sent_again(coordinator: Li
     assert worker.client.submit(task.id, report).state == "accepted"
 
 
-@pytest.mark.parametrize("model", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("model", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["small", "large"])
 @pytest.mark.parametrize(("more", "status", "code"), [(-1, 400, "bad-request"), (1, 413, "too-large")])
 def test_more_or_fewer_bytes_than_announced_are_refused(
     coordinator: LiveCoordinator, model: object, more: int, status: int, code: str

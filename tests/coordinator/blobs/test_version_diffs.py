@@ -216,7 +216,7 @@ def test_a_worker_makes_what_it_can_and_comes_to_the_same(
 
 
 @pytest.mark.usefixtures("_however_small")
-@pytest.mark.parametrize("spoils", ["bytes", "absent"])
+@pytest.mark.parametrize("spoils", ["bytes", pytest.param("absent", marks=pytest.mark.long)])
 def test_a_difference_that_is_of_no_use_is_done_without(
     coordinator: LiveCoordinator, tmp_path: Path, spoils: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

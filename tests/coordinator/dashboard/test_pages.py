@@ -705,7 +705,7 @@ def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, v
 @pytest.mark.parametrize(
     ("reported", "shown"),
     [
-        ({"phase": "training", "steps": 10}, "training step 0 of 10"),
+        pytest.param({"phase": "training", "steps": 10}, "training step 0 of 10", marks=pytest.mark.long),
         ({"phase": "fetching", "total_bytes": 2000}, "fetching 0 B of 2"),
     ],
 )

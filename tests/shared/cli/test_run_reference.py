@@ -20,6 +20,7 @@ from tessera.shared.rounds.planning import run_facts
 from tests.support.cli import tessera
 from tests.support.federation import small_model
 from tests.support.paths import ROOT
+from tests.support.variants import variants
 
 START = dict.fromkeys(("model", "version"), "sha256:" + "0" * 64)
 
@@ -64,7 +65,7 @@ def test_the_file_of_each_method_is_valid_as_it_is(tmp_path: Path, method: str) 
     assert spec == RunSpec.model_validate(required | START | {"training": training})
 
 
-@pytest.mark.parametrize("method", sorted(methods()))
+@pytest.mark.parametrize("method", variants(sorted(methods()), {"fedavg", "fedfrozen", "pfeddc", "safl"}))
 def test_the_defaults_that_the_file_shows_are_the_defaults(tmp_path: Path, method: str) -> None:
     def uncommented(text: str) -> str:
         return re.sub(r"^# (\[\w+\]|[\w.]+ = \S.*)$", r"\1", text, flags=re.MULTILINE)

@@ -34,6 +34,7 @@ from tests.support import zygote
 from tests.support.cli import COMMAND, environment, process, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values, whole_tensors
+from tests.support.variants import variants
 
 SPEC = """
 name = "trial"
@@ -220,7 +221,9 @@ def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
     assert "v2, v3" in commands.say("run", "list").stdout
 
 
-@pytest.mark.parametrize("named", ["", ".", "../sites", "{run}/rounds", "{run}#zzz", "{run}?x=1"])
+@pytest.mark.parametrize(
+    "named", variants(["", ".", "../sites", "{run}/rounds", "{run}#zzz", "{run}?x=1"], {"", "../sites"})
+)
 def test_a_run_is_not_found_by_what_only_contains_its_id(commands: Commands, folder: Path, named: str) -> None:
     run = commands.create(folder)
     refused = commands.say("run", "pause", named.format(run=run), code=1)
@@ -296,7 +299,7 @@ def test_watching_tells_each_round_and_ends_with_the_run(
     assert (events[-1]["event"], events[-1]["state"]) == ("run", "completed")
 
 
-@pytest.mark.parametrize(("verb", "code"), [("pause", 3), ("cancel", 1)])
+@pytest.mark.parametrize(("verb", "code"), [("pause", 3), pytest.param("cancel", 1, marks=pytest.mark.long)])
 def test_watching_ends_with_a_code_for_how_it_ended(commands: Commands, folder: Path, verb: str, code: int) -> None:
     run = commands.create(folder)
     commands.say("run", verb, run)
@@ -461,8 +464,9 @@ def test_a_token_is_issued_listed_rotated_and_revoked(commands: Commands) -> Non
 
 @pytest.mark.parametrize(
     "command",
-    [("token", "rotate", "reader"), ("token", "create", "other", "--role", "viewer"), ("site", "add", "north"),
-     ("join", "token", "--site", "north")],
+    [("token", "rotate", "reader"), ("token", "create", "other", "--role", "viewer"),
+     pytest.param(("site", "add", "north"), marks=pytest.mark.long),
+     pytest.param(("join", "token", "--site", "north"), marks=pytest.mark.long)],
     ids=" ".join,
 )  # fmt: skip
 def test_without_room_for_a_secret_no_token_changes(

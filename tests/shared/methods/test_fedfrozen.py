@@ -156,7 +156,7 @@ def test_blocks_are_read_chunk_by_chunk_and_the_order_of_updates_changes_roundin
         np.testing.assert_allclose(other.sketch, seen[0].sketch, atol=1e-12)
 
 
-@pytest.mark.parametrize("spread", ["everywhere", "one column"])
+@pytest.mark.parametrize("spread", ["everywhere", pytest.param("one column", marks=pytest.mark.long)])
 def test_the_inner_product_of_two_sketches_is_nearly_that_of_the_steps(spread: str) -> None:
     rng, shape = np.random.default_rng(2), (1024, 4096)
     steps = rng.normal(size=(2, *shape)).astype("f4")

@@ -36,6 +36,7 @@ from tessera.worker.training.context import LocalTaskContext
 from tests.support.duals import dual, pairs
 from tests.support.rounds import SGD, Rounds, same_bits, site_data
 from tests.support.tasks import VIT, Subject, images, one_task
+from tests.support.variants import variants
 
 HEAD = "classifier.weight"
 NAMES = ("a/w", "b/w", "c/w")
@@ -558,7 +559,7 @@ def test_feddyn_descends_on_the_bent_objective_and_adds_up_the_drift() -> None:
         np.testing.assert_allclose(result.keep[f"gradient/{name}"], alpha * drift, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("weigh", ["equal", "examples"])
+@pytest.mark.parametrize("weigh", [pytest.param("equal", marks=pytest.mark.long), "examples"])
 def test_the_server_s_sum_of_gradients_is_that_of_those_that_the_sites_keep(weigh: str) -> None:
     run = Rounds("feddyn", {"alpha": 0.1, "weigh": weigh})
     for cohort in BY_TURNS:
@@ -720,7 +721,7 @@ def test_moon_refuses_a_model_without_a_head() -> None:
 # ---------------------------------------------------------------- for all of them
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddyn", "moon"])
+@pytest.mark.parametrize("method", variants(["scaffold", "feddyn", "moon"], {"scaffold", "moon"}))
 def test_a_site_that_missed_rounds_comes_back_with_what_it_kept(method: str) -> None:
     run = Rounds(method)
     run.play()

@@ -36,6 +36,7 @@ from tests.support.tasks import (
     one_task,
     subject_of,
 )
+from tests.support.variants import variants
 
 ROUNDS = 3
 
@@ -151,7 +152,12 @@ def names(subject: Subject, *roles: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("subject", "roles"), [(ADAPTED, ("adapter", "head")), (TEXT_PROMPTED, ("prompt",)), (DEEP, ("prompt",))]
+    ("subject", "roles"),
+    [
+        (ADAPTED, ("adapter", "head")),
+        pytest.param(TEXT_PROMPTED, ("prompt",), marks=pytest.mark.long),
+        (DEEP, ("prompt",)),
+    ],
 )
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_no_method_trains_or_sends_the_base_of_a_model_with_adapters_or_prompts(
@@ -166,7 +172,9 @@ def test_no_method_trains_or_sends_the_base_of_a_model_with_adapters_or_prompts(
     assert moved | sent <= names(subject, *roles)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "ditto", "moon", "fednova", "local"])
+@pytest.mark.parametrize(
+    "method", variants(["fedavg", "fedprox", "scaffold", "ditto", "moon", "fednova", "local"], {"scaffold", "ditto"})
+)
 def test_a_method_of_the_whole_model_moves_what_lora_moves_beside_adapters(method: str) -> None:
     expected, _ = one_round(spec_of("lora"), ADAPTED)
     moved, sent = one_round(spec_of(method), ADAPTED)

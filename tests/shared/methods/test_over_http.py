@@ -130,7 +130,9 @@ def test_feddyn_sends_and_fetches_one_model(field: Field) -> None:
         assert task.download_bytes < done.model.nbytes + HEADERS
 
 
-@pytest.mark.parametrize(("method", "prefix"), [("moon", "previous/"), ("ditto", "own/")])
+@pytest.mark.parametrize(
+    ("method", "prefix"), [pytest.param("moon", "previous/", marks=pytest.mark.long), ("ditto", "own/")]
+)
 def test_what_a_site_keeps_for_itself_is_not_sent(field: Field, method: str, prefix: str) -> None:
     done = field.run(method)
     assert done.vault == prefixed(prefix, done.model)

@@ -35,7 +35,7 @@ def values_of(seed: int) -> dict[str, Array]:
 # ---------------------------------------------------------------- Ditto
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.long), "cosine"])
 def test_what_ditto_sends_is_what_fedavg_sends_to_the_bit(schedule: str) -> None:
     settings = {"epochs": 2, "schedule": schedule, "round_number": 4, **SGD}
     _, result = one_task("ditto", {"own_epochs": 5}, **settings)

@@ -60,7 +60,7 @@ def start(method: str, subject: Subject, **settings: Any) -> State:
     ("settings", "expected"),
     [
         ({}, {"prompts.text"}),
-        ({"modalities": ["vision"]}, {"prompts.vision"}),
+        pytest.param({"modalities": ["vision"]}, {"prompts.vision"}, marks=pytest.mark.long),
         ({"modalities": ["text", "vision"]}, PROMPTS),
     ],
 )
@@ -338,7 +338,7 @@ def federation(method: str, settings: dict[str, Any], subject: Subject, rounds: 
 @pytest.mark.parametrize(
     ("family", "method", "settings", "kept"),
     [
-        ("dinov2+bert", "promptfl", BOTH_TOWERS, set()),
+        pytest.param("dinov2+bert", "promptfl", BOTH_TOWERS, set(), marks=pytest.mark.long),
         ("vit+bert", "pfeddc", TWO_HEADS, LOCAL | FUSION),
         pytest.param("vit+bert", "promptfl", BOTH_TOWERS, set(), marks=pytest.mark.long),
         pytest.param("dinov2+bert", "pfeddc", TWO_HEADS, LOCAL | FUSION, marks=pytest.mark.long),
@@ -355,7 +355,11 @@ def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "kept"), [("fedpgp", {"rank": 1}, {"local.u", "local.v"}), ("fedotp", {}, {"local.text"})]
+    ("method", "settings", "kept"),
+    [
+        pytest.param("fedpgp", {"rank": 1}, {"local.u", "local.v"}, marks=pytest.mark.long),
+        ("fedotp", {}, {"local.text"}),
+    ],
 )
 def test_a_site_that_joins_late_has_prompts_of_its_own_and_no_version_holds_them(
     method: str, settings: dict[str, Any], kept: set[str]
@@ -530,7 +534,11 @@ def test_deep_prompts_and_methods_that_do_not_go_together_are_refused_with_the_r
 
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [("fedvpt", {"modalities": ["vision", "text"]}), ("fedpgp", {"rank": 1}), ("fedotp", {})],
+    [
+        ("fedvpt", {"modalities": ["vision", "text"]}),
+        pytest.param("fedpgp", {"rank": 1}, marks=pytest.mark.long),
+        ("fedotp", {}),
+    ],
 )
 def test_layers_that_are_computed_again_change_no_bit_of_the_prompts(method: str, settings: dict[str, Any]) -> None:
     subject = DEEP if method == "fedvpt" else PROMPTED

@@ -155,7 +155,11 @@ def manifests(client: Client, run: Run) -> list[Manifest]:
 
 
 @pytest.mark.parametrize(
-    ("method", "sent"), [("pfeddc", ("prompts.vision", "prompts.text")), ("promptfl", ("prompts.text",))]
+    ("method", "sent"),
+    [
+        ("pfeddc", ("prompts.vision", "prompts.text")),
+        pytest.param("promptfl", ("prompts.text",), marks=pytest.mark.long),
+    ],
 )
 def test_from_the_second_round_on_only_prompts_travel(
     coordinator: LiveCoordinator, sites: Sites, method: str, sent: tuple[str, ...]
@@ -292,13 +296,23 @@ def with_prompts(*names: str) -> Selector:
             "private: .* fusion.text.output, ",
             marks=pytest.mark.long,
         ),
-        ("pfeddc", Plan(upload=EVERYTHING), "private: .* fusion.text.key, .* more$"),
+        pytest.param(
+            "pfeddc",
+            Plan(upload=EVERYTHING),
+            "private: .* fusion.text.key, .* more$",
+            marks=pytest.mark.long,
+        ),
         (
             "fedpgp",
             Plan(upload=with_prompts("local.*")),
             "private: the method keeps these at the site: local.u, local.v$",
         ),
-        ("fedotp", Plan(upload=EVERYTHING), "private: the method keeps these at the site: local.text$"),
+        pytest.param(
+            "fedotp",
+            Plan(upload=EVERYTHING),
+            "private: the method keeps these at the site: local.text$",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["local prompts", "fusion", "part of the fusion", "everything", "a low-rank term", "prompts of transport"],
 )

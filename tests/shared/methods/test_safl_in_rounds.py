@@ -46,7 +46,7 @@ def digests(result: Result) -> list[str]:
     return [version.digest for version in result.versions]
 
 
-@pytest.mark.parametrize("chooser", ["worker", "consensus", "vote"])
+@pytest.mark.parametrize("chooser", ["worker", "consensus", pytest.param("vote", marks=pytest.mark.long)])
 def test_run_that_is_stopped_and_resumed_ends_with_the_same_bits(chooser: str, tmp_path: Path) -> None:
     settings = {"chooser": chooser, **STEADY}
     whole = run(settings, rounds=3)

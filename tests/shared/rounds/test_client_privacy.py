@@ -183,7 +183,7 @@ def length(difference: Array) -> float:
 
 
 @pytest.mark.parametrize(
-    "value", [4e6, -1e-30, pytest.param(1.0, marks=pytest.mark.long), pytest.param(1e-3, marks=pytest.mark.long)]
+    "value", [4e6, *(pytest.param(value, marks=pytest.mark.long) for value in (-1e-30, 1e-3, 1.0))]
 )
 @pytest.mark.parametrize(("method", "settings"), EACH)
 def test_one_site_changes_a_version_by_its_clip_norm_at_most(

@@ -163,7 +163,9 @@ def test_many_classes_and_none_are_told_in_short(tmp_path: Path) -> None:
     assert "site class none in all 0 5 5 1 5 5" in told("split", file, "--dataset", "none", *iid)
 
 
-@pytest.mark.parametrize(("name", "begins"), [("split.png", b"\x89PNG"), ("split.svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("name", "begins"), [pytest.param("split.png", b"\x89PNG", marks=pytest.mark.long), ("split.svg", b"<?xml")]
+)
 def test_the_split_is_drawn_in_the_format_of_its_name(tmp_path: Path, name: str, begins: bytes) -> None:
     out = tmp_path / name
     assert f"drawn in {out}" in told("split", config(tmp_path, DIGITS), "--out", str(out))

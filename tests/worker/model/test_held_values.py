@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.shared.methods.registry import methods
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import memory_of, read_block
 from tessera.worker.model.held_values import SAMPLES, HeldValues
-from tests.support.tasks import one_task, subject_of
+from tests.support.tasks import EACH_METHOD, one_task, subject_of
 
 NAME, CONTENT = "weight", ("sha256:1",)
 
@@ -121,7 +120,7 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     return {name: tensor.detach().clone().numpy().tobytes() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("method", sorted(methods()))
+@EACH_METHOD
 def test_after_a_task_of_any_method_all_that_is_trusted_has_the_bits_that_were_written(method: str) -> None:
     before: dict[str, bytes] = {}
     kept = HeldValues()

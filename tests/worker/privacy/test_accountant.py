@@ -42,11 +42,10 @@ def steps(noise: float, rate: float, count: int) -> NoisySteps:
 # Runs of 40 to 3,750 steps, from batches of a sixtieth of the data to all of it.
 SETTINGS = [
     (1.35, 0.016, 3750),
-    (0.92, 0.016, 3750),
+    pytest.param(0.92, 0.016, 3750, marks=pytest.mark.long),
     (1.0, 0.1, 100),
-    (2.0, 0.5, 50),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in ((2.0, 0.5, 50), (1.0, 0.25, 40))),
     (5.0, 1.0, 50),
-    (1.0, 0.25, 40),
 ]
 
 
@@ -87,7 +86,10 @@ def test_one_gaussian_step_costs_what_the_exact_formula_says() -> None:
 
 
 @pytest.mark.usefixtures("fine_grid")
-@pytest.mark.parametrize(("target", "rate", "count"), [(0.5, 0.05, 200), (3.0, 0.1, 100), (8.0, 0.25, 40)])
+@pytest.mark.parametrize(
+    ("target", "rate", "count"),
+    [(0.5, 0.05, 200), *(pytest.param(*each, marks=pytest.mark.long) for each in ((3.0, 0.1, 100), (8.0, 0.25, 40)))],
+)
 def test_the_noise_for_a_target_meets_it_and_hardly_more(target: float, rate: float, count: int) -> None:
     noise = noise_multiplier(Budget(epsilon=target, delta=DELTA), [], rate, count)
     assert epsilon([steps(noise, rate, count)], DELTA) <= target

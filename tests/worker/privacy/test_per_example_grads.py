@@ -119,7 +119,9 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
             None,
         ),
         ("opacus", BERT, "text-classification", None),  # its position table is looked up once for a whole batch
-        ("opacus", BERT, "token-classification", all_but("embedding", "query", "key")),
+        pytest.param(
+            "opacus", BERT, "token-classification", all_but("embedding", "query", "key"), marks=pytest.mark.long
+        ),
         ("opacus", DISTILBERT, "text-classification", None),  # the same, and it takes no position_ids
         ("opacus", GPT2, "causal-lm", None),  # Conv1D, tied embeddings, position table
         ("opacus", GPT2, "causal-lm", roles("value")),  # slices of a fused matrix

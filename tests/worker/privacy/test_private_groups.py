@@ -282,7 +282,7 @@ def relabelled(data: Dataset, row: int, _: bytes) -> Dataset:
     return replace(data, tensors={**data.tensors, "labels": labels})
 
 
-@pytest.mark.parametrize("change", [added, dropped, relabelled])
+@pytest.mark.parametrize("change", [added, pytest.param(dropped, marks=pytest.mark.long), relabelled])
 def test_an_example_changes_the_gradient_of_no_other_group(change: Callable[[Dataset, int, bytes], Dataset]) -> None:
     data = patients()
     groups = Groups.of(data.groups)

@@ -51,7 +51,6 @@ from tests.support.tasks import (
     Subject,
     quick,
     subject_of,
-    trains_alike,
 )
 from tests.support.variants import variants
 
@@ -143,7 +142,7 @@ def plan_of(method: str, facts: RunInfo) -> Plan:
     return coordinator_half(MethodSpec(name=method), facts).plan_for(State(0, {}), Participant("a/w", 24))
 
 
-UNLIKE = {"fedavg", "fedvpt", "lora", "promptfl"} | {name for name in methods() if not trains_alike(name)}
+UNLIKE = {"ditto", "fedavg", "fedfrozen", "fedotp", "lora", "moon", "pfeddc", "safl", "scaffold"}
 """FedAvg, those that train parts of another model as it does, and those that train in a way of their own."""
 EACH_UNLIKE = pytest.mark.parametrize("method", variants(sorted(methods()), UNLIKE))
 

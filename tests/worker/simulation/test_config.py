@@ -227,7 +227,7 @@ def images(file: Path, side: int) -> None:
     save_file({"pixel_values": torch.zeros(30, 1, side, side), "labels": torch.arange(30) % 3}, file)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_at_the_end_it_tells_why_tasks_failed_and_versions_were_not_measured(folder: Path, processes: int) -> None:
     made(folder)
     images(folder / "large.safetensors", 16)

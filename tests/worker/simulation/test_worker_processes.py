@@ -27,6 +27,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, VirtualSite, Weights, simulate
 from tessera.worker.simulation.worker_processes import WorkerProcessFailed
+from tests.support.variants import variants
 from tests.worker.simulation.test_simulation import DROPOUT, images
 
 SITES = {name: images(seed, 8 + 4 * seed, held_out=20) for seed, name in enumerate(("east", "north", "west"))}
@@ -41,8 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sums": {"secure_sums": {"helpers": list(SITES), "quorum": 3}, "cohort": {"quorum": 3}, **MEASURED},
     "median": {"robust": {"rule": "median"}, "cohort": {"quorum": 3}, "codec": "raw"},
 }
-EACH_CASE = [pytest.param(case, marks=pytest.mark.long if case in ("adamw", "median") else ()) for case in CASES]
-"""In the long tests also those of which sites and the server keep nothing."""
+EACH_CASE = variants(CASES, {"first", "scaffold", "sums"})
+"""What sites and the server keep, sums, and rounds that need only the first answers; in the long tests all."""
 
 
 @pytest.fixture(scope="module")

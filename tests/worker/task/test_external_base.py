@@ -43,6 +43,7 @@ from tests.support.federation import start_run
 from tests.support.mirror import serving
 from tests.support.tapping import Tap
 from tests.support.tasks import EACH_METHOD
+from tests.support.variants import variants
 
 VIT = {
     "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 32, "num_labels": 10, "num_hidden_layers": 3,
@@ -348,7 +349,9 @@ def test_a_method_that_trains_the_base_is_refused_with_the_way_out(
     assert any(remedy in said for remedy in ("full_fine_tuning", "prompts")), said
 
 
-@pytest.mark.parametrize("method", ["lora", "fedprox", "scaffold", "fedper", "local"])
+@pytest.mark.parametrize(
+    "method", variants(["lora", "fedprox", "scaffold", "fedper", "local"], {"scaffold", "fedper"})
+)
 def test_a_method_trains_the_adapters_beside_an_external_base(
     shared_coordinator: LiveCoordinator, start: ModelFolder, method: str
 ) -> None:

@@ -46,6 +46,7 @@ from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
 from tests.support.processes import peak_bytes
 from tests.support.tasks import DIGITS_VIT as VIT
+from tests.support.variants import variants
 
 MIB = 1 << 20
 BERT = {
@@ -248,7 +249,6 @@ class Case:
     """The site that it happens to."""
     told: bool = True
     """Whether there is a task, whose failure the coordinator is told of."""
-    marks: tuple[pytest.MarkDecorator, ...] = ()
 
     def of(self, scene: Scene) -> list[Lie]:
         if self.lies:
@@ -354,8 +354,6 @@ CASES = [
         "a model of two loops over all pairs of places",
         "model-refused: .*laying out its model takes more than",
         lambda scene: scene.other_model(config=LEVIT, head="features"),
-        # In short, test_sandbox.py shows the same of the child alone.
-        marks=(pytest.mark.long,),
     ),
     Case(
         "a model larger than its table",
@@ -823,6 +821,44 @@ CASES = [
 ]
 
 
+ALIKE = {
+    "a private block by its name",
+    "a plan with code in it",
+    "a stage that writes to a terminal",
+    "a model of two loops over all pairs of places",
+    "a million layers",
+    "a block whose name is a path",
+    "a block of Python objects",
+    "prompts without end",
+    "a version with values that are infinite",
+    "server state of Python objects",
+    "moments that never forget",
+    "an infinite learning rate",
+    "a learning rate of a million",
+    "more rounds than any run has",
+    "dice that cannot be thrown",
+    "a method that is code",
+    "another idea of what is private in the middle of a run",
+    "a kind of task that runs commands",
+    "a data set whose name is a path",
+    "privacy switched off where the site has no budget",
+    "more epsilon in the middle of a run",
+    "a noise of the coordinator's choosing",
+    "fine-tuning without privacy where it is required",
+    "two versions under one number, to measure",
+    "a later round on a version that was trained before",
+    "a lease of a year",
+    "a lease that is over before it begins",
+    "a task without end",
+    "a task whose name is a path",
+    "a run whose name writes to a terminal",
+    "an answer that is a bomb",
+    "come back never",
+}
+"""Take the path of another case, or show at length what a smaller test shows: of the two loops test_sandbox.py, of
+time that is up test_settling.py, of bombs the model document that is one. The long tests run them too."""
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileCoordinator]:
     with HostileCoordinator(tmp_path_factory.mktemp("hostile")) as live:
@@ -856,7 +892,11 @@ def refusals(logged: Sequence[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name.replace(" ", "-"), marks=case.marks) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=case.name.replace(" ", "-"), marks=pytest.mark.long if case.name in ALIKE else ())
+        for case in CASES
+    ],
 )
 def test_it_is_refused_by_a_rule_and_nothing_leaves(
     case: Case, hostile: HostileCoordinator, scene_of: Callable[[str], Scene], monkeypatch: pytest.MonkeyPatch
@@ -888,6 +928,6 @@ def test_it_is_refused_by_a_rule_and_nothing_leaves(
         assert re.search(case.rule, last.problem.detail), last.problem.detail
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("name", variants(SITES, set(SITES) - {"private"}))
 def test_after_all_that_the_worker_goes_on_with_what_is_honest(name: str, scene_of: Callable[[str], Scene]) -> None:
     scene_of(name).does_an_honest_task()

@@ -74,7 +74,9 @@ def worked(
     return client.task(task.id), settings
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["the site's tokenizer", "the run's"])
+@pytest.mark.parametrize(
+    "own", [True, pytest.param(False, marks=pytest.mark.long)], ids=["the site's tokenizer", "the run's"]
+)
 def test_a_run_counts_rows_as_its_examples(coordinator: LiveCoordinator, tmp_path: Path, *, own: bool) -> None:
     task, _ = worked(coordinator, tmp_path, LLAMA, own=own)
     assert task.problem is None

@@ -173,7 +173,7 @@ def images() -> Dataset:
     ("config", "head", "data"),
     [
         (BERT, "text-classification", words),
-        (GPT2, "text-classification", words),
+        pytest.param(GPT2, "text-classification", words, marks=pytest.mark.long),
         (VIT, "image-classification", images),
     ],
 )

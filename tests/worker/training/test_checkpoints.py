@@ -112,11 +112,15 @@ CASES: dict[str, tuple[str, Mapping[str, Any], dict[str, Any]]] = {
     "logits that a hook replaces": ("fedotp", QUICK["fedotp"], {"epochs": 2, "optimizer": "adamw"}),
     "chosen layers": ("safl", {"layers": 1}, {"epochs": 2}),
 }
+ALIKE = {"adamw, three epochs", "a model of its own", "an anchor and a past model", "logits that a hook replaces"}
+"""What others show too: steps within an epoch, moments of two phases, what the vault keeps, private modules."""
 LONG = [
     pytest.param(method, {}, {"epochs": 3, "optimizer": "sgd"}, id=method, marks=pytest.mark.long)
     for method in sorted(methods())
 ]
-SHORT = [pytest.param(*case, id=name) for name, case in CASES.items()]
+SHORT = [
+    pytest.param(*case, id=name, marks=pytest.mark.long if name in ALIKE else ()) for name, case in CASES.items()
+]
 
 
 @pytest.mark.parametrize(("method", "settings", "training"), [*SHORT, *LONG])

@@ -77,7 +77,9 @@ def trained(
 
 
 @pytest.mark.parametrize("memory", [forward_memory, backward_memory])
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd", "momentum": 0.9}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"optimizer": "sgd", "momentum": 0.9}, marks=pytest.mark.long)]
+)
 def test_a_step_that_runs_out_of_memory_begins_anew_in_half_the_size(
     memory: Memory, settings: dict[str, Any]
 ) -> None:
@@ -176,7 +178,11 @@ def test_what_a_task_trained_with_is_gone_with_it(method: str) -> None:
     require_released(method)
 
 
-@pytest.mark.parametrize("spec", [PRIVATE, {"training": {"precision": "float16"}}], ids=["private", "float16"])
+@pytest.mark.parametrize(
+    "spec",
+    [PRIVATE, pytest.param({"training": {"precision": "float16"}}, marks=pytest.mark.long)],
+    ids=["private", "float16"],
+)
 def test_so_it_is_with_privacy_and_with_scaled_losses(spec: dict[str, Any]) -> None:
     require_released("fedavg", **spec)
 

@@ -23,6 +23,7 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import MicroBatch, pieces_of, require_divisible
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.variants import variants
 
 CPU = torch.device("cpu")
 EXAMPLES = 11
@@ -111,7 +112,7 @@ def trained(
     return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, stats.loss
 
 
-@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("size", variants([1, 3, 7], {3}))
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_make_the_step_of_the_whole_batch(case: str, size: int) -> None:
     (whole, loss), (pieces, told) = trained(case, None), trained(case, size)
@@ -122,7 +123,7 @@ def test_pieces_make_the_step_of_the_whole_batch(case: str, size: int) -> None:
         assert all(torch.equal(pieces[name], values) for name, values in whole.items())
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", variants([1, 3], {3}))
 @pytest.mark.parametrize(
     ("case", "training"),
     [

@@ -294,7 +294,14 @@ def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
 
 
 @pytest.mark.parametrize(
-    ("method", "settings"), [("pfeddc", {}), ("fedpgp", {"private_learning_rate": 50.0}), ("fedotp", {})]
+    ("method", "settings"),
+    [
+        ("pfeddc", {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("fedpgp", {"private_learning_rate": 50.0}), ("fedotp", {}))
+        ),
+    ],
 )
 def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_own(
     coordinator: LiveCoordinator, tmp_path: Path, method: str, settings: dict[str, Any]

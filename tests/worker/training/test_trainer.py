@@ -484,7 +484,12 @@ def test_what_is_read_is_what_the_default_harvest_sends() -> None:
 
 
 @pytest.mark.parametrize(
-    "trained", [roles("head"), roles("adapter", "head"), named(["*.normalization.weight", "classifier.*"])]
+    "trained",
+    [
+        pytest.param(roles("head"), marks=pytest.mark.long),
+        roles("adapter", "head"),
+        named(["*.normalization.weight", "classifier.*"]),
+    ],
 )
 def test_a_batch_norm_whose_statistics_do_not_train_computes_as_in_an_evaluation(trained: Selector) -> None:
     subject = replace(NORMALISED, lora=Lora(rank=2, alpha=4))

@@ -29,7 +29,7 @@ from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.setup import LocalTraining, TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.paths import ROOT
-from tests.support.tasks import CPU, PLAIN, QUICK, Subject, one_task, quick, subject_of, trains_alike
+from tests.support.tasks import CPU, PLAIN, QUICK, Subject, one_task, quick, subject_of
 
 UNREADABLE = torch.device("meta")
 """A device whose tensors have no values: whoever wants to read one is refused."""
@@ -104,9 +104,12 @@ def move(model: nn.Module, half: object) -> None:
 
 
 EACH = [
-    pytest.param(name, {}, marks=pytest.mark.long if name != "fedavg" and trains_alike(name) else ())
+    pytest.param(
+        name, {}, marks=() if name in {"ditto", "fedavg", "moon", "pfeddc", "scaffold"} else pytest.mark.long
+    )
     for name in sorted(methods())
 ]
+"""Short: a private phase, no hook, a loss of its own, prompts with attention between them, a change of gradients."""
 
 
 @pytest.mark.parametrize(("method", "training"), [*EACH, ("fedavg", WEIGHTED)])
