@@ -1,7 +1,7 @@
 """The rules of helpers: which set of senders they sign, and when they return the sum of its masks.
 
 No update may enter two sums: their difference, or an equation of several, would be one site's update. So a helper
-signs at most one set for each round of a run, and of exact sums one for the values of a model, under whatever run. It
+signs at most one set for each round of a run, and of exact sums one for the values of a model, over all runs. It
 opens a set only with enough signatures that any two groups of signers share an honest helper.
 """
 

@@ -203,7 +203,7 @@ class Terms(Message):
 
     @property
     def is_exact(self) -> bool:
-        """Whether differences of such sums reveal updates: their noise is none, or too little to count."""
+        """True if differences of such sums reveal updates: their noise is none, or too little to count."""
         return self.noise is None or self.noise.epsilon > WEAK_EPSILON
 
     @property

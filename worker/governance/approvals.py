@@ -68,7 +68,7 @@ class Request(Frozen):
     asked_at: datetime
     summary: str
     repeats_model: bool = False
-    """Whether the site's updates from the run's model may be in sums of other runs."""
+    """True if the site's updates from the run's model may be in sums of other runs."""
     decision: ApprovalDecision | None = None
 
     @property

@@ -132,7 +132,7 @@ class RunSnapshot:
 
     @property
     def repeats_model(self) -> bool:
-        """Whether the task sends an update into a sum although one from the same model may be in another sum."""
+        """True if the task sends an update into a sum although one from the same model may be in another sum."""
         sums = self.terms.get("secure_sums")
         return self.kind == "train" and isinstance(sums, dict) and sums.get("repeat_model") is True
 

@@ -112,7 +112,9 @@ def means(result: Result, prefix: str) -> list[tuple[Array, Array]]:
     ],
     ids=["abandoned", "left-out", "both"],
 )
-@pytest.mark.parametrize(("method", "prefix"), [("scaffold", "control/"), ("feddyn", "gradient/")])
+@pytest.mark.parametrize(
+    ("method", "prefix"), [("scaffold", "control/"), pytest.param("feddyn", "gradient/", marks=pytest.mark.long)]
+)
 def test_what_the_server_remembers_is_the_mean_of_what_sites_keep(
     method: str, prefix: str, conditions: Conditions, limits: dict[str, float]
 ) -> None:

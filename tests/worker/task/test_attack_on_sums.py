@@ -80,8 +80,8 @@ class Keys:
     def sealing_keys(self) -> Mapping[str, SealingKey]:
         return {}
 
-    def public(self, site: str) -> SiteKeys:
-        return signed_keys(site, self.identity(), self.federation.sealing[site].public)
+    def public(self, site: str, weight: int = 1) -> SiteKeys:
+        return signed_keys(site, self.identity(), self.federation.sealing[site].public, weight)
 
 
 @dataclass
