@@ -22,8 +22,10 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Conflict
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.run_settings import ClientPrivacy
+from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.tensors.lazy import as_bytes
+from tessera.worker.governance.run_history import RunHistory
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.secure_sums import Federation, SecretSite
@@ -62,11 +64,15 @@ class Ring:
             assert site.help("agree").state == "accepted"
         self.open(number)
 
-    def abandon(self, clock: Clock) -> None:
+    @property
+    def clock(self) -> Clock:
+        return cast("Clock", self.live._clock)
+
+    def abandon(self) -> None:
         """Have all helpers sign that the sums of the last attempt are never opened, so that another can open."""
         for site in self.sites:
             assert site.help("abandon").state == "accepted"
-        clock.advance(REFUSED_SECONDS)
+        self.clock.advance(REFUSED_SECONDS)
 
     def open(self, number: int = 1) -> None:
         """Do the tasks of helpers that sum up masks."""
@@ -154,9 +160,105 @@ def test_a_round_opens_again_however_long_ago_the_version_before_the_last_was_ma
         # No worker came for two days, and the conductor abandoned the round.
         for site in ring.sites:
             site.worker.enrol()
-        ring.abandon(clock)
+        ring.abandon()
         until(lambda: ring.admin.round(ring.run.id, 4).attempt == 2 or ring.now().state == "paused")
         assert ring.now().reason is None
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Iterator[Ring]:
+    with LiveCoordinator(tmp_path / "coordinator", clock=Clock()) as live:
+        yield Ring(live)
+
+
+def another(ring: Ring, **sums: Any) -> Run:
+    """Start a second run from the model of the first, after the cohort has called."""
+    for site in ring.sites:
+        site.worker.enrol()
+    changed = {"secure_sums": SecureSums(helpers=NAMES, quorum=3, **sums), "name": "second"}
+    ring.run = start_run(ring.admin, ring.model, ring.start, **settings(**changed))
+    return ring.run
+
+
+def reason_of(ring: Ring) -> str:
+    until(lambda: ring.now().state == "paused")
+    return ring.now().reason or ""
+
+
+def test_sites_send_again_once_helpers_have_signed_that_an_abandoned_attempt_is_never_opened(
+    timed: Ring, tmp_path: Path
+) -> None:
+    first, *others = timed.sites
+    history = RunHistory(tmp_path / "runs", "w")
+    task = first.worker.take()
+    former = first.terms(task)
+    history.add_sum(former)
+    first.client.submit(task.id, first.submission(task, 1.0))
+    lost = others[0].worker.take()
+    others[0].client.fail(lost.id, Failure(token=lost.token, code="failed", detail="no"))
+    timed.abandon()
+    task = first.worker.take()
+    later = first.terms(task)
+    assert (later.attempt, set(later.abandoned)) == (2, {former.digest})
+    history.add_sum(later)
+    first.client.submit(task.id, first.submission(task, 1.0))
+    for site in others:
+        site.train(1.0)
+    timed.help()
+    until(lambda: timed.now().state == "completed")
+
+
+def test_a_cancelled_run_whose_sums_were_not_opened_does_not_spoil_its_model(timed: Ring) -> None:
+    timed.sites[0].train(1.0)
+    timed.admin.set_run_state(timed.run.id, "cancelled")
+    another(timed)
+    timed.abandon()
+    for site in timed.sites:
+        site.train(1.0)
+    timed.help()
+    until(lambda: timed.now().state == "completed")
+
+
+def test_a_second_run_from_a_model_pauses_with_the_reason_unless_it_says_that_it_repeats_it(timed: Ring) -> None:
+    for site in timed.sites:
+        site.train(1.0)
+    timed.help()
+    until(lambda: timed.now().state == "completed")
+    another(timed)
+    said = "round 1 of run test had sums from a model with the same values. A site sends updates from one model into"
+    assert said in reason_of(timed)
+    another(timed, repeat_model=True)
+    for site in timed.sites:
+        site.train(2.0)
+    timed.help()
+    until(lambda: timed.now().state == "completed")
+
+
+def test_a_round_that_changed_no_value_pauses_the_run_with_the_reason(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        ring = Ring(live, rounds=2)
+        for site in ring.sites:
+            site.train(0.0)
+        ring.help()
+        assert "round 1 of run test had sums from a model with the same values" in reason_of(ring)
+
+
+def test_a_signed_set_is_not_abandoned_and_the_run_says_so(timed: Ring) -> None:
+    for site in timed.sites:
+        site.train(1.0)
+    assert timed.sites[0].help("agree").state == "accepted"
+    timed.admin.set_run_state(timed.run.id, "cancelled")
+    another(timed)
+    task = timed.sites[0].worker.take()
+    with pytest.raises(SumRefused, match="already-agreed"):
+        timed.sites[0].report(task)
+    # A signature of another helper does not stand in for it.
+    theirs = timed.sites[1].report(timed.sites[1].worker.take())
+    with refusing("invalid"):
+        timed.sites[0].client.submit_helper_report(task.id, theirs.model_copy(update={"token": task.token}))
+    timed.sites[0].client.fail(task.id, Failure(token=task.token, code="secure_sums", detail="already-agreed"))
+    timed.clock.advance(REFUSED_SECONDS)
+    assert "['site-00'] do not sign that the sums of round 1 of run test are never opened" in reason_of(timed)
 
 
 def test_a_round_key_that_no_one_needs_is_not_drawn(tmp_path: Path) -> None:

@@ -127,6 +127,12 @@ def test_helpers_get_their_tasks_again_without_a_limit_of_attempts() -> None:
     assert decided(run(round=closed, state="paused")) == [Expire("h0", 99), Offer("h1")]
 
 
+def test_helpers_are_asked_without_a_limit_to_sign_that_an_attempt_is_never_opened() -> None:
+    asked = (task("leased", "h0", attempts=99, expires_at=NOW), task("expired", "h1", attempts=99), task("leased"))
+    assert decided(run(abandoning=asked)) == [Expire("h0", 99), Offer("h1")]
+    assert decided(run(abandoning=asked, state="cancelled")) == [CancelEvaluations()]
+
+
 def test_a_cancelled_run_s_sums_are_not_opened() -> None:
     assert decided(summing(ALL_SIGNED, state="cancelled")) == [Abandon("r", "the run was cancelled")]
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from tessera.shared.secure_sums.committee import Commitment, Member
+from tessera.shared.secure_sums.committee import Commitment, Member, is_abandoned
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.secure_sums.messages import Agreement, Terms, share_out
@@ -122,6 +122,10 @@ class Helper:
     def agree(self, terms: Terms, sent: Sequence[Sent]) -> Agreement:
         return self._until_done(lambda member, _: member.agree(terms, [each.envelope for each in sent]))
 
+    def abandon(self, terms: Terms) -> Agreement:
+        number = self.federation.names.index(self.site)
+        return self._until_done(lambda member, _: member.abandon(terms.run, terms.round, terms.digest, number))
+
     def open(self, terms: Terms, sent: Sequence[Sent], agreed: Sequence[Agreement], seeds: Sequence[int]) -> bytes:
         """Return what was written, and note the set, of which a part may have been sent."""
 
@@ -196,3 +200,50 @@ def test_helpers_that_are_killed_anywhere_open_one_set_of_a_round(tmp_path: Path
     acts = ("remember", "sign", "write")
     assert set(ends) == {f"{when} {act}" for when in ("before", "after") for act in acts}
     assert min(ends.values()) > 3
+
+
+def tried_attempts(federation: Federation, helpers: Sequence[Helper], number: int, dice: Random) -> tuple[bool, ...]:
+    """Ask helpers in any order to sign a set of one attempt, to abandon it, and to sign one of a later attempt or
+    run; return whether the first is proven to be abandoned, and whether each is opened."""
+    first = federation.terms(number)
+    attempts = (first, federation.terms(number, attempt=2, run=dice.choice(["run-1", "run-2"])))
+    sent = [[federation.send(terms, site, steps_of(dice)) for site in federation.names] for terms in attempts]
+    agreed: list[list[Agreement]] = [[], []]
+    signed: list[Agreement] = []
+    for helper in dice.sample(helpers, len(helpers)):
+        for act in dice.sample((0, 1, 2), 3):
+            if act == 2:
+                signed += [made] if (made := attempt(lambda h=helper: h.abandon(first))) else []
+            elif made := attempt(lambda h=helper, n=act: h.agree(attempts[n], sent[n])):
+                agreed[act].append(made)
+    opened = []
+    for terms, each, own in zip(attempts, sent, agreed, strict=True):
+        federation.disks[COLLUDING] = Disk()
+        own.extend(federation.agreements(terms, each, [COLLUDING]))
+        files = [
+            attempt(lambda h=helpers[n], s=seeds, t=terms, e=each, a=own: h.open(t, e, a, s))
+            for n, seeds in share_out(len(terms.helpers), [0, 1]).items()
+        ]
+        opened.append(None not in files)
+    federation.disks[COLLUDING] = Disk()
+    signed.append(federation.member(COLLUDING).abandon("run-1", number, first.digest, 3))
+    later = federation.terms(number, attempt=2, abandoned={first.digest: signed})
+    is_proven = is_abandoned(first.digest, [helper.identity for helper in first.helpers], later)
+    digests = [federation.sender_set(terms, each).digest for terms, each in zip(attempts, sent, strict=True)]
+    for helper in helpers:
+        bound = helper.signed | helper.opened
+        assert len(bound & {*digests}) <= 1
+        assert len(bound & {digests[0], first.digest}) <= 1
+    assert is_proven + opened[0] <= 1
+    assert sum(opened) <= 1
+    return (is_proven, *opened)
+
+
+def test_helpers_that_are_killed_anywhere_open_no_attempt_that_is_proven_to_be_abandoned(tmp_path: Path) -> None:
+    dice = Random(0)
+    federation = Federation(6, 4)
+    helpers = [Helper(federation, site, tmp_path / site, dice) for site in federation.names[:3]]
+    found = Counter(tried_attempts(federation, helpers, number, dice) for number in range(1, 31))
+    assert {(True, False, True), (False, True, False)} < set(found), found
+    ends = sum((helper.ends for helper in helpers), Counter())
+    assert min(ends[f"{when} {act}"] for when in ("before", "after") for act in ("remember", "sign")) > 3
