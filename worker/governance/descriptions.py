@@ -127,9 +127,9 @@ def _masks(task: Task, least: int | None) -> Iterator[str]:
         )
         if task.secure_sums.repeat_model:
             yield (
-                "Updates from the same model may already be in a sum of another run (repeat_model). A person who has "
-                "both sums can subtract them: if this site is in one of them alone, the difference is its own update; "
-                "if the runs differ in settings, it is an equation about the sites' updates."
+                "Updates from the same model may already be in a sum of another run (repeat_model). A person with "
+                "both sums can subtract them: if this site is in one of them alone, the difference is its own "
+                "update; if the runs differ in settings, it is an equation about the sites' updates."
             )
         if least is None:
             yield "This site takes part in no secure sum: its tasks will fail."

@@ -96,8 +96,7 @@ def test_secure_sums_name_who_opens_them() -> None:
     repeating = task(secure_sums={"helpers": ["north", "south", "east"], "quorum": 5, "repeat_model": True})
     told = summary(repeating, MODEL, 10, least_in_sum=3)
     assert (
-        "A person who has both sums can subtract them: if this site is in one of them alone, the difference is"
-        in told
+        "A person with both sums can subtract them: if this site is in one of them alone, the difference is" in told
     )
     assert "This site takes part in no secure sum: its tasks will fail." in summary(wanted, MODEL, 10)
     assert "masks" not in summary(task(), MODEL, 10)
