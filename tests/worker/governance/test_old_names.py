@@ -30,10 +30,11 @@ def task(normalization: str = "participants") -> Task:
     return task_of(round=2, rounds=3, seed=5, version=version, normalization=normalization)
 
 
-def test_an_approval_of_the_version_before_still_holds() -> None:
-    terms = {**OLD_TERMS, "kind": "train"}
-    digest = hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    assert terms_digest(RunSnapshot.of(task())) == digest
+def test_an_approval_that_did_not_name_how_updates_are_merged_holds_no_more() -> None:
+    digest = hashlib.sha256(
+        json.dumps({**OLD_TERMS, "kind": "train"}, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+    assert terms_digest(RunSnapshot.of(task())) != digest
 
 
 def test_a_run_s_record_of_the_version_before_is_read_and_still_binds_the_run(tmp_path: Path) -> None:

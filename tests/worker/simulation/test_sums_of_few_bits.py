@@ -64,7 +64,7 @@ def test_a_run_ends_near_that_of_plain_updates_with_half_the_bytes(tmp_path: Pat
         if b"feedback/rest" in path.read_bytes()
     ]
     assert kept
-    assert [version.digest for version in run(model, **secure(16)).versions] == [
+    assert [version.digest for version in run(model, **secure(16), **whole).versions] == [
         version.digest for version in few.versions
     ]
 
