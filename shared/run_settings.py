@@ -221,7 +221,8 @@ MAX_PER_GROUP = 1024
 DEFAULT_PER_GROUP = 8
 
 WEAK_EPSILON = 10.0
-"""An epsilon above this protects hardly anything: it lets a unit make an outcome 22,000 times as likely."""
+"""An epsilon above this protects hardly anything: it lets a unit make an outcome 22,000 times as likely.
+With a larger one, noise hides so little of a site that its sums count as exact."""
 NO_PROTECTION = "no protection"
 
 Unit = Literal["example", "group"]
@@ -480,3 +481,8 @@ def minutes_until_open(hours: Iterable[Span], local: datetime) -> int:
 
 def _minute(local: datetime) -> int:
     return local.weekday() * DAY_MINUTES + 60 * local.hour + local.minute
+
+
+def is_weak(privacy: Budget | None) -> bool:
+    """Return whether noise hides hardly anything of a unit: there is none, or too little to count."""
+    return privacy is None or privacy.epsilon > WEAK_EPSILON

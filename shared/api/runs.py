@@ -26,7 +26,7 @@ from tessera.shared.api.tasks import CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
 from tessera.shared.schema import (
     SCORED_LABELS,
     ActsOnlyIf,
@@ -283,8 +283,8 @@ class RunSpec(Frozen):
 
     @property
     def has_exact_sums(self) -> bool:
-        """True if updates go into secure sums without noise of the sites."""
-        return self.secure_sums is not None and self.client_privacy is None
+        """True if updates go into secure sums without noise of the sites, or with too little to count."""
+        return self.secure_sums is not None and is_weak(self.client_privacy)
 
     @property
     def honest_sites(self) -> int | None:

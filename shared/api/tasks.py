@@ -36,7 +36,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget
+from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget, is_weak
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -253,7 +253,7 @@ class AdvertisedPolicy(Message):
     def rounds_figures(self) -> bool:
         """True if figures over examples leave rounded in all runs, on all data sets."""
         rules = (self.require_privacy, self.require_client_privacy, self.max_weekly_privacy, self.max_total_privacy)
-        return self.figures == "rounded" or any(rules)
+        return self.figures == "rounded" or self.require_secure_sums or any(rules)
 
 
 class Claim(Message):
@@ -419,8 +419,8 @@ class Task(Message):
 
     @property
     def in_exact_sum(self) -> bool:
-        """True if the update goes into a secure sum without noise of the sites."""
-        return self.secure_sums is not None and self.client_privacy is None
+        """True if the update goes into a secure sum without noise of the sites, or with too little to count."""
+        return self.secure_sums is not None and is_weak(self.client_privacy)
 
     @property
     def is_covered(self) -> bool:

@@ -123,8 +123,8 @@ class Commitment(Message):
         if (self.run, self.round) == (other.run, other.round):
             return True
         shared = self.values is not None and self.values == other.values and set(self.sites) & set(other.sites)
-        # The update of a site that is in the first sum alone would be the difference.
-        return bool(shared) and not set(self.sites) <= set(repeating)
+        # The update of a site that is in one of the sums alone would be the difference.
+        return bool(shared) and not set(self.sites) == set(other.sites) <= set(repeating)
 
 
 def forbidding(known: Iterable[Commitment], made: Commitment, repeating: Collection[str]) -> Commitment | None:
@@ -220,7 +220,7 @@ class Member:
         if (earlier.run, earlier.round) != (made.run, made.round):
             detail += (
                 ", from a model with the same values, and the difference of the sums could be one site's update. "
-                "Start from another version; or set secure_sums.repeat_model, with all sites of that set: "
+                "Start from another version; or set secure_sums.repeat_model, with exactly the sites of that set: "
                 f"{', '.join(earlier.sites)}"
             )
         raise SumRefused("already-agreed", detail)

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from tessera.shared.model.blocks import Name
 from tessera.shared.privacy.discrete_gaussian import MAX_DEVIATION
 from tessera.shared.privacy.noise_shares import EXACT, MAX_EXPONENT, TAIL, epsilon_of, rho_of, squared_norm_bound
+from tessera.shared.run_settings import WEAK_EPSILON
 from tessera.shared.schema import Digest, Identifier, Label, Message, Rounds, canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.tensors.lazy import digest_of
@@ -27,9 +28,6 @@ MAX_WEIGHT = 1 << 40
 MAX_SITE_WEIGHT = 64
 MAX_BLOCKS = 16_384
 MAX_ABANDONED = 64
-
-WEAK_EPSILON = 10.0
-"""With a larger epsilon, noise hides so little of a site that its sums count as exact."""
 
 NOISE_BITS: Literal[32] = 32
 """Of sums with noise: its tail needs room."""

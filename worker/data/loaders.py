@@ -78,7 +78,7 @@ def stream_readable(dataset: Dataset, batch_size: int | None, known: Tensor | No
     not `known`, bool [examples]. No example makes this raise.
     """
     order = [part for rows in dataset.order(batch_size) for part in _apart(rows, known)]
-    for rows, batch in _eachattempt(dataset, order):
+    for rows, batch in _each_attempt(dataset, order):
         if known is not None and not bool(known[rows].all()):
             yield None
         elif not isinstance(batch, DataError):
@@ -99,7 +99,7 @@ def _apart(rows: Tensor, known: Tensor | None) -> list[Tensor]:
     return [part for part in torch.tensor_split(rows, cuts) if len(part)]
 
 
-def _eachattempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rows | DataError]]:
+def _each_attempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rows | DataError]]:
     """Yield the places of each batch with its inputs or a reader's error. This process reads what loaders cannot."""
     done = 0
     try:

@@ -27,8 +27,8 @@ from tessera.worker.state.atomic_files import alone, written_whole
 RUNS_FOLDER = "runs"
 """Name of the folder in the worker's state directory."""
 
-SITE_FILE = "client-privacy.json"
-"""Name of the file, in that folder, of what was spent of the site as a whole. No run has such an id."""
+SITE_FILE = "client_privacy.json"
+"""Name of the file, in that folder, of what was spent of the site as a whole. No run's id has an underscore."""
 
 MEASURED_FOLDER = "measured"
 """Subfolder with a file per data set."""

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import structlog
@@ -225,7 +225,8 @@ class NoisyGradients:
         self.method = self._method.name
         """The name of the method for per-example gradients."""
         self._stand_in = {name: tensor[:1] for name, tensor in sample.items()}
-        self._known = known_examples(context, dataset, self._stand_in | common)
+        # Read with the first sample: a coordinator may end the task unpaid before.
+        self._known = cache(partial(known_examples, context, dataset, self._stand_in | common))
         self._alone = OneByOne(local.loss, parameters, common)
         # The gradients of groups are held beside those of their examples.
         self._at_once = max(1, at_once(self._method, parameters) // (2 if grouped else 1))
@@ -383,7 +384,7 @@ class NoisyGradients:
         A synthetic example stands in for one that cannot be read, or that the model lacks a token or a class for: it
         takes part in the same pass.
         """
-        counts = self._known[rows]
+        counts = self._known()[rows]
         if read is None:
             read = attempt(self._dataset, rows, self._augmentation)
         if isinstance(read, DataError):

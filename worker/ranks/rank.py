@@ -177,10 +177,11 @@ class Rank:
             log.info("model-sharded", rank=self._group.rank, bytes=bytes_here(loaded.built.model), model_bytes=nbytes)
         loaded = replace(loaded, context=GroupContext.of(loaded.context, self._group))
         dataset = self._read(given.dataset)
-        require_own_loss(loaded.context, dataset)
+        rounds = task.kind == "evaluate" and run.env.rounds_figures(task)
+        private = bool(given.private) or task.secure_sums is not None or rounds
+        require_own_loss(loaded.context, dataset.padded() if private else dataset)
         # One rank alone must not compute with a sharded model.
         rehearses = not given.compute.shard
-        private = given.private or (task.kind == "evaluate" and run.env.rounds_figures(task))
         with explained(fetched.document, loaded.context, dataset, private=private, rehearses=rehearses):
             stage = self._stage(run, loaded, dataset, given)
         loaded.context.close()

@@ -211,7 +211,8 @@ class TaskEnvironment:
             return False
         hidden = task.privacy or task.client_privacy or task.secure_sums
         is_central = task.kind == "evaluate" and not task.held_out
-        by_site = self.policy.figures == "rounded" or bool(self.privacy_rules(task.dataset))
+        policy = self.policy
+        by_site = policy.figures == "rounded" or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
         return by_site or (bool(hidden) and not is_central)
 
     def hides(self, task: Task) -> bool:

@@ -171,7 +171,7 @@ def test_what_noisy_sums_reveal_of_a_site_adds_up_over_runs_and_workers(tmp_path
         with pytest.raises(PolicyViolation, match="require_client_privacy"):
             later.add(task(1, run="run-2"), TOTAL, 1, rho)
     assert first.spent_of_site() == 2 * rho
-    (tmp_path / "client-privacy.json").write_text("{")
+    (tmp_path / "client_privacy.json").write_text("{")
     with pytest.raises(PolicyViolation, match="cannot be read as an amount"):
         first.check_site(TOTAL, rho)
 
