@@ -314,7 +314,7 @@ SECURE_SUMS = (
     ),
     Mutant(
         "shared/secure_sums/committee.py",
-        "return bool(shared) and not set(self.sites) <= set(repeating)",
+        "return bool(shared) and not set(self.sites) == set(other.sites) <= set(repeating)",
         "return bool(shared) and not repeating",
         HOSTILE,
     ),
@@ -422,11 +422,11 @@ SECURE_SUMS = (
         "[]",
         SUM_TERMS,
     ),
-    Mutant("worker/state/site_keys.py", "if found.get(about) != senders):", "if about not in found):", AGREEMENTS),
+    Mutant("worker/state/site_keys.py", "if digest not in found):", "if not found):", AGREEMENTS),
     Mutant(
         "worker/state/site_keys.py",
-        "if (entry.run, entry.round) == (run, number):",
-        "if entry.senders == senders:",
+        "if earlier := forbidding(known, made, repeating):",
+        "if earlier := forbidding(known[1:], made, repeating):",
         AGREEMENTS,
     ),
     Mutant(

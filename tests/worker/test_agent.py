@@ -171,9 +171,11 @@ def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> 
 
 
 def succeed(former: Path, state_dir: Path) -> None:
-    """Let a new state folder be a former worker's, so that its name is not another's."""
+    """Let a new state folder be a former worker's, so that its name is not another's and it trains the same."""
     state_dir.mkdir(parents=True)
     (state_dir / STATE_ID_FILE).write_bytes((former / STATE_ID_FILE).read_bytes())
+    if (key := former.with_name(f"{former.name}.key")).exists():
+        state_dir.with_name(f"{state_dir.name}.key").write_bytes(key.read_bytes())
 
 
 @contextmanager

@@ -1023,7 +1023,7 @@ def test_a_secure_sum_shows_who_sent_who_helped_and_what_was_opened(coordinator:
     until(lambda: ring.now().state == "completed")
     text, blocks = shown(), len(ring.model.blocks)
     assert f"{blocks} blocks: the sum of 3 sites" in text
-    assert f"site-01 sent {blocks} blocks under masks, weight 5," in text
+    assert f"site-01 sent {blocks} blocks under masks, weight 2," in text
     assert re.search(r"Set that was opened [0-9a-f]{12} the start of its digest", text)
     assert "which site sent which blocks with what weight; the sum of each block; no update of a site" in text
     assert re.search(r"site-0\d \(helper\) signed the set; summed up the masks of [123] seeds? of each sender", text)

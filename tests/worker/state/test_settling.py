@@ -305,7 +305,7 @@ def test_what_may_reveal_nothing_of_an_example(coordinator: LiveCoordinator, tmp
     site = SiteWithRun(coordinator, tmp_path, None)
     runner, plain = site.runner, site.worker.take()
     masked = plain.model_copy(update={"sums": SumTask(terms=f"sha256:{'0' * 64}")})
-    figures = plain.model_copy(update={"kind": "evaluate"})
+    figures = plain.model_copy(update={"kind": "evaluate", "held_out": True})
     limited = replace(runner, allowances={"data": Allowance(epsilon=1.0, delta=1e-5, evaluations=True)})
     assert not any(map(runner.hides, (plain, figures)))
     assert all(map(runner.hides, (masked, plain.model_copy(update={"privacy": PRIVACY}))))

@@ -79,7 +79,7 @@ class Sender:
         self.party = party
         # All blobs are in the cache, so that no coordinator is asked.
         self.env = TaskEnvironment(
-            Client("http://127.0.0.1:1", "t"),
+            Client("http://127.0.0.1:1", "t", patience_seconds=0.1),
             {},
             TrainingSetup(torch.device("cpu")),
             Vault(folder / "vault"),
@@ -199,7 +199,7 @@ class Trained:
         about = (Keyring(folder / "keys"), self.federation.roster, 3)
         data = {name: images() for name in ("data", CHANGES["dataset"])}
         self.env = TaskEnvironment(
-            Client("http://127.0.0.1:1", "t"), data, TrainingSetup(torch.device("cpu")),
+            Client("http://127.0.0.1:1", "t", patience_seconds=0.1), data, TrainingSetup(torch.device("cpu")),
             Vault(folder / "vault"), self.cache, folder, seed_key=seed_key,
             sums=SumParty("site-00", *about, helper=False, agreements=None, masks=False),
         )  # fmt: skip
