@@ -78,8 +78,9 @@ def terms_of_round(
     version: VersionRef,
     values: Digest,
 ) -> Terms:
-    """Return the terms of the round after a version. `keys` are those of the helpers' sites, `max_weight` is the
-    largest of a planned site, and `before` the state of the version before. Raises ValueError if the plans differ."""
+    """Return the terms of the round after a version. `keys` are the public keys of the helpers' sites, `max_weight`
+    is the largest weight of a planned site, and `before` the state of the version before. Raises ValueError if the
+    plans differ."""
     assert spec.secure_sums is not None  # noqa: S101 (for the types)
     plan = next(iter(plans.values()))
     if differing := sorted(worker for worker, other in plans.items() if other != plan):

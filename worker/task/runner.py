@@ -109,9 +109,9 @@ class TaskRunner(TaskEnvironment):
             return
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
-        device_failed, hides = False, admission.terms is not None
+        device_failed, in_sum = False, admission.terms is not None
         rounds = task.kind == "evaluate" and self.rounds_figures(task)
-        private_errors = hides or task.privacy is not None or rounds
+        private_errors = in_sum or task.privacy is not None or rounds
         report.begin("fetching")
         with _at_quantum(run), self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
@@ -123,7 +123,7 @@ class TaskRunner(TaskEnvironment):
                     dataset = tokenize(run, fetched.document, loaded, dataset)
                 # Its longest text would decide where the comparison fails.
                 require_own_loss(loaded.context, dataset.padded() if private_errors else dataset)
-                if hides and not self.ranks:
+                if in_sum and not self.ranks:
                     # From now on only this site's log has a mismatch.
                     require_output(loaded.context, dataset)
                     require_apart(run, loaded.context, dataset)
@@ -139,7 +139,7 @@ class TaskRunner(TaskEnvironment):
                             checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
                             result, stats = train(run, loaded, dataset, private, checkpoints)
                 except Exception as fault:
-                    if not hides or (isinstance(fault, VISIBLE) and not isinstance(fault, BY_DATA)):
+                    if not in_sum or (isinstance(fault, VISIBLE) and not isinstance(fault, BY_DATA)):
                         raise
                     device_failed = is_device_failure(fault)
                     result, stats = without_step(run, loaded, dataset, private, fault)

@@ -81,8 +81,8 @@ def train(
     env.policy.check_epochs(epochs_of(phases, task.training, units))
     # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
     # tell what a secure sum hides.
-    hides = env.rounds_figures(task) or task.sums is not None
-    least = sys.maxsize if hides else env.policy.min_evaluation_examples
+    no_figures = env.rounds_figures(task) or task.sums is not None
+    least = sys.maxsize if no_figures else env.policy.min_evaluation_examples
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(
             half,
@@ -107,7 +107,7 @@ def train(
     report.metrics = {**measured, **result.metrics}
     if private:
         report.metrics = {**disclosed(report.metrics), EPSILON: private.spent()}
-    elif hides:
+    elif no_figures:
         report.metrics = disclosed(report.metrics)
     report.metrics |= loaded.built.metrics
     if task.sums:
