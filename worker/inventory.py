@@ -109,6 +109,9 @@ def check_deltas(settings: WorkerSettings, datasets: Mapping[str, Dataset]) -> N
         for key, rule, over in rules:
             if rule and (units := _units(over, rule.unit)):
                 check_delta(rule.delta, units, rule.unit, f"{key}.delta")
+        if noise := policy.figures_privacy:
+            for data in datasets.values():
+                check_delta(noise.delta, data.examples, "example", "policy.figures_privacy.delta")
         if (of_site := policy.require_client_privacy) and (sums := settings.secure_sums):
             check_delta(of_site.delta, len({*sums.roster, sums.site}), "site", "policy.require_client_privacy.delta")
     except InvalidDelta as fault:

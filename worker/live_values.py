@@ -42,13 +42,13 @@ class LiveMonitor:
 
     def ended(self, task: Task, report: Report, outcome: Any) -> None:
         """Note how a task ended: `outcome` is the name of an event."""
-        self._hides |= task.is_covered or report.hides
+        self._hides |= report.hides
         self._measure_line(report)
         self._log.extend(_events(task, [*report.began, (time.time(), outcome)]))
 
     def sample(self, task: Task, report: Report) -> LiveValues:
         """Return the values now. Those that cannot be read are omitted."""
-        self._hides |= task.is_covered or report.hides
+        self._hides |= report.hides
         self._measure_line(report)
         values: dict[str, Any] = {"started_at": self._started_at, **self._speeds}
         with _unless_unreadable():

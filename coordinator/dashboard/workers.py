@@ -215,6 +215,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         ("Models", policy.models),
         ("Never sends", policy.all_never_sent),
     )
+    noise = policy.figures_privacy
     needed, of_site, weekly = policy.require_privacy, policy.require_client_privacy, policy.max_weekly_privacy
     return [
         ("Hours", f"{', '.join(policy.hours)} ({zone})" if policy.hours else "always open"),
@@ -223,6 +224,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         *([("Privacy of each run", f"at most {needed.in_words}")] if needed else []),
         *([("Privacy of the site", f"at most {of_site.bound}, in secure sums")] if of_site else []),
         *([("Privacy of seven days", f"at most {weekly.in_words}, on each data set")] if weekly else []),
+        *([("Noise of figures", f"{noise.bound}, for an example in one evaluation")] if noise else []),
         ("Figures", "rounded in all runs" if policy.rounds_figures else f"exact, but rounded in {_rounding(policy)}"),
         *([("Secure sums", "required: updates leave only under masks")] if policy.require_secure_sums else []),
         *([("Runs", "a person at the site approves each")] if policy.approve_runs else []),

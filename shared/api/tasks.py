@@ -231,6 +231,8 @@ class AdvertisedPolicy(Message):
     approve_runs: bool = False
     airlock: bool = False
     figures: Literal["exact", "rounded"] = "exact"
+    figures_privacy: Budget | None = None
+    """The privacy of one evaluation's figures for one example."""
     max_run_evaluations: PositiveInt | None = None
     evaluations_left: dict[Label, NonNegativeInt] = Field(default={}, max_length=256)
     """The versions that may still be measured on a data set over all runs, if fewer than one run may measure."""
@@ -253,7 +255,7 @@ class AdvertisedPolicy(Message):
     def rounds_figures(self) -> bool:
         """True if figures over examples leave rounded in all runs, on all data sets."""
         rules = (self.require_privacy, self.require_client_privacy, self.max_weekly_privacy, self.max_total_privacy)
-        return self.figures == "rounded" or self.require_secure_sums or any(rules)
+        return self.figures == "rounded" or self.require_secure_sums or any((self.figures_privacy, *rules))
 
 
 class Claim(Message):

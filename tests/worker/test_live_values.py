@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tessera.shared.api.secure_sums import SumTask
-from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.schema import MAX_LOG_EVENTS
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.training.progress import Report
@@ -28,45 +26,18 @@ def begun(*phases: tuple[float, str]) -> Report:
     return report
 
 
-def test_use_of_the_machine_is_not_told_under_privacy(tmp_path: Path) -> None:
-    private = private_task()
-    assert private.privacy is not None
-    told = monitor(tmp_path).sample(private, Report()).model_dump(exclude_none=True)
-    open_ = monitor(tmp_path).sample(private.model_copy(update={"privacy": None}), Report())
-    assert not USE & told.keys()
-    assert {"cpus", "memory_bytes", "disk_free_bytes", "started_at"} <= told.keys()
-    assert open_.cpu_load is not None
-    assert open_.memory_used_bytes
-
-
-def test_use_of_the_machine_is_not_told_where_the_sites_add_the_noise(tmp_path: Path) -> None:
-    site = ClientPrivacy(epsilon=8.0, delta=1e-5, clip_norm=0.5)
-    noisy = private_task().model_copy(update={"privacy": None, "client_privacy": site})
-    masked = noisy.model_copy(update={"sums": SumTask(terms=f"sha256:{'0' * 64}")})
-    assert not USE & monitor(tmp_path).sample(masked, Report()).model_dump(exclude_none=True).keys()
-    # The coordinator adds the noise, and reads the update without it.
-    assert monitor(tmp_path).sample(noisy, Report()).cpu_load is not None
-
-
-@pytest.mark.parametrize("ends_early", [False, True])
-def test_a_process_that_has_run_a_covered_task_tells_no_use_of_the_machine_any_more(
-    tmp_path: Path, *, ends_early: bool
-) -> None:
-    private = private_task()
-    others = private.model_copy(update={"privacy": None})
-    live = monitor(tmp_path)
-    assert live.sample(others, Report()).memory_used_bytes
-    # One that ends before its first heartbeat has used memory too.
-    live.ended(private, Report(), "failed") if ends_early else live.sample(private, Report())
-    assert not USE & live.sample(others, Report()).model_dump(exclude_none=True).keys()
-    # An evaluation where the site has a rule of privacy, and an exact sum.
-    for task, report in (
-        (others, Report(hides=True)),
-        (others.model_copy(update={"sums": SumTask(terms=f"sha256:{'0' * 64}")}), Report()),
-    ):
+def test_a_process_that_has_hidden_a_task_tells_no_use_of_the_machine_any_more(tmp_path: Path) -> None:
+    task = private_task()
+    for ends_early in (False, True):
         live = monitor(tmp_path)
-        live.ended(task, report, "done")
-        assert live.sample(others, Report()).cpu_load is None
+        before = live.sample(task, Report())
+        assert before.memory_used_bytes
+        assert before.cpu_load is not None
+        # One that ends before its first heartbeat has used memory too.
+        live.ended(task, Report(hides=True), "failed") if ends_early else live.sample(task, Report(hides=True))
+        told = live.sample(task, Report()).model_dump(exclude_none=True)
+        assert not USE & told.keys()
+        assert {"cpus", "memory_bytes", "disk_free_bytes", "started_at"} <= told.keys()
 
 
 def test_the_log_is_told_only_if_the_site_allows_it_and_holds_names_and_instants(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tessera.worker.privacy.cost import epsilon_of, least_budget_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
-from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in, unbounded_in, unit_of
+from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in, of_training, unbounded_in, unit_of
 from tessera.worker.stores import audit_of, ledger_of
 
 ALL = "all data sets"
@@ -109,7 +109,8 @@ def _unbounded(entries: Iterable[LedgerEntry], unit: Unit) -> dict[str, str]:
 
 
 def _of_run(entries: list[LedgerEntry]) -> dict[str, Any]:
-    noisy = [entry for entry in entries if entry.target]
+    noisy = [entry for entry in of_training(entries) if entry.target]
+    evaluated = [entry for entry in entries if entry.target and entry not in noisy]
     target, unit = noisy[0].target if noisy else None, unit_of(noisy)
     return {
         "run": entries[0].run,
@@ -118,10 +119,17 @@ def _of_run(entries: list[LedgerEntry]) -> dict[str, Any]:
         "tasks": len({(entry.task, entry.token) for entry in noisy}),
         "unit": unit,
         "epsilon": epsilon_of(noisy_in(noisy, unit), target.delta) if target else 0.0,
+        "figures": _of_figures(evaluated),
         "target": target.epsilon if target else None,
         "delta": target.delta if target else None,
         "exact": _unbounded(entries, unit),
     }
+
+
+def _of_figures(evaluated: Sequence[LedgerEntry]) -> float:
+    """Return the epsilon of evaluations, each with the same delta, as the strictest states it."""
+    delta = min((entry.target.delta for entry in evaluated if entry.target), default=None)
+    return epsilon_of(noisy_in(evaluated), delta) if delta else 0.0
 
 
 def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
@@ -135,6 +143,8 @@ def _limits(spent: dict[str, Any], most: float | None) -> tuple[str | None, ...]
     """Return the unit, its epsilon with the uses that it does not cover, the limit, and delta."""
     uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in spent["exact"].items())
     epsilon = with_meaning(spent["epsilon"], f"{spent['epsilon']:.3f}") if spent["epsilon"] or not uses else ""
+    if figures := spent.get("figures"):
+        uses = "; ".join(filter(None, (uses, f"figures {figures:.3f}")))
     limit = None if most is None else with_meaning(most, f"{most:g}")
     delta = None if spent["delta"] is None else f"{spent['delta']:g}"
     return spent["unit"], "; ".join(filter(None, (uses, epsilon))), limit, delta

@@ -97,6 +97,9 @@ def _leaving(task: Task, model: Model) -> str:
 
 
 def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str]:
+    if rounds and policy and policy.figures_privacy:
+        yield f"Figures have noise: those of one evaluation cost an example {policy.figures_privacy.bound}."
+        return
     if rounds:
         yield (
             "Figures are computed from rounded sums, each of which one example moves by at most one step. They have "
@@ -280,6 +283,8 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_run_evaluations:,} times for a run and {policy.max_evaluations:,} times for a data set."
     )
+    if noise := policy.figures_privacy:
+        yield f"Figures have noise: those of one evaluation cost an example {noise.bound}."
     yield (
         "Figures leave as rounded sums, each of which one example moves by at most one step."
         if policy.advertised_policy({}, 0).rounds_figures

@@ -96,7 +96,10 @@ def require(allowed: bool, rule: str, detail: str) -> None:
         raise PolicyViolation(rule, detail)
 
 
-EVALUATIONS = "whether versions may be measured on examples that nothing trains on; the figures have no noise"
+EVALUATIONS = (
+    "whether versions may be measured on examples that nothing trains on although the figures have no noise; with "
+    "figures_privacy they may be anyway"
+)
 
 
 def check_use(task: Task, *, for_evaluation: bool) -> None:
@@ -123,11 +126,15 @@ class PrivacyFloor(Frozen):
         description="what a run has to protect as one: each example, or each group",
     )
 
-    def check(self, task: Task) -> None:
-        """Check the kind and privacy of a task. Raises PolicyViolation."""
+    def check(self, task: Task, noise: Budget | None = None) -> None:
+        """Check the kind and privacy of a task. `noise` is that of figures. Raises PolicyViolation."""
         rule, privacy = "require_privacy", task.privacy
         if task.kind == "evaluate":
-            require(self.evaluations, rule, "this site requires privacy, and a version's figures have no noise")
+            require(
+                permits_figures(self, noise),
+                rule,
+                f"this site requires privacy, and a version's figures have no noise{_of(self.unit, noise)}",
+            )
             return
         if privacy is None:
             raise PolicyViolation(rule, "the run has no differential privacy, and this site requires it")
@@ -236,18 +243,30 @@ class Allowance(UnitBudget):
                 f"{f'run {entry.run_name!r}' if entry.run else 'no run'}), so no budget holds for it",
             )
 
-    def check(self, task: Task, rule: str = "privacy") -> None:
-        """Check the kind and privacy of a task on what the budget is for. Raises PolicyViolation."""
+    def check(self, task: Task, noise: Budget | None = None, *, rule: str = "privacy") -> None:
+        """Check the kind and privacy of a task on what the budget is for. `noise` is that of figures. Raises
+        PolicyViolation."""
         what = f"the data set {task.dataset!r}" if rule == "privacy" else "this site"
         privacy = task.privacy
         if task.kind == "evaluate":
-            require(self.evaluations, rule, f"{what} has a budget that does not allow evaluations")
+            has = f"{what} has a budget that does not allow evaluations without noise{_of(self.unit, noise)}"
+            require(permits_figures(self, noise), rule, has)
         elif privacy is None:
             raise PolicyViolation(rule, f"{what} has a budget, but the run has no differential privacy")
         else:
             covered = privacy.selection != "uncovered"
             require(covered, rule, f"{what} has a budget, which covers no exact choice of blocks")
             require(self.counts(privacy), rule, f"{what} has a budget for each group, and {SINGLE_EXAMPLES}")
+
+
+def permits_figures(rule: PrivacyFloor | ClientPrivacyFloor | Allowance, noise: Budget | None) -> bool:
+    """Return whether a rule of privacy permits figures with this noise, which protects single examples."""
+    return rule.evaluations or (not isinstance(rule, ClientPrivacyFloor) and rule.unit == "example" and bool(noise))
+
+
+def _of(unit: Unit, noise: Budget | None) -> str:
+    """Return, for a sentence, that figures lack noise of the unit although they have it of an example."""
+    return " of whole groups" if noise and unit == "group" else ""
 
 
 def _matchable(pattern: str) -> str:
@@ -306,6 +325,11 @@ class Policy(Frozen):
         default="exact",
         description="'rounded': in all runs, evaluations leave as sums that one example moves by at most one step, "
         "and no metrics of training leave; 'exact': only in private runs, in secure sums and under a rule of privacy",
+    )
+    figures_privacy: Budget | None = Field(
+        default=None,
+        description="privacy of the figures of one evaluation for one example: noise on their rounded sums, in all "
+        "runs, which the data set's budgets pay for; no noise if left out",
     )
     send_class_counts: bool = Field(
         default=False,
@@ -439,12 +463,13 @@ class Policy(Frozen):
         method, dataset = task.method.name, task.dataset
         require(self.allows_method(method), "methods", f"the method {method[:80]!r} is not allowed here")
         require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
+        noise = self.figures_privacy
         if self.require_privacy:
-            self.require_privacy.check(task)
+            self.require_privacy.check(task, noise)
         if self.max_total_privacy:
-            self.max_total_privacy.check(task, "max_total_privacy")
+            self.max_total_privacy.check(task, noise, rule="max_total_privacy")
         if self.max_weekly_privacy:
-            self.max_weekly_privacy.check(task, "max_weekly_privacy")
+            self.max_weekly_privacy.check(task, noise, rule="max_weekly_privacy")
         if (of_site := self.require_client_privacy) and task.kind == "evaluate":
             detail = "this site requires privacy for itself as a whole, and a version's figures have no noise"
             require(of_site.evaluations, "require_client_privacy", detail)

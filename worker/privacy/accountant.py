@@ -2,8 +2,8 @@
 
 Neighbouring data sets differ in one unit, an example or a group of examples, which one of them lacks. Noisy steps are
 composed by their privacy loss distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv
-2207.04380), which dp-accounting rounds towards more epsilon; noisy choices, which have no such distribution, by Renyi
-differential privacy.
+2207.04380), which dp-accounting rounds towards more epsilon; noisy choices and figures, which have no such
+distribution, by Renyi differential privacy.
 
 Composition assumes settings that are fixed beforehand, as within a run. Between runs, people choose settings by the
 results of earlier runs, so a site's budget is a filter (`admits`; docs/decisions/0040-a-budget-is-a-filter.md).
@@ -22,7 +22,7 @@ from scipy.optimize import brentq
 
 from tessera.shared.run_settings import Budget
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.state.privacy_ledger import Cost, NoisyChoice, NoisySteps, OneInGroup
+from tessera.worker.state.privacy_ledger import Cost, Exact, NoisySteps, OneInGroup
 
 MIN_NOISE = 0.3125
 """Lower limit on the noise multiplier of any target: with less noise there is no meaningful privacy."""
@@ -102,10 +102,10 @@ def _sums(events: Iterable[Cost]) -> tuple[_Steps, float]:
                 # Without sampling, to move by two clip norms is to have half of the noise.
                 noise, in_group = noise / 2, False
             steps[noise, rate, in_group] += event.steps
-        elif isinstance(event, NoisyChoice):
-            rho += event.rho
-        else:
+        elif isinstance(event, Exact):
             raise ValueError(f"{event.use} is released without noise, so no epsilon bounds it")
+        else:
+            rho += event.rho
     return tuple((*mechanism, count) for mechanism, count in steps.items()), rho
 
 

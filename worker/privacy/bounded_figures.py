@@ -2,11 +2,14 @@
 
 Each example adds no more than its share to each of a few sums. The sums are rounded to multiples of a fixed step of
 five times the most that replacing one example changes, and every figure is computed from the rounded sums. A step
-hides no example: beside a boundary between two multiples, one example still moves a sum by a step.
+hides no example: beside a boundary between two multiples, one example still moves a sum by a step. Noise hides it:
+where the site sets `figures_privacy`, all sums of an evaluation together have discrete Gaussian noise (Canonne,
+Kamath and Steinke 2020, arXiv 2004.00010) before they are rounded.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from statistics import fmean
 
@@ -17,6 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from tessera.shared.api.class_counts import BINS, MAX_CLASSES
 from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
+from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.device_failure import is_device_failure
 from tessera.worker.model.forward import IGNORED, counted_labels, forward
@@ -38,6 +43,21 @@ LEAST_FOR_CALIBRATION = 200
 
 LEAST_OF_CLASS = 50
 """Fewest examples for each class, on average, of which a macro F1 leaves: ten steps."""
+
+GRID = 1024
+"""Parts of the most that one example changes, to which a sum is rounded before it gets noise of whole parts."""
+
+SQUARES = {"right": 1, "loss": 1, "gaps": 1, "by_class": 6}
+"""The square of the distance by which replacing one example moves a sum, in units of its most: two labels, two
+predictions and two right predictions may change, by one each."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise for the figures of one evaluation, which costs `rho` in zCDP."""
+
+    rho: float
+    source: NoiseSource
 
 
 def disclosed(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -87,37 +107,45 @@ class BoundedSums:
         self.right_and_loss = ranks.total(self.right_and_loss)
         self.gaps, self.by_class = ranks.total(self.gaps), ranks.total(self.by_class)
 
-    def rounded(self) -> dict[str, Tensor]:
-        """Return what may leave: rounded sums, float64, by name. Replacing one example moves each value by at most
-        one step."""
-        right, loss = self.right_and_loss
-        return {
-            "right": _rounded(right, 1),
-            "loss": _rounded(loss + self.misses * self.clip, self.clip),
-            # Two bins change, by no more than one each.
-            "gaps": _rounded(self.gaps.abs().sum(), 2),
-            "by_class": _rounded(self.by_class, 1),
-        }
+    def rounded(self, examples: int, noise: Noise | None = None) -> dict[str, Tensor]:
+        """Return what may leave of these examples: rounded sums, float64, by name.
 
-    def figures(self, examples: int) -> dict[str, float]:
+        Without noise, replacing one example moves each value by at most one step.
+        """
+        right, loss = self.right_and_loss
+        leaving = {"right": (right, 1.0), "loss": (loss + self.misses * self.clip, self.clip)}
+        if examples >= LEAST_FOR_CALIBRATION:
+            # Two bins change, by no more than one each.
+            leaving["gaps"] = (self.gaps.abs().sum(), 2.0)
+        if self.by_class.numel() and examples >= LEAST_OF_CLASS * self.by_class.shape[1]:
+            leaving["by_class"] = (self.by_class, 1.0)
+        if noise:
+            # Rounding to the grid may move a value by one more part.
+            distance = (GRID + 1) * math.sqrt(sum(SQUARES[name] for name in leaving))
+            deviation = math.ceil(distance / math.sqrt(2 * noise.rho))
+            leaving = {name: (_noisy(*each, deviation, noise.source), each[1]) for name, each in leaving.items()}
+        return {name: (sums / (STEP * most)).round() * (STEP * most) for name, (sums, most) in leaving.items()}
+
+    def figures(self, examples: int, noise: Noise | None = None) -> dict[str, float]:
         """Return the `accuracy` and the clipped `loss` of these examples and, of enough, the `calibration_error` and
         the `macro_f1`. All follow from the rounded sums and the number of examples."""
-        sums = self.rounded()
+        sums = {name: each.clamp(min=0) for name, each in self.rounded(examples, noise).items()}
         found = {
             "accuracy": min(1.0, float(sums["right"]) / examples),
             "loss": min(self.clip, float(sums["loss"]) / examples),
         }
-        if examples >= LEAST_FOR_CALIBRATION:
+        if "gaps" in sums:
             found["calibration_error"] = min(1.0, float(sums["gaps"]) / examples)
-        occurring = [each for each in sums["by_class"].T.tolist() if each[1] + each[2]]
-        if occurring and examples >= LEAST_OF_CLASS * self.by_class.shape[1]:
+        occurring = [each for each in sums["by_class"].T.tolist() if each[1] + each[2]] if "by_class" in sums else []
+        if occurring:
             found["macro_f1"] = fmean(min(1.0, 2 * right / (made + true)) for right, made, true in occurring)
         return found
 
 
-def _rounded(sums: Tensor, most: float) -> Tensor:
-    """Return sums, each of which replacing one example changes by at most `most`, as multiples of their step."""
-    return (sums / (STEP * most)).round() * (STEP * most)
+def _noisy(sums: Tensor, most: float, deviation: int, source: NoiseSource) -> Tensor:
+    """Return sums with noise of this standard deviation, in parts of the grid."""
+    noise = torch.from_numpy(discrete_gaussian(source, deviation, sums.numel())).view(sums.shape)
+    return ((sums / most * GRID).round() + noise) * (most / GRID)
 
 
 def bounded_sums(

@@ -2,29 +2,29 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 
 import structlog
 
-from tessera.shared.run_settings import Unit, UnitBudget
+from tessera.shared.run_settings import Budget, Unit, UnitBudget
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.accountant import admits, least_budget
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
     EXACT_EVERY,
     Cost,
+    Ledger,
     LedgerEntry,
-    NoisyChoice,
-    NoisySteps,
+    Noisy,
     costs_of,
     noisy_in,
 )
 
 WEEK = timedelta(days=7)
 NEVER = datetime.min.replace(tzinfo=UTC)
-
-Noisy = NoisySteps | NoisyChoice
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,14 @@ class SiteLimits:
                 rule,
                 f"this task would bring {where} to an epsilon of {_up(needed)} at delta {allowed.delta:g}, and the "
                 f"site allows {allowed.epsilon:g}"
-                + (self._to_the_end(allowed, counted, ahead, needed) if rule == "privacy" else ""),
+                + (self._to_the_end(allowed, counted, ahead, needed) if rule == "privacy" and ahead else ""),
             )
+
+    def reserve(self, ledger: Ledger, task: TaskRef, units: int, target: Budget, event: Noisy) -> None:
+        """Reserve what an event costs, while no other process can spend. Raises PolicyViolation, LedgerError."""
+        with ledger.locked() if self.total else nullcontext(), ledger.page(self.dataset) as page:
+            self.judge(page.entries, [event], [])
+            page.spend(task, units, target, [event])
 
     def judge_leaving(self, entries: Sequence[LedgerEntry], events: Sequence[Noisy]) -> None:
         """Raise PolicyViolation if events that were reserved earlier, and leave now, would exceed the weekly limit.

@@ -39,6 +39,7 @@ from tessera.worker.state.privacy_ledger import (
     NoisyChoice,
     NoisySteps,
     noisy_in,
+    of_training,
     unbounded_in,
 )
 from tessera.worker.training.batches import Batch
@@ -395,7 +396,7 @@ class PrivateTask:
 
     def _of_run(self, entries: Iterable[LedgerEntry]) -> list[Cost]:
         """Return what the run has spent. Raises PolicyViolation if it has protected single examples before."""
-        own = [entry for entry in entries if entry.run == self._task.run]
+        own = [entry for entry in of_training(entries) if entry.run == self._task.run]
         if any(use == OF_EXAMPLES for _, use in unbounded_in(own, self._privacy.unit)):
             raise PolicyViolation("privacy", "the run has trained on single examples, and now protects groups")
         return noisy_in(own, self._privacy.unit)

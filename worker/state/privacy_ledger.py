@@ -66,11 +66,21 @@ class NoisySteps(Frozen):
     steps: PositiveInt
 
 
-class NoisyChoice(Frozen):
-    """A choice of some out of many by noisy scores, `rho`-zCDP as a whole."""
+class _ZeroConcentrated(Frozen):
+    rho: float = Field(gt=0)
+    """The loss in zCDP (Bun and Steinke 2016, arXiv 1605.02065)."""
+
+
+class NoisyChoice(_ZeroConcentrated):
+    """A choice of some out of many by noisy scores."""
 
     kind: Literal["noisy-choice"] = "noisy-choice"
-    rho: float = Field(gt=0)
+
+
+class NoisyFigures(_ZeroConcentrated):
+    """The figures of one evaluation, from sums with noise."""
+
+    kind: Literal["noisy-figures"] = "noisy-figures"
 
 
 Use = Literal["training", "choice", "evaluation", "lost"]
@@ -85,7 +95,8 @@ class Exact(Frozen):
     use: Use
 
 
-Event = Annotated[NoisySteps | NoisyChoice | Exact, Field(discriminator="kind")]
+Noisy = NoisySteps | NoisyChoice | NoisyFigures
+Event = Annotated[Noisy | Exact, Field(discriminator="kind")]
 """One use of a mechanism on a data set."""
 
 
@@ -120,7 +131,7 @@ class LedgerEntry(Link):
     task: str = ""
     token: int = 0
     target: Budget | None = None
-    """The budget of the whole run; None if it is not private."""
+    """The budget of the whole run, or of the figures of one evaluation; None for uses without noise."""
     events: tuple[Event, ...] = ()
     voids: tuple[NonNegativeInt, ...] = ()
     """The numbers of entries of which nothing left, or which this one replaces."""
@@ -482,7 +493,7 @@ def noisy_in(entries: Iterable[LedgerEntry], unit: Unit = "example") -> list[Cos
     ]
 
 
-def costs_of(event: NoisySteps | NoisyChoice, of: Unit, unit: Unit) -> list[Cost]:
+def costs_of(event: Noisy, of: Unit, unit: Unit) -> list[Cost]:
     """Return what an event that protects units `of` costs a `unit`: nothing that is bounded if this is larger."""
     if of == unit:
         return [event]
@@ -491,7 +502,12 @@ def costs_of(event: NoisySteps | NoisyChoice, of: Unit, unit: Unit) -> list[Cost
     if isinstance(event, NoisySteps):
         return [OneInGroup(event)]
     # A distance of two is four times the zCDP (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.9).
-    return [NoisyChoice(rho=4 * event.rho)]
+    return [event.model_copy(update={"rho": 4 * event.rho})]
+
+
+def of_training(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
+    """Return the entries that count for a run's target: all but evaluations, on whose examples it does not train."""
+    return [entry for entry in entries if not any(isinstance(event, NoisyFigures) for event in entry.events)]
 
 
 def unit_of(entries: Iterable[LedgerEntry]) -> Unit:

@@ -5,7 +5,6 @@ It fetches documents alone, where it needs them: the model's description, and th
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import TaskRun, privacy_module
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
 from tessera.worker.task.resumption import checkpoint_of
@@ -86,7 +85,7 @@ def admit(run: TaskRun) -> Admission:
     if env.inbox:
         _require_approval(run, env.inbox, dataset, groups)
     if allowance := env.allowances.get(task.dataset):
-        allowance.check(task)
+        allowance.check(task, env.policy.figures_privacy)
     check_overlap(run, dataset)
     if task.kind != "train":
         return Admission(dataset, None, None)
@@ -265,14 +264,7 @@ def _private(
             f"{task.dataset!r} is one part of a partition, where adding one example moves others between sites: "
             "no epsilon holds for it",
         )
-    try:
-        privacy = importlib.import_module("tessera.worker.privacy.private_task")
-    except ImportError as error:
-        raise TaskFailure(
-            "privacy-not-installed",
-            f"the run uses differential privacy, which is not installed at the worker ({error}): "
-            + install_line("privacy", elsewhere=True),
-        ) from error
+    privacy = privacy_module("private_task")
     run.report.activity = CALIBRATING
     private: PrivateTask = privacy.PrivateTask(
         task,

@@ -1,13 +1,14 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import structlog
 import torch
@@ -25,9 +26,11 @@ from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Problem
+from tessera.shared.run_settings import Budget, rho_of
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
+from tessera.shared.version import install_line
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.governance.airlock import Airlock
@@ -41,15 +44,19 @@ from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef, derived
-from tessera.worker.state.privacy_ledger import Ledger, Use
+from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
+from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
+
+if TYPE_CHECKING:
+    from tessera.worker.privacy.budgets import SiteLimits
 
 MAX_INLINE = 1 << 20
 """Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
@@ -212,8 +219,26 @@ class TaskEnvironment:
         hidden = task.privacy or task.client_privacy or task.secure_sums
         is_central = task.kind == "evaluate" and not task.held_out
         policy = self.policy
-        by_site = policy.figures == "rounded" or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
+        rounded = policy.figures == "rounded" or policy.figures_privacy
+        by_site = bool(rounded) or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
         return by_site or (bool(hidden) and not is_central)
+
+    def privacy_of_figures(self, task: Task) -> Budget | None:
+        """Return the privacy of one evaluation's figures; None if they have no noise."""
+        return self.policy.figures_privacy if self.rounds_figures(task) else None
+
+    def limits(self, dataset: str) -> "SiteLimits":
+        """Return the site's limits on what uses that protect single examples spend of a data set. Raises TaskFailure
+        without the extra `privacy`."""
+        policy, ledger = self.policy, self.ledger
+        return privacy_module("budgets").SiteLimits(  # type: ignore[no-any-return]
+            dataset,
+            "example",
+            self.allowances.get(dataset),
+            policy.max_weekly_privacy,
+            policy.max_total_privacy,
+            partial(ledger.elsewhere, dataset) if ledger else tuple,
+        )
 
     def hides(self, task: Task) -> bool:
         """Return whether the course of a task may reveal nothing of an example."""
@@ -224,6 +249,18 @@ class TaskEnvironment:
         return self.piece_sizes.setdefault(run, PieceSize.of(self.setup.micro_batch))
 
 
+def privacy_module(name: str) -> Any:
+    """Return a module of `worker.privacy` that needs the extra `privacy`. Raises TaskFailure without it."""
+    try:
+        return importlib.import_module(f"tessera.worker.privacy.{name}")
+    except ImportError as error:
+        raise TaskFailure(
+            "privacy-not-installed",
+            f"the task uses differential privacy, which is not installed at the worker ({error}): "
+            + install_line("privacy", elsewhere=True),
+        ) from error
+
+
 @dataclass(frozen=True)
 class Journal:
     """Records of one task in the site's audit chain and in the data set's privacy ledger."""
@@ -232,6 +269,8 @@ class Journal:
     dataset: str
     audit: Audit | None
     ledger: Ledger | None
+    limits: "Callable[[str], SiteLimits] | None" = None
+    """A function to the limits on what figures with noise spend of a data set."""
 
     def note(self, action: Action, **detail: JsonValue) -> str | None:
         """Append an entry to the audit chain and return its digest."""
@@ -242,6 +281,18 @@ class Journal:
         if self.ledger:
             with self.ledger.page(self.dataset) as page:
                 page.exact(self.task, examples, use)
+
+    def reserve_figures(self, examples: int, privacy: Budget) -> float:
+        """Reserve the privacy of one evaluation's figures in the ledger, and return it in zCDP.
+
+        Raises PolicyViolation, LedgerError, TaskFailure.
+        """
+        rho = rho_of(privacy)
+        if self.ledger:
+            if self.limits is None:
+                raise RuntimeError("a journal that spends needs the site's limits")
+            self.limits(self.dataset).reserve(self.ledger, self.task, examples, privacy, NoisyFigures(rho=rho))
+        return rho
 
     def ledger_head(self) -> JsonValue:
         """Return the head of the data set's ledger, for the audit entry."""

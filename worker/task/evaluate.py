@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.privacy.bounded_figures import bounded_sums
+from tessera.worker.privacy.bounded_figures import Noise, bounded_sums
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
@@ -38,7 +39,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if env.history:
         env.history.measure(task.run, task.dataset, env.policy)
     report.examples = measured.examples
-    ranks, rounds = env.setup.ranks, env.rounds_figures(task)
+    ranks, rounds, privacy = env.setup.ranks, env.rounds_figures(task), env.privacy_of_figures(task)
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: env.piece_size(task.run).of_batches(task.training.batch_size, ranks.size))
     size = ranks.size if rounds else size
@@ -48,14 +49,20 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
         report.advance()
         run.check()
 
-    run.journal.note_exact(measured.examples, "evaluation")
+    if privacy is None:
+        run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
     batches = Batches(measured, size, env.device, trims=not rounds and is_trimmable(context, measured))
 
     def metrics(check: Check, scores: Scores | None = None) -> dict[str, float]:
         if rounds:
+            noise = None
+            if privacy:
+                # What is reserved stays spent, though a failure may send nothing.
+                noise = Noise(run.journal.reserve_figures(measured.examples, privacy), NoiseSource(secret_key()))
             with autocast(task.training, env.device):
-                return bounded_sums(context, measured, env.device, check, ranks).figures(measured.examples)
+                sums = bounded_sums(context, measured, env.device, check, ranks)
+            return sums.figures(measured.examples, noise)
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, env.device), once as data:

@@ -20,7 +20,7 @@ from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
-from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef
@@ -90,7 +90,7 @@ class TaskRunner(TaskEnvironment):
         if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails. Raises
         DeviceFailed after a result that the coordinator has accepted.
         """
-        journal = Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger)
+        journal = Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger, self.limits)
         run = TaskRun(self, task, check, report, journal, began_at=self.clock())
         report.hides = self.hides(task)
         if self.audit:
@@ -209,7 +209,8 @@ class TaskRunner(TaskEnvironment):
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
-        permitted = all(rule.evaluations for rule in self.privacy_rules(dataset))
+        noise = self.policy.figures_privacy
+        permitted = all(permits_figures(rule, noise) for rule in self.privacy_rules(dataset))
         return permitted and examples >= self.policy.min_evaluation_examples
 
 

@@ -14,17 +14,19 @@ import structlog
 from torch import Tensor
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.privacy.bounded_figures import disclosed
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.fetch import Loaded, read_model
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
@@ -112,7 +114,19 @@ def train(
     report.metrics |= loaded.built.metrics
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
+    elif no_figures:
+        _require_mergeable(run, units)
     return result, stats
+
+
+def _require_mergeable(run: TaskRun, units: int) -> None:
+    """Raise PolicyViolation if the method cannot merge without the metrics that do not leave this site."""
+    task = run.task
+    try:
+        coordinator_half(task.method, run.facts(read_model(run))).check(task.plan, units, run.report.metrics)
+    except ValueError as lack:
+        detail = f"the method {task.method.name} needs metrics of training, which do not leave this site: {lack}"
+        raise PolicyViolation("figures", detail) from None
 
 
 def _require_finite_keep(result: LocalResult, rate: float) -> None:

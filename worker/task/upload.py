@@ -178,7 +178,8 @@ class Egress:
         self.run.wait_for_quantum(self.run.check)
         counts = self.run.report.class_counts
         names = list[JsonValue](sorted([*metrics, *(["class_counts"] if counts else [])]))
-        self.run.journal.note_exact(examples, "evaluation")
+        if env.privacy_of_figures(task) is None:
+            self.run.journal.note_exact(examples, "evaluation")
         head = self.run.journal.note(
             "figures.leave",
             dataset=task.dataset,

@@ -21,6 +21,7 @@ from tessera.shared.run_settings import Privacy
 from tessera.shared.updates import codec_choice
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
+from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
@@ -72,7 +73,9 @@ class Site:
 
 
 @contextmanager
-def sites(coordinator: LiveCoordinator, folder: Path, *names: str) -> Iterator[list[Site]]:
+def sites(
+    coordinator: LiveCoordinator, folder: Path, *names: str, policy: Policy | None = None
+) -> Iterator[list[Site]]:
     with ExitStack() as stack:
         found = []
         for index, name in enumerate(names):
@@ -84,6 +87,7 @@ def sites(coordinator: LiveCoordinator, folder: Path, *names: str) -> Iterator[l
             settings = WorkerSettings(
                 url=tap.url, token=coordinator.token("site", name), name="w", state_dir=state_dir,
                 datasets={"digits": digits}, threads=1, poll_seconds=0,
+                policy=policy or Policy(),
             )  # fmt: skip
             agent = Agent(settings, Stop())
             stack.callback(agent.close)
@@ -170,6 +174,18 @@ def test_a_consensus_is_found_in_a_round_that_sends_no_block(live: LiveCoordinat
     best = sorted(range(4), key=lambda layer: -scores[layer])[:2]
     assert layers_in(moved(second, third)) == set(best)
     assert all(third.scalars[f"picks.{layer}"] == (2 if layer in best else 0) for layer in range(4))
+
+
+def test_a_site_whose_scores_may_not_leave_refuses_a_consensus_that_needs_them(
+    live: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = live.client()
+    run = begin(client, settings={"chooser": "consensus", "layers": 2})
+    with sites(live, tmp_path, "a", policy=Policy(figures="rounded")) as [site]:
+        site.works()
+    (refused,) = tasks(client, run)
+    assert refused.problem is not None
+    assert "policy-violation: figures: the method safl needs metrics of training" in refused.problem.detail
 
 
 def test_what_is_pruned_crosses_as_next_to_nothing(live: LiveCoordinator, tmp_path: Path) -> None:

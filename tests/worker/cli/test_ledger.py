@@ -17,7 +17,7 @@ from tessera.shared.run_settings import Budget, Unit
 from tessera.worker.cli.worker import app
 from tessera.worker.privacy.accountant import epsilon, least_budget
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Ledger, NoisySteps, OneInGroup
+from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, NoisySteps, OneInGroup
 
 SETTINGS = """
 url = "http://127.0.0.1:9"
@@ -68,6 +68,20 @@ def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
     assert (first["name"], first["rounds"], first["tasks"], first["target"]) == ("run-a", 2, 3, 3.0)
     assert first["epsilon"] == pytest.approx(epsilon([STEPS] * 3, 1e-5))
     assert (second["rounds"], second["tasks"]) == (1, 1)
+
+
+def test_what_evaluations_spend_is_shown_beside_the_run_s_target_and_counts_for_the_budget(config: Path) -> None:
+    spend(config.parent, "a", 1, 1)
+    task, figures = TaskRef("a", "run-a", 1, "a-1", 2), NoisyFigures(rho=0.1)
+    with Ledger(config.parent / "ledger").page("wards") as page:
+        page.spend(task, 100, Budget(epsilon=2.0, delta=1e-6), [figures])
+    shown = json.loads(CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"]).stdout)["wards"]
+    (run,) = shown["runs"]
+    assert (run["epsilon"], run["figures"], run["target"]) == (
+        pytest.approx(epsilon([STEPS], 1e-5)), epsilon([figures], 1e-6), 3.0,
+    )  # fmt: skip
+    assert shown["epsilon"] == least_budget([STEPS, figures], 1e-6)
+    assert "figures 2." in CliRunner().invoke(app, ["ledger", "--config", str(config)]).stdout
 
 
 def test_a_budget_that_protects_nothing_is_shown_as_such(config: Path) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.spec import Head
+from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data.dataset import DataError, Dataset, Padding, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.privacy.bounded_figures import STEP, BoundedSums, bounded_sums
+from tessera.worker.privacy.bounded_figures import SQUARES, STEP, BoundedSums, Noise, bounded_sums
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.ranks import OneRank
@@ -26,6 +27,8 @@ Change = Callable[[dict[str, Tensor]], object]
 """A change of one example's inputs, in place."""
 
 EXAMPLES, PLACE, TOKENS = 12, 5, 6
+MANY = 10_000
+"""So many examples that all sums leave."""
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 WORDS: dict[str, Any] = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BERT: dict[str, Any] = {"model_type": "bert", "max_position_embeddings": 8, **SMALL, **WORDS}
@@ -116,9 +119,28 @@ def test_replacing_one_example_moves_no_value_by_more_than_a_step(head: Head) ->
         for name, (value, most) in units(after).items():
             was = units(before)[name][0]
             assert bool(((value - was).abs() <= most * (1 + 1e-9)).all()), (what, name)
-            moved = (after.rounded()[name] - before.rounded()[name]).abs()
+            # By which noise is measured.
+            assert float(((value - was) / most).square().sum()) <= SQUARES[name] * (1 + 1e-9), (what, name)
+            moved = (after.rounded(MANY)[name] - before.rounded(MANY)[name]).abs()
             assert bool((moved <= STEP * most * (1 + 1e-9)).all()), (what, name)
         assert all(math.isfinite(figure) for figure in after.figures(EXAMPLES).values()), what
+
+
+def test_no_sum_leaves_with_less_noise_than_all_that_leave_together_need() -> None:
+    sums, rho = BoundedSums(100), 0.005
+    for examples, squares in ((100, 2), (4_999, 3), (5_000, 9)):
+        # Replacing one example moves what leaves by the root of this many squares.
+        needed = math.sqrt(squares / (2 * rho))
+        drawn = [sums.rounded(examples, Noise(rho, NoiseSource(bytes([draw] * 32)))) for draw in range(200)]
+        for name, most in (("right", 1.0), ("loss", sums.clip), ("gaps", 2.0), ("by_class", 1.0)):
+            found = [(each[name] / most).flatten() for each in drawn if name in each]
+            if found:
+                # Rounding to steps adds a twelfth of a step's square to the variance.
+                deviation = (torch.cat(found).square().mean() - STEP**2 / 12).sqrt()
+                assert deviation == pytest.approx(needed, rel=0.2), (examples, name)
+        assert ("gaps" in drawn[0], "by_class" in drawn[0]) == (squares > 2, squares > 3)
+        figures = sums.figures(examples, Noise(rho, NoiseSource(bytes(32))))
+        assert all(0 <= figures[name] <= 1 for name in figures if name != "loss")
 
 
 @pytest.mark.parametrize("head", ["text-classification", "masked-lm"])

@@ -14,19 +14,22 @@ import torch
 from safetensors.torch import load
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, RunPatch, Training
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.spec import Prompts
+from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
+from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.build import instantiate
+from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, noisy_in, of_training
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.runner import TaskRunner
@@ -275,6 +278,52 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it_and_s
         assert "macro_f1 (mean of sites)" in scores_by_version([found])[0]
     else:
         assert round(found.metrics["accuracy"] * 43, 6) % 5 == 0
+
+
+def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    worker = ScriptedWorker(
+        coordinator.client("site", "a"),
+        kinds=("train", "evaluate"),
+        datasets={"digits": 137},
+        held_out={"digits": 43},
+        methods=("fedavg",),
+    )
+    ledger, privacy = Ledger(tmp_path / "ledger"), Budget(epsilon=3.0, delta=1e-5)
+    rules: list[tuple[Policy, Allowance]] = [
+        (Policy(), Allowance(epsilon=3.5, delta=1e-5)),
+        # Noise of single examples does not hide a patient with several.
+        (Policy(figures_privacy=privacy), Allowance(epsilon=4.0, delta=1e-5, unit="group")),
+        (Policy(figures_privacy=privacy), Allowance(epsilon=3.5, delta=1e-5)),
+        (Policy(figures_privacy=privacy), Allowance(epsilon=3.5, delta=1e-5)),
+    ]
+    worker.enrol()
+    client, found = coordinator.client(), list[Any]()
+    for policy, budget in rules:
+        runner = TaskRunner(
+            worker.client, datasets_of(settings(coordinator, tmp_path / "state")), TrainingSetup(CPU),
+            Vault(tmp_path / "vault"), Cache(tmp_path / "cache", 1 << 24), tmp_path, policy=policy, ledger=ledger,
+            allowances={"digits": budget},
+        )  # fmt: skip
+        run = begin(client, "fedavg", Evaluation(sites=True))
+        try:
+            runner.run(worker.take(), lambda: None, Report())
+        except PolicyViolation as refusal:
+            found.append(str(refusal))
+        else:
+            found.append({name for each in client.measurements(run.id) for name in each.metrics})
+        client.patch_run(run.id, RunPatch(state="cancelled"))
+    assert "does not allow evaluations without noise" in found[0]
+    assert "does not allow evaluations without noise of whole groups" in found[1]
+    assert found[2] == {"accuracy", "loss"}
+    assert "this task would bring 'digits' to an epsilon of 3.99" in found[3]
+    # Nothing was used without noise, so that the budget still bounds what runs find out.
+    (entry,) = ledger.read("digits")
+    assert entry.events == (NoisyFigures(rho=rho_of(privacy)),)
+    assert 2.5 < epsilon(noisy_in([entry]), 1e-5) <= 3.0
+    # What trains has its target for itself.
+    assert of_training([entry]) == []
 
 
 def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
