@@ -247,6 +247,8 @@ def privacy_in_words(policy: Policy, budgets: Mapping[str, Allowance] = MappingP
         yield f"Runs that train need privacy of this site as a whole, in secure sums: at most {of_site.bound}."
         if of_site.total:
             yield f"Of this site as a whole, all runs together may spend {of_site.total.bound}."
+    if noise := policy.figures_privacy:
+        yield f"Figures have noise: those of one evaluation cost an example {noise.bound}."
 
 
 def unprotected(policy: Policy, budgets: Mapping[str, Allowance]) -> str:
@@ -283,8 +285,6 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_run_evaluations:,} times for a run and {policy.max_evaluations:,} times for a data set."
     )
-    if noise := policy.figures_privacy:
-        yield f"Figures have noise: those of one evaluation cost an example {noise.bound}."
     yield (
         "Figures leave as rounded sums, each of which one example moves by at most one step."
         if policy.advertised_policy({}, 0).rounds_figures
