@@ -26,6 +26,12 @@ from typing import Protocol
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+LEAST_BYTES_PER_SECOND = 1024
+"""Minimum rate of a sender: a slower one would keep its reservations and its connection for ever."""
+
+RATE_SECONDS = 120.0
+"""Time over which the rate is measured."""
+
 EXTENSION = "tessera.bulk"
 """The name of the ASGI extension whose `body` is a `BulkBody`. A server without it passes bodies as messages."""
 
@@ -87,13 +93,20 @@ class BulkBody(Protocol):
 
     async def receive(self, consume: Callable[[memoryview], None], run: Run) -> None:
         """Pass the request's body to `consume`, piece by piece, in threads. Raises TimeoutError if the sender is
-        silent for `idle_timeout_seconds`, and ClientDisconnect."""
+        silent for `idle_timeout_seconds` or slower than `LEAST_BYTES_PER_SECOND`, and ClientDisconnect."""
         ...
 
     async def send(self, pieces: Iterator[Piece], run: Run) -> None:
         """Send part of the response's body, after its head; `pieces` is read in threads. Returns early if the
         receiver has gone, or reads nothing for `idle_timeout_seconds`."""
         ...
+
+
+def require_rate(count: int, seconds: float) -> bool:
+    """Return whether the time suffices to judge a sender's rate. Raise TimeoutError if it is below the minimum."""
+    if seconds >= RATE_SECONDS and count < LEAST_BYTES_PER_SECOND * seconds:
+        raise TimeoutError
+    return seconds >= RATE_SECONDS
 
 
 def bulk_of(scope: Scope) -> BulkBody | None:
@@ -214,12 +227,14 @@ class SocketTransfer:
             self.waited_seconds += time.monotonic() - began_at
 
     async def _ready(self, *, writing: bool) -> None:
-        """Wait until the socket is ready. Raises TimeoutError if the peer moves no byte in time."""
+        """Wait until the socket is ready. Raises TimeoutError if the peer moves no byte in time, or sends too
+        slowly."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
         add(self._socket.fileno(), ready.set)
         try:
             progress, since = self._progress(writing=writing), loop.time()
+            first, began_at = progress, since
             while True:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._idle_seconds / LOOKS):
@@ -229,6 +244,9 @@ class SocketTransfer:
                     progress, since = now, loop.time()
                 elif loop.time() - since >= self._idle_seconds:
                     raise TimeoutError
+                if not writing:
+                    # More bytes than this rate brings in that time would have ended the wait.
+                    require_rate(progress - first, loop.time() - began_at)
         finally:
             remove(self._socket.fileno())
 

@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,18 +22,25 @@ from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.quota import Quota
-from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, BulkBody
+from tessera.coordinator.blobs.socket_transfer import (
+    BULK_BYTES,
+    LEAST_BYTES_PER_SECOND,
+    RATE_SECONDS,
+    BulkBody,
+    require_rate,
+)
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_or_update
 from tessera.coordinator.db.tables import SiteRow, UploadRow, new_id
-from tessera.coordinator.limits.disk import DiskSpace
+from tessera.coordinator.limits.disk import RETRY_SECONDS, DiskSpace
 from tessera.coordinator.limits.thread_pool import FairThreadPool
 from tessera.shared.problems import (
     BadRequest,
     DigestMismatch,
     NotFound,
     OffsetMismatch,
+    StoreFull,
     TooLarge,
     UploadBusy,
 )
@@ -98,8 +106,16 @@ class Uploads:
         unfinished = session.scalars(select(UploadRow).where(others)).all()
         # Bytes that this owner announced and has not sent need space too. Those of others do not count: they may
         # never come. Received bytes are no longer free.
-        self.disk.require(sum(each.length - self.offset(_record(each)) for each in (*unfinished, row)))
+        unsent = sum(each.length - self.offset(_record(each)) for each in (*unfinished, row))
+        self.disk.require(unsent)
         if site_id is not None:
+            if not self.disk.has(2 * unsent):
+                raise StoreFull(
+                    f"the site has not sent {unsent} bytes of its uploads, more than half of the free disk space "
+                    "beyond the reserve (setting disk_reserve_bytes)",
+                    remedy="Finish the site's other uploads first, or have an administrator make room.",
+                    retry_after_seconds=RETRY_SECONDS,
+                )
             self.quota.spend(session, self.database.now(), site_id, len(unfinished), more_bytes)
 
     def find(self, upload_id: str, owner: str) -> Upload:
@@ -262,23 +278,30 @@ class Uploads:
             flush()
 
     async def _pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the pieces of a body: a slow sender may continue, a silent one is disconnected."""
+        """Yield the pieces of a body. A sender that is silent, or slower than the minimum rate, is disconnected."""
+        arrived, waited = 0, 0.0
         while True:
+            began_at = time.monotonic()
             with self._in_time():
                 async with asyncio.timeout(self.idle_timeout_seconds):
                     piece = await anext(body, None)
-            if piece is None:
-                return
+                if piece is None:
+                    return
+                arrived, waited = arrived + len(piece), waited + time.monotonic() - began_at
+                if require_rate(arrived, waited):
+                    arrived, waited = 0, 0.0
             yield piece
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """Raise BadRequest for a TimeoutError: the sender was silent."""
+        """Raise BadRequest for a TimeoutError: the sender was silent or too slow."""
         try:
             yield
         except TimeoutError:
             raise BadRequest(
-                f"no byte was received for {self.idle_timeout_seconds:g} s", remedy="Resume the upload at its offset."
+                f"no byte was received for {self.idle_timeout_seconds:g} s, or fewer than {LEAST_BYTES_PER_SECOND} a "
+                f"second within {RATE_SECONDS:g} s",
+                remedy="Resume the upload at its offset.",
             ) from None
 
     async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:

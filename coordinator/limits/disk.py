@@ -13,6 +13,9 @@ from tessera.shared.problems import StoreFull
 
 RETRY_SECONDS = 30.0
 
+STEP_BYTES = 4 << 20
+"""Space reserved for an upload in progress, regardless of its length: a sender that stops keeps no more from others."""
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _POSTGRES_FULL = "53100"
 
@@ -49,22 +52,26 @@ class DiskSpace:
 
     @contextmanager
     def expecting(self, count: int) -> Iterator[Callable[[int], None]]:
-        """Reserve space for bytes to come; yield a function that reports written ones. Raise StoreFull."""
-        left = count
+        """Reserve space for the next of `count` bytes to come; yield a function that reports written ones, and
+        raises StoreFull, as this does, if there is no space for the next step."""
+        step, left, checked = min(count, STEP_BYTES), count, count
 
         def written(number: int) -> None:
-            nonlocal left
-            with self._lock:
-                left -= number
-                self._expected_bytes -= number
+            nonlocal left, checked
+            left -= number
+            if left and checked - left >= step:
+                # The step is still reserved, so that this is the space for the next one.
+                self.require(0)
+                checked = left
 
         with self._lock:
-            self.require(count)
-            self._expected_bytes += count
+            self.require(step)
+            self._expected_bytes += step
         try:
             yield written
         finally:
-            written(left)
+            with self._lock:
+                self._expected_bytes -= step
 
 
 def is_full(fault: BaseException) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,7 @@ from sqlalchemy import delete
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.conductor.conductor import FULL_SECONDS
 from tessera.coordinator.db.tables import RunRow, UploadRow
-from tessera.coordinator.limits.disk import DiskSpace, is_full
+from tessera.coordinator.limits.disk import STEP_BYTES, DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MAX_KEYS, Rate
 from tessera.coordinator.services import _bytes_per_day
@@ -29,7 +29,7 @@ from tessera.shared.problems import Busy
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.support.raw import PART, announced
+from tests.support.raw import PART, announced, connected, head
 from tests.support.storage import add_worker, blobs_in, migrated
 
 
@@ -197,7 +197,8 @@ def test_what_was_announced_and_not_sent_needs_room_too(coordinator: LiveCoordin
     def announce(http: httpx.Client, name: bytes) -> httpx.Response:
         return http.post("/v1/uploads", headers={**announced(name), "Upload-Length": str(share)})
 
-    reserve_all_but(coordinator, 2 * share + share // 2)
+    # A site may use half of it.
+    reserve_all_but(coordinator, 4 * share + share // 2)
     assert [announce(site, name).status_code for name in (b"1", b"2")] == [201, 201]
     assert "disk_reserve_bytes" in refused(announce(site, b"3"), 503, "store-full").detail
     # A repeat needs no more room, and no other site has to wait for what may never be sent.
@@ -216,16 +217,37 @@ def test_what_has_come_of_an_upload_needs_no_room_a_second_time(coordinator: Liv
     assert site.post("/v1/uploads", headers=announced(b"another")).status_code == 201
 
 
-def test_uploads_under_way_are_counted_before_they_are_on_the_disk(tmp_path: Path) -> None:
-    room = DiskSpace([tmp_path], 0)
-    # The size of this file system is what it is: all but a thousandth of it is expected.
-    most = room.free_bytes() - (count := room.free_bytes() // 1000)
-    with room.expecting(most) as written:
+def test_an_upload_that_stops_keeps_one_step_of_the_disk_from_others(coordinator: LiveCoordinator) -> None:
+    site, other, disk = coordinator.http("site", "a"), coordinator.http("site", "b"), coordinator.services.disk
+    # The size of this file system is what it is.
+    large = disk.free_bytes() // 10
+    reserve_all_but(coordinator, 2 * large + large // 2)
+    # Half of the free space beyond the reserve is announced in seven uploads, each of which sends a byte and stops.
+    lengths = [large >> (1 + halved) for halved in range(7)]
+    with ExitStack() as senders:
+        for length in lengths:
+            upload = site.post("/v1/uploads", headers={**announced(b"%d" % length), "Upload-Length": str(length)})
+            raw = senders.enter_context(connected(coordinator))
+            sends = {**PART, "Upload-Offset": "0", "Content-Length": str(length)}
+            sends["Authorization"] = site.headers["Authorization"]
+            raw.sendall(head("PATCH", upload.headers["Location"], sends) + b"x")
+        until(lambda: disk._expected_bytes == len(lengths) * STEP_BYTES)
+        assert send(other, LARGE).status_code == 201
+    until(lambda: disk._expected_bytes == 0)
+
+
+def test_an_upload_stops_where_the_disk_is_full_and_ends_where_it_was_reserved(tmp_path: Path) -> None:
+    disk = DiskSpace([tmp_path], 0)
+    with disk.expecting(2 * STEP_BYTES) as written:
+        disk._reserve_bytes = disk.free_bytes() + (1 << 40)
+        written(STEP_BYTES - 1)
         with refusing("store-full"):
-            room.require(2 * count)
-        written(most // 2)
-        room.require(2 * count)
-    assert room._expected_bytes == 0
+            written(1)
+    disk._reserve_bytes = 0
+    with disk.expecting(STEP_BYTES) as written:
+        disk._reserve_bytes = disk.free_bytes() + (1 << 40)
+        written(STEP_BYTES)
+    assert disk._expected_bytes == 0
 
 
 def begun_on_a_full_disk(coordinator: LiveCoordinator) -> tuple[Client, Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -113,6 +114,20 @@ def test_a_slow_sender_of_a_bulk_body_goes_on_and_a_silent_one_is_cut_off(tmp_pa
         trickle(raw, DATA[BULK_BYTES : BULK_BYTES + 12], 0.1)
         assert "no byte was received for 1 s" in parsed(raw.recv(65536)).text
         assert BULK_BYTES <= offset(http, location) <= BULK_BYTES + 12
+
+
+@pytest.mark.parametrize("length", [len(DATA), BULK_BYTES // 2], ids=["bulk", "in messages"])
+def test_a_sender_below_the_minimum_rate_is_cut_off_though_it_never_falls_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr("tessera.coordinator.blobs.socket_transfer.RATE_SECONDS", 0.2)
+    # A quarter of the idle timeout passes between two looks at a bulk body.
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=2.0) as live, connected(live) as raw:
+        http = live.http("orchestrator")
+        raw.sendall(patch(http, announce(http, DATA[:length]), length))
+        while not select.select([raw], [], [], 0.05)[0]:
+            raw.sendall(b"x")
+        assert "fewer than 1024 a second" in parsed(raw.recv(65536)).text
 
 
 def test_a_transfer_leaves_no_descriptor_behind(coordinator: LiveCoordinator, http: httpx.Client) -> None:
