@@ -68,6 +68,8 @@ class Services:
     """For the slow part of each submission."""
     submitting: KeyedLocks
     uploads: Uploads
+    hashing: KeyedLocks
+    """Of blobs that are verified before they are sent."""
     differences: Differences
     last_seen: LastSeen
     waiters: LongPollWaiters
@@ -163,6 +165,7 @@ def assemble(
         inspections=FairThreadPool("inspection", max(2, len(os.sched_getaffinity(0)))),
         submitting=KeyedLocks(),
         uploads=uploads,
+        hashing=KeyedLocks(),
         differences=Differences(database, blobs, states),
         last_seen=last_seen,
         waiters=waiters,

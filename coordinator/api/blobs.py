@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
@@ -28,6 +29,7 @@ from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
+from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.schema import WAITED_HEADER, TokenRole
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
@@ -81,7 +83,7 @@ _PARTS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/blobs/{digest}", operation_id="getBlob", response_class=StreamingResponse, responses=_PARTS)
 @router.head("/blobs/{digest}", operation_id="headBlob", response_class=StreamingResponse, responses=_PARTS)
-def get_blob(
+async def get_blob(
     digest: DigestPath,
     request: Request,
     serving: Serving,
@@ -91,11 +93,16 @@ def get_blob(
     if_none_match: Annotated[str | None, Header(alias="If-None-Match", max_length=2048)] = None,
 ) -> Response:
     """Return a blob that the caller may read. A blob never changes."""
-    with serving.database.snapshot() as session:
-        if not readable_blobs(session, caller, [digest]):
-            raise NotFound(f"there is no blob {digest} that this token may read")
-        blob = serving.blobs.find(session, digest)
-    serving.blobs.verify(blob)
+
+    def find() -> tuple[Stored, list[Portion]]:
+        with serving.database.snapshot() as session:
+            if not readable_blobs(session, caller, [digest]):
+                raise NotFound(f"there is no blob {digest} that this token may read")
+            blob = serving.blobs.find(session, digest)
+        return blob, serving.blobs.unverified([Portion((blob,), inline=blob.inline is not None)])
+
+    blob, unverified = await to_thread.run_sync(find)
+    await verified(serving, caller, unverified)
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
     if if_none_match and (if_none_match.strip() == "*" or etag in if_none_match):
@@ -113,21 +120,34 @@ def get_blob(
 
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
-def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
+async def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
     """Return several blobs that the caller may read, concatenated in one response."""
     serving.memory.require()
-    with serving.database.snapshot() as session:
-        readable = readable_blobs(session, caller, wanted.digests)
-        if missing := [digest for digest in wanted.digests if digest not in readable]:
-            raise NotFound(f"there is no blob {missing[0]} that this token may read")
-        portions = serving.blobs.portions(session, wanted.digests)
-    serving.blobs.verify_all(portions)
+
+    def find() -> tuple[list[Portion], list[Portion]]:
+        with serving.database.snapshot() as session:
+            readable = readable_blobs(session, caller, wanted.digests)
+            if missing := [digest for digest in wanted.digests if digest not in readable]:
+                raise NotFound(f"there is no blob {missing[0]} that this token may read")
+            portions = serving.blobs.portions(session, wanted.digests)
+        return portions, serving.blobs.unverified(portions)
+
+    portions, unverified = await to_thread.run_sync(find)
+    await verified(serving, caller, unverified)
     left = sum(portion.size for portion in portions) - wanted.start
     if left < 0:
         raise RangeUnsatisfiable(
             f"the blobs have {left + wanted.start} bytes in total; offset {wanted.start} is beyond"
         )
     return BlobAnswer(serving, caller, portions, wanted.start, wanted.start + left)
+
+
+async def verified(serving: Services, caller: Principal, portions: Sequence[Portion]) -> None:
+    """Hash blobs in the caller's share of threads; concurrent requests for one wait here, without a thread. Raises
+    StoreSpoilt and StoreAway."""
+    for portion in portions:
+        async with serving.hashing.hold(portion.blobs[0].digest):
+            await serving.uploads.threads.run(caller.owner, serving.blobs.verify_portion, portion)
 
 
 class BlobAnswer(StreamingResponse):

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.blobs import HOLDERS, OCTETS, get_blob
+from tessera.coordinator.api.blobs import HOLDERS, OCTETS, get_blob, verified
 from tessera.coordinator.api.dependencies import (
     Anyone,
     Cursor,
@@ -22,6 +22,7 @@ from tessera.coordinator.api.dependencies import (
 )
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
+from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
@@ -141,23 +142,28 @@ def list_versions(
 
 
 @router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
-def export_version(run_id: str, number: Number, serving: Serving, caller: Orchestrator) -> StreamingResponse:
+async def export_version(run_id: str, number: Number, serving: Serving, caller: Orchestrator) -> StreamingResponse:
     """Return a version as one safetensors file of whole tensors, under their names in transformers."""
-    with serving.database.snapshot() as session:
-        run = views.find_run(session, run_id)
-        wanted = run.version_number if number == "latest" else int(number)
-        version = session.get(VersionRow, (run_id, wanted))
-        if version is None:
-            raise NotFound(f"run {run_id} has no version {number}; the latest is {run.version_number}")
-        if version.retired_at is not None:
-            raise Gone(f"the blocks of version {number} are no longer kept (setting keep_versions)")
-        spec, digest = RunSpec.model_validate(run.spec), version.digest
-    model = serving.states.model(spec.model)
-    export = Export(serving.states.load(model, serving.states.manifest(digest), wanted), model)
-    headers = {
-        "Content-Length": str(export.nbytes),
-        "Content-Disposition": f'attachment; filename="{spec.name}-{wanted}.safetensors"',
-    }
+
+    def find() -> tuple[Export, str, list[Portion]]:
+        with serving.database.snapshot() as session:
+            run = views.find_run(session, run_id)
+            wanted = run.version_number if number == "latest" else int(number)
+            version = session.get(VersionRow, (run_id, wanted))
+            if version is None:
+                raise NotFound(f"run {run_id} has no version {number}; the latest is {run.version_number}")
+            if version.retired_at is not None:
+                raise Gone(f"the blocks of version {number} are no longer kept (setting keep_versions)")
+            spec, digest = RunSpec.model_validate(run.spec), version.digest
+        model, manifest = serving.states.model(spec.model), serving.states.manifest(digest)
+        with serving.database.snapshot() as session:
+            portions = serving.blobs.portions(session, [manifest.blocks[block.name] for block in model.stored])
+        export = Export(serving.states.load(model, manifest, wanted), model)
+        return export, f"{spec.name}-{wanted}.safetensors", serving.blobs.unverified(portions)
+
+    export, name, unverified = await to_thread.run_sync(find)
+    await verified(serving, caller, unverified)
+    headers = {"Content-Length": str(export.nbytes), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(export.pieces(), media_type=OCTETS, headers=headers)
 
 
@@ -181,7 +187,7 @@ async def get_difference(
     found = await serving.differences.find(caller, run_id, number, since)
     if OCTETS in accept:
         require_role(caller, *HOLDERS)
-        return await to_thread.run_sync(get_blob, found.digest, request, serving, caller, range_)
+        return await get_blob(found.digest, request, serving, caller, range_)
     return found
 
 

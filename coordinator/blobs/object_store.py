@@ -1,8 +1,8 @@
 """Blobs in an S3-compatible store.
 
 The store is not trusted. A blob exists if the table has its row, whose digest and size were computed before the
-bytes were sent to the store; and a process hashes an object before it uses it for the first time. After that it
-recognizes the object by the store's tag, and hashes it again when the tag changes.
+bytes were sent to the store; and an object is hashed before it is used for the first time. After that it is
+recognized by the store's tag, which the row keeps, and hashed again when the tag changes.
 """
 
 from __future__ import annotations
@@ -122,13 +122,18 @@ class Objects:
             if tag == expected:
                 return data
             # Replaced, perhaps by the same bytes from another process.
-            self._tags.drop(blob.digest)
+            self._distrust(blob)
         raise StoreSpoilt(f"blob {blob.digest} is being replaced in the store while it is read")
 
-    def verify(self, blob: Stored) -> None:
-        """Hash an object that this process has not used yet. Raises StoreSpoilt and StoreAway."""
-        if blob.digest not in self._tags:
-            self.hash(blob)
+    def knows(self, blob: Stored) -> bool:
+        """Return whether the object was hashed, by this process or an earlier one. Reading it compares its tag."""
+        if blob.digest not in self._tags and blob.stamp is not None:
+            self._tags.keep(blob.digest, blob.stamp)
+        return bool(self._tags.get(blob.digest))
+
+    def _distrust(self, blob: Stored) -> None:
+        """Have the object hashed before its next use, though its row has a tag."""
+        self._tags.keep(blob.digest, "")
 
     def hash(self, blob: Stored) -> str:
         """Hash an object and return the tag that identifies it from then on. Raise StoreSpoilt and StoreAway."""
@@ -138,7 +143,7 @@ class Objects:
             computed.update(piece)
             tags.add(tag)
         if len(tags) > 1 or f"sha256:{computed.hexdigest()}" != blob.digest:
-            self._tags.drop(blob.digest)
+            self._distrust(blob)
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
         tag = tags.pop() if tags else ""
         self._tags.keep(blob.digest, tag)
@@ -154,9 +159,9 @@ class Objects:
                     if len(data) == stop - start:
                         return data, result.meta["e_tag"] or str(result.meta["last_modified"])
         except FileNotFoundError:
-            self._tags.drop(blob.digest)
+            self._distrust(blob)
             raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
-        self._tags.drop(blob.digest)
+        self._distrust(blob)
         raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name: it has another length")
 
 

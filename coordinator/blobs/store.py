@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import re
+import threading
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, Self, cast
 import obstore
 from anyio import to_thread
 from obstore.store import LocalStore
-from sqlalchemy import Row, bindparam, select
+from sqlalchemy import Row, bindparam, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.object_store import Objects, key_of
@@ -52,11 +53,14 @@ SOUND_KEPT = 1 << 16
 
 _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
+HASHES = 64
+"""Locks of blobs that are being hashed."""
+
 FLUSHES = 4
 """Threads that flush files; they mostly wait for the disk."""
 
 
-_ROWS = select(BlobRow.digest, BlobRow.size, BlobRow.inline, BlobRow.created_at).where(
+_ROWS = select(BlobRow.digest, BlobRow.size, BlobRow.inline, BlobRow.created_at, BlobRow.stamp).where(
     BlobRow.digest.in_(bindparam("digests", expanding=True))
 )
 
@@ -77,9 +81,11 @@ class Blobs:
         # Closed to other users of the machine: it holds sites' updates and restricted models.
         staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.unfinished = StagingArea(self.staging_dir)
-        # The disk may have corrupted earlier blobs, so each is hashed before its first use. Later ones were hashed
-        # when they were received, by this or another process.
+        # The disk may have corrupted earlier blobs, so each whose file has changed since it was last verified is
+        # hashed before its first use. Later ones were hashed when they were received, by this or another process.
         self._sound: Recent[None] = Recent(SOUND_KEPT)
+        # A blob is hashed once, however many threads need it. Two blobs of one lock only wait for each other.
+        self._hashing = [threading.Lock() for _ in range(HASHES)]
         self.began_at = database.now()
         # Blobs are immutable, and missing ones are not cached.
         self._rows: Recent[Stored] = Recent(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
@@ -168,7 +174,14 @@ class Blobs:
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
         """Enter blobs in the table; existing rows stay as they are."""
         rows = [
-            {"digest": blob.digest, "size": blob.size, "inline": blob.inline, "created_at": now} for blob in stored
+            {
+                "digest": blob.digest,
+                "size": blob.size,
+                "inline": blob.inline,
+                "created_at": now,
+                "stamp": None if blob.inline is not None else self._stamp(blob.digest),
+            }
+            for blob in stored
         ]
         insert_missing(session, BlobRow, rows)
 
@@ -256,18 +269,36 @@ class Blobs:
         """Return the path of a blob in the local folder."""
         return self._root / key_of(digest)
 
-    def verify(self, blob: Stored) -> None:
-        """Hash a blob unless this process knows it to be sound. Raises StoreSpoilt and StoreAway."""
-        if self._objects and blob.inline is None:
-            self._objects.verify(blob)
-        elif blob.digest not in self._sound:
-            self.rehash(blob)
+    def _stamp(self, digest: str) -> str | None:
+        """Return the state of a blob's local file."""
+        with suppress(FileNotFoundError):
+            if self._objects is None:
+                stat = self._path(digest).stat()
+                return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        return None
 
-    def rehash(self, blob: Stored) -> None:
-        """Raise StoreSpoilt if the blob is missing or its bytes do not match its digest, and StoreAway."""
+    def is_sound(self, blob: Stored) -> bool:
+        """Return whether this process knows the blob to be sound, or its file is as it was when that was known."""
         if self._objects and blob.inline is None:
-            self._objects.hash(blob)
-            return
+            return self._objects.knows(blob)
+        if blob.digest not in self._sound:
+            if blob.stamp is None or blob.stamp != self._stamp(blob.digest):
+                return False
+            self._sound.keep(blob.digest, None)
+        return True
+
+    def verify(self, blob: Stored) -> str | None:
+        """Hash a blob unless it is known to be sound; return its stamp if it was hashed. Raises StoreSpoilt and
+        StoreAway."""
+        with self._hashing[hash(blob.digest) % HASHES]:
+            return None if self.is_sound(blob) else self.rehash(blob)
+
+    def rehash(self, blob: Stored) -> str | None:
+        """Hash a blob and return its stamp. Raises StoreSpoilt if it is missing or its bytes do not match its digest,
+        and StoreAway."""
+        if self._objects and blob.inline is None:
+            return self._objects.hash(blob)
+        stamp = self._stamp(blob.digest)
         try:
             with self._open(blob) as file:
                 computed = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
@@ -276,6 +307,7 @@ class Blobs:
         if f"sha256:{computed.hexdigest()}" != blob.digest:
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
         self._sound.keep(blob.digest, None)
+        return stamp
 
     def read(self, digest: str) -> bytes:
         """Return a whole blob. Raises NotFound."""
@@ -338,11 +370,12 @@ class Blobs:
 
         The bytes are not read: four thousand small blobs take 256 MiB.
         """
-        columns = select(BlobRow.digest, BlobRow.size, BlobRow.created_at, BlobRow.inline.is_not(None))
+        columns = select(BlobRow.digest, BlobRow.size, BlobRow.created_at, BlobRow.inline.is_not(None), BlobRow.stamp)
         single = {}
-        for digest, size, created_at, inline in session.execute(columns.where(BlobRow.digest.in_(set(digests)))):
+        rows = session.execute(columns.where(BlobRow.digest.in_(set(digests))))
+        for digest, size, created_at, inline, stamp in rows:
             self._note_sound(digest, created_at)
-            single[digest] = Portion((Stored(digest, size),), inline)
+            single[digest] = Portion((Stored(digest, size, stamp=stamp),), inline)
         require_all(digests, single)
         portions: list[Portion] = []
         for digest in digests:
@@ -353,13 +386,27 @@ class Blobs:
                 portions.append(one)
         return portions
 
-    def verify_all(self, portions: Iterable[Portion]) -> None:
-        """Verify the blobs of all portions. Raises StoreSpoilt and StoreAway."""
-        for portion in portions:
-            if not portion.inline:
-                self.verify(portion.blobs[0])
-            elif any(blob.digest not in self._sound for blob in portion.blobs):
-                self._read_inline(portion)
+    def unverified(self, portions: Iterable[Portion]) -> list[Portion]:
+        """Return the portions that have to be hashed before they are sent."""
+        return [
+            portion
+            for portion in portions
+            if not (
+                all(blob.digest in self._sound for blob in portion.blobs)
+                if portion.inline
+                else self.is_sound(portion.blobs[0])
+            )
+        ]
+
+    def verify_portion(self, portion: Portion) -> None:
+        """Verify the blobs of a portion, and store the verdict for later processes. Raises StoreSpoilt and
+        StoreAway."""
+        first = portion.blobs[0]
+        if portion.inline and first.inline is None:
+            self._read_inline(portion)
+        elif (stamp := self.verify(first)) is not None:
+            with self._database.transaction() as session:
+                session.execute(update(BlobRow).where(BlobRow.digest == first.digest).values(stamp=stamp))
 
     def _read_inline(self, portion: Portion) -> bytes:
         """Return the bytes of a portion of small blobs. Raises NotFound if one was removed, and StoreSpoilt."""
@@ -374,9 +421,9 @@ class Blobs:
             self.verify(Stored(digest, len(contents[digest]), contents[digest]))
         return b"".join(contents[digest] for digest in digests)
 
-    def _stored(self, row: Row[str, int, bytes | None, float]) -> Stored:
+    def _stored(self, row: Row[str, int, bytes | None, float, str | None]) -> Stored:
         self._note_sound(row.digest, row.created_at)
-        return Stored(row.digest, row.size, row.inline)
+        return Stored(row.digest, row.size, row.inline, row.stamp)
 
     def _note_sound(self, digest: str, created_at: float) -> None:
         if created_at > self.began_at:

@@ -358,6 +358,8 @@ class BlobRow(Table):
     size: Mapped[int]
     inline: Mapped[bytes | None] = mapped_column(LargeBinary)
     created_at: Mapped[float]
+    stamp: Mapped[str | None]
+    """The state of its file, or the tag of its object, when its bytes were last known to match its digest."""
 
 
 class RunBlobRow(Table):

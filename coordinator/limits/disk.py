@@ -14,7 +14,7 @@ from tessera.shared.problems import StoreFull
 RETRY_SECONDS = 30.0
 
 STEP_BYTES = 4 << 20
-"""Space reserved for an upload in progress, regardless of its length: a sender that stops keeps no more from others."""
+"""Space reserved for an upload in progress, however long it is: a sender that stops keeps no more from others."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _POSTGRES_FULL = "53100"

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
 
@@ -13,6 +13,8 @@ class Stored:
     digest: str
     size: int
     inline: bytes | None = None
+    stamp: str | None = field(default=None, compare=False)
+    """The state of its file when its bytes were last known to match the digest, where a store keeps files."""
 
 
 class Writer(Protocol):

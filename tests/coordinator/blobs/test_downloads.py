@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from sqlalchemy import update
 
+from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits.cache import Recent
 from tessera.coordinator.limits.response_memory import HELD_BYTES
+from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced
@@ -154,6 +158,58 @@ def test_small_blobs_that_are_spoilt_are_named_before_anything_is_sent(tmp_path:
         live.services.blobs._sound = Recent(8)
         answer = http.post("/v1/blobs/read", json={"digests": [digest_of(data) for data in blobs]})
         assert digest_of(blobs[1]) in refused(answer, 500, "store-spoilt").detail
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each blob was hashed."""
+    counted, real = Counter[str](), Blobs.rehash
+
+    def counting(self: Blobs, blob: Stored) -> str | None:
+        counted[blob.digest] += 1
+        return real(self, blob)
+
+    monkeypatch.setattr(Blobs, "rehash", counting)
+    return counted
+
+
+def received_before_stamps(live: LiveCoordinator, data: bytes) -> None:
+    """As a version before that kept no verdicts received it, and before this process."""
+    live.client("orchestrator").put_bytes(data)
+    with live.services.database.transaction() as session:
+        session.execute(update(BlobRow).values(created_at=0.0, stamp=None))
+
+
+def test_a_byte_of_a_blob_asked_for_sixty_times_after_a_restart_hashes_it_once(
+    tmp_path: Path, hashed: Counter[str]
+) -> None:
+    live, digest = LiveCoordinator(tmp_path), digest_of(LARGE)
+    with live:
+        received_before_stamps(live, LARGE)
+    for _ in range(2):
+        with live, ThreadPoolExecutor(30) as pool:
+            http = live.http("admin")
+            ranged = [pool.submit(http.get, f"/v1/blobs/{digest}", headers={"Range": "bytes=0-0"}) for _ in range(30)]
+            read = [pool.submit(http.post, "/v1/blobs/read", json={"digests": [digest]}) for _ in range(30)]
+            assert {answer.result().content for answer in ranged} == {LARGE[:1]}
+            assert {answer.result().content for answer in read} == {LARGE}
+    # The second process knows what the first one found.
+    assert hashed == {digest: 1}
+
+
+def test_a_blob_whose_file_has_changed_is_hashed_again(tmp_path: Path, hashed: Counter[str]) -> None:
+    live, digest = LiveCoordinator(tmp_path), digest_of(LARGE)
+    with live:
+        live.client("orchestrator").put_bytes(LARGE)
+        with live.services.database.transaction() as session:
+            session.execute(update(BlobRow).values(created_at=0.0))
+    with live:
+        assert live.http("admin").get(f"/v1/blobs/{digest}").content == LARGE
+        assert not hashed
+    path = live.services.blobs._path(digest)
+    path.write_bytes(LARGE[::-1])
+    with live:
+        assert digest in refused(live.http("admin").get(f"/v1/blobs/{digest}"), 500, "store-spoilt").detail
 
 
 def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path) -> None:

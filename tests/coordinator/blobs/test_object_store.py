@@ -15,6 +15,7 @@ import structlog.testing
 
 from tessera.coordinator.blobs import object_store
 from tessera.coordinator.blobs.object_store import HASHED_BYTES, Objects
+from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.limits.cache import Recent
@@ -129,6 +130,21 @@ def test_one_that_is_replaced_while_it_is_read_is_not_read_on(blobs: Blobs, buck
         bucket.replace(stored.digest, spoilt(data))
         with pytest.raises(StoreSpoilt, match="no longer has the bytes"):
             file.read()
+
+
+def test_an_object_that_was_hashed_is_not_hashed_again_after_a_restart(
+    blobs: Blobs, bucket: Bucket, database: Database, tmp_path: Path
+) -> None:
+    stored = blobs.save([DATA])
+    blobs.verify_portion(Portion((stored,), inline=False))
+    later = opened(tmp_path, database, bucket)
+    with database.snapshot() as session:
+        portions = later.portions(session, [stored.digest])
+    assert later.unverified(portions) == []
+    # The tag of the row is compared with that of each answer.
+    bucket.replace(stored.digest, spoilt(DATA))
+    with pytest.raises(StoreSpoilt, match="no longer has the bytes"):
+        later.read(stored.digest)
 
 
 def test_one_that_came_again_under_another_tag_is_hashed_and_taken(blobs: Blobs, bucket: Bucket) -> None:
