@@ -133,6 +133,16 @@ def assemble(
     uploads = Uploads(
         database, blobs, disk, quota, settings.idle_timeout_seconds, FairThreadPool("upload", UPLOAD_THREADS)
     )
+    retention = Retention(
+        database,
+        blobs,
+        states,
+        uploads,
+        updates_seconds=settings.keep_updates_seconds,
+        unused_seconds=settings.keep_unused_seconds,
+        versions=settings.keep_versions,
+        every_seconds=settings.gc_interval_seconds,
+    )
     memory = Memory(settings.memory_limit_bytes)
     needs = partial(alerts, liveness_seconds=settings.liveness_seconds, disk=disk, memory=memory)
     page_url = f"{(settings.public_url or '').rstrip('/')}/page"
@@ -166,7 +176,7 @@ def assemble(
         submitting=KeyedLocks(),
         uploads=uploads,
         hashing=KeyedLocks(),
-        differences=Differences(database, blobs, states),
+        differences=Differences(database, blobs, states, disk, uploads.threads, retention.remove),
         last_seen=last_seen,
         waiters=waiters,
         change_feed=change_feed,
@@ -175,16 +185,7 @@ def assemble(
         poller=Poller(database, last_seen, waiters, change_feed, wakeups, tick_seconds=settings.tick_seconds),
         people=people,
         sign_in=sign_in,
-        retention=Retention(
-            database,
-            blobs,
-            states,
-            uploads,
-            updates_seconds=settings.keep_updates_seconds,
-            unused_seconds=settings.keep_unused_seconds,
-            versions=settings.keep_versions,
-            every_seconds=settings.gc_interval_seconds,
-        ),
+        retention=retention,
         alerts=needs,
         notifiers=[
             Notifier(database, needs, channel, page_url, settings.liveness_seconds) for channel in channels(settings)

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.blobs import HOLDERS, OCTETS, get_blob, verified
+from tessera.coordinator.api.blobs import OCTETS, Holder, get_blob, verified
 from tessera.coordinator.api.dependencies import (
     Anyone,
     Cursor,
@@ -18,7 +18,6 @@ from tessera.coordinator.api.dependencies import (
     Orchestrator,
     Serving,
     Viewer,
-    require_role,
 )
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
@@ -178,7 +177,7 @@ async def get_difference(
     number: RoundNumber,
     request: Request,
     serving: Serving,
-    caller: Anyone,
+    caller: Holder,
     since: Earlier,
     accept: Annotated[str, Header(max_length=256, include_in_schema=False)] = "",
     range_: Annotated[str | None, Header(alias="Range", max_length=64, include_in_schema=False)] = None,
@@ -186,7 +185,6 @@ async def get_difference(
     """Return the blob from which a worker computes this version, given an earlier one: its bytes, or its digest."""
     found = await serving.differences.find(caller, run_id, number, since)
     if OCTETS in accept:
-        require_role(caller, *HOLDERS)
         return await get_blob(found.digest, request, serving, caller, range_)
     return found
 

@@ -4,9 +4,10 @@ A difference is an update from the earlier version, smaller than the changed blo
 version computes the later one from it and checks each block's digest.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from anyio import to_thread
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.permissions import readable_blobs
@@ -14,7 +15,8 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, DifferenceRow, RunBlobRow, RunRow, VersionRow
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.limits.thread_pool import KeyedLocks
+from tessera.coordinator.limits.disk import DiskSpace
+from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import Difference
 from tessera.shared.problems import NotFound
@@ -26,25 +28,34 @@ from tessera.shared.updates.update_file import TrainedBlock, write_update
 FURTHEST = 8
 """Most versions that a difference spans; a worker further behind fetches the blocks."""
 
+KEPT_MODELS = 2
+"""Bytes of a run's stored differences, as a multiple of its model's; beyond them those of the oldest versions go."""
+
 
 @dataclass(frozen=True)
 class Differences:
     database: Database
     blobs: Blobs
     states: States
+    disk: DiskSpace
+    threads: FairThreadPool
+    """For the computation, in which the callers take turns."""
+    remove: Callable[[Collection[str]], None]
+    """Removes blobs that nothing refers to any more."""
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
     async def find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
         """Return the difference from version `since` to `number`.
 
-        Raises NotFound for versions that are missing, not readable by the caller, or too far apart.
+        Raises NotFound for versions that are missing, not readable by the caller, or too far apart, and if the disk
+        is full.
         """
         if not 0 < number - since <= FURTHEST:
             missing = f"there is no difference between versions {since} and {number}"
             raise NotFound(missing, remedy="Fetch the blocks.")
         # Concurrent requests wait here without a thread while one computes it.
         async with self._locks.hold(f"{run_id} {number} {since}"):
-            return await to_thread.run_sync(self._find, caller, run_id, number, since)
+            return await self.threads.run(caller.owner, self._find, caller, run_id, number, since)
 
     def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
         with self.database.snapshot() as session:
@@ -53,10 +64,15 @@ class Differences:
                 raise _not_kept(run_id, since, number)
             if stored := session.get(DifferenceRow, (run_id, number, since)):
                 return Difference(digest=stored.digest, nbytes=session.get_one(BlobRow, stored.digest).size)
-            spec = RunSpec.model_validate(session.get_one(RunRow, run_id).spec)
+            run = session.get_one(RunRow, run_id)
+            spec, most_bytes = RunSpec.model_validate(run.spec), KEPT_MODELS * run.model_bytes
         earlier, later = map(self.states.manifest, digests)
         model = self.states.model(spec.model)
         blocks, tensor = [model.by_name[name] for name in later.changed(earlier)], self.states.tensor
+        if not self.disk.has(sum(block.nbytes for block in blocks)):
+            raise NotFound(
+                f"the disk has no space for the difference of {number} and {since}", remedy="Fetch the blocks."
+            )
         changes = [TrainedBlock(block, tensor(block, later), tensor(block, earlier)) for block in blocks]
         with self.blobs.file() as file:
             if spec.download_codec == "int8":
@@ -71,7 +87,30 @@ class Differences:
             # Another process may have stored the same meanwhile.
             session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=blob.digest))
             session.merge(RunBlobRow(run_id=run_id, digest=blob.digest))
+            dropped = _drop_oldest(session, run_id, blob.digest, most_bytes)
+        self.remove(dropped)
         return Difference(digest=blob.digest, nbytes=blob.size)
+
+
+def _drop_oldest(session: Session, run_id: str, new: str, most_bytes: int) -> set[str]:
+    """Forget a run's differences of its oldest versions beyond `most_bytes`, but not the `new` one; return their
+    blobs. A worker that still fetches one has it computed again."""
+    rows = session.execute(
+        select(DifferenceRow, BlobRow.size)
+        .join(BlobRow, BlobRow.digest == DifferenceRow.digest)
+        .where(DifferenceRow.run_id == run_id)
+        .order_by(DifferenceRow.digest == new, DifferenceRow.number, DifferenceRow.since)
+    ).all()
+    sizes = {row.digest: size for row, size in rows}
+    dropped = set[str]()
+    for row, _ in rows:
+        if sum(sizes.values()) <= most_bytes or row.digest == new:
+            break
+        sizes.pop(row.digest, 0)
+        dropped.add(row.digest)
+    for table in (DifferenceRow, RunBlobRow):
+        session.execute(delete(table).where(table.run_id == run_id, table.digest.in_(dropped)))
+    return dropped
 
 
 def _kept(session: Session, run_id: str, since: int, number: int) -> list[str]:

@@ -6,7 +6,7 @@ worst a file without a row, which the next pass removes.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -128,6 +128,11 @@ class Retention:
         return freed
 
     # ------------------------------------------------------------ blobs
+
+    def remove(self, digests: Collection[str]) -> None:
+        """Remove the unreferenced ones of these blobs at once."""
+        if digests:
+            self._remove(BlobRow.digest.in_(digests), self.database.now(), Freed())
 
     def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> None:
         """Remove the unreferenced ones of these blobs."""

@@ -14,7 +14,7 @@ import torch
 from sqlalchemy import select
 
 from tessera.coordinator.blobs import version_diffs
-from tessera.coordinator.db.tables import DifferenceRow
+from tessera.coordinator.db.tables import BlobRow, DifferenceRow
 from tessera.shared.api.runs import Run, Training
 from tessera.shared.client.client import Client
 from tessera.shared.client.line import MEASURED_BYTES, ThreadTimes
@@ -110,10 +110,41 @@ def one_round(standing: LiveCoordinator) -> tuple[Run, Client]:
     return committed(standing, 1)
 
 
-def test_a_viewer_gets_no_bytes_of_it(standing: LiveCoordinator, one_round: tuple[Run, Client]) -> None:
-    run, _ = one_round
+def test_a_viewer_has_no_difference_computed(coordinator: LiveCoordinator) -> None:
+    run, _ = committed(coordinator, 1)
     with refusing("forbidden"):
-        standing.client("viewer").copy_difference(run.id, 1, 0, io.BytesIO(), 1 << 20)
+        coordinator.client("viewer").copy_difference(run.id, 1, 0, io.BytesIO(), 1 << 20)
+    with refusing("forbidden"):
+        difference_of(coordinator.client("viewer"), run.id, 1, 0)
+    with coordinator.services.database.snapshot() as session:
+        assert session.scalars(select(DifferenceRow)).all() == []
+
+
+def test_differences_of_a_run_do_not_fill_the_disk(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 4)
+
+    def stored() -> dict[str, int]:
+        with coordinator.services.database.snapshot() as session:
+            return dict(session.execute(select(BlobRow.digest, BlobRow.size)).all())
+
+    before = stored().keys()
+    for number, since in [(4, 3), *((n, s) for n in range(1, 5) for s in range(n))]:
+        found = difference_of(site, run.id, number, since)
+        # One that is dropped is computed again.
+        assert found
+        assert len(site.read_blob(found.digest)) == found.nbytes
+        made = {digest: size for digest, size in stored().items() if digest not in before}
+        assert 0 < sum(made.values()) <= version_diffs.KEPT_MODELS * MODEL.nbytes
+    # The ones that workers need most are still there.
+    assert found.digest in made
+    assert difference_of(site, run.id, 4, 3).digest in made  # type: ignore[union-attr]
+
+
+def test_no_difference_is_computed_on_a_full_disk(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 1)
+    coordinator.services.disk._reserve_bytes = 1 << 60
+    # The worker fetches the blocks instead.
+    assert difference_of(site, run.id, 1, 0) is None
 
 
 def test_however_many_ask_it_is_made_once(coordinator: LiveCoordinator) -> None:
