@@ -90,7 +90,8 @@ class Bulk:
     async def receive(self, consume: Callable[[memoryview], None], run: Run) -> None:
         protocol, cycle = self._protocol, self._cycle
         count = protocol.unparsed_body_bytes(cycle)
-        protocol.bypass_parser()
+        if not protocol.transport.is_closing():
+            protocol.bypass_parser()
         begun, cycle.body = memoryview(bytes(cycle.body)), bytearray()
 
         def counted(piece: memoryview) -> None:
@@ -115,21 +116,25 @@ class Bulk:
                 self.waited_seconds = transfer.waited_seconds
                 transfer.close()
         finally:
-            if protocol.parser is not None:
+            if not protocol.transport.is_closing():
                 protocol.end_bypass(left)
 
     async def send(self, pieces: Iterator[Piece], run: Run) -> None:
         protocol, cycle = self._protocol, self._cycle
-        # The head first: what the server still holds must not come after these bytes.
-        protocol.transport.set_write_buffer_limits(0)
-        await protocol.flow.drain()
+        # A closed transport refuses to be asked for anything else.
+        if not protocol.transport.is_closing():
+            # The head first: what the server still holds must not come after these bytes.
+            protocol.transport.set_write_buffer_limits(0)
+            await protocol.flow.drain()
         if protocol.transport.is_closing():
+            cycle.disconnected = True
             return
         protocol.transport.set_write_buffer_limits()
         transfer = self._transfer()
         try:
             await transfer.send(pieces, run)
-        except (TimeoutError, ConnectionError) as fault:
+        except (TimeoutError, ConnectionError, FileNotFoundError) as fault:
+            # The file of a blob that is not kept any more is removed while others may still fetch it.
             log.info("connection.cut", peer=protocol.client and protocol.client[0], reason=type(fault).__name__)
             protocol.transport.abort()
             cycle.disconnected = True

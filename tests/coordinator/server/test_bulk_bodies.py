@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import select
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.transport import tls_context
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import small_model, start_run, values
 from tests.support.raw import PART, announced, connected, head, parsed, rest, trickle
 
 DATA = bytes(range(256)) * 12_000
@@ -216,6 +220,46 @@ def test_a_receiver_that_goes_ends_its_transfer(coordinator: LiveCoordinator, ht
         raw.sendall(head("GET", f"/v1/blobs/{digest_of(large)}", {"Authorization": http.headers["Authorization"]}))
         raw.recv(1)
     until(lambda: not coordinator.services.answers._held)
+
+
+def reset(raw: socket.socket) -> None:
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.close()
+
+
+def half_closed(raw: socket.socket) -> None:
+    raw.shutdown(socket.SHUT_WR)
+    rest(raw)
+
+
+@pytest.mark.parametrize("hang_up", [reset, socket.socket.close, half_closed])
+def test_a_client_that_hangs_up_is_no_fault_of_the_server(
+    coordinator: LiveCoordinator,
+    http: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    hang_up: Callable[[socket.socket], object],
+) -> None:
+    model, stored = small_model(600), announced(DATA, complete=True)
+    run = start_run(coordinator.client(), model, values(model))
+    assert http.post("/v1/uploads", headers=stored, content=DATA).status_code == 201
+    many = json.dumps({"digests": [digest_of(DATA)]}).encode()
+    bearer = {"Authorization": http.headers["Authorization"]}
+    listed = {**bearer, "Content-Type": "application/json", "Content-Length": str(len(many))}
+    for sent in (
+        head("GET", f"/v1/blobs/{digest_of(DATA)}", bearer),
+        head("POST", "/v1/blobs/read", listed) + many,
+        head("GET", f"/v1/runs/{run.id}/versions/0/export", bearer),
+        patch(http, announce(http, DATA[1:]), len(DATA) - 1) + DATA[1:BULK_BYTES],
+        head("POST", "/v1/enrolments", {"Content-Type": "application/json", "Content-Length": "1000"}) + b"{",
+        head("POST", "/page/sign-in", {"Content-Length": "1000"}) + b"token=",
+        head("GET", "/v1/events", bearer),
+    ):
+        for _ in range(10):
+            with connected(coordinator) as raw:
+                raw.sendall(sent)
+                hang_up(raw)
+    until(lambda: not coordinator._server.server_state.tasks)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_bodies_under_tls_are_the_servers(tmp_path: Path) -> None:
