@@ -93,8 +93,11 @@ Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 
 Short = Annotated[str, Field(max_length=128)]
 
-MAX_PATTERNS = 256
-"""Of a site's policy that it shows: each is compared with each block at every round."""
+MAX_PATTERNS = 64
+"""Patterns of a site's policy that it shows, all together: each is compared with each block."""
+
+MAX_PATTERN_STARS = 8
+"""A pattern with many stars takes milliseconds to compile, and to compare with a name that it nearly matches."""
 
 MAX_WITHHELD = 256
 

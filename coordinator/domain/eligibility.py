@@ -6,9 +6,12 @@ round, and reports the reasons to the creator of the run.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from pydantic import ValidationError
 
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
@@ -22,6 +25,9 @@ from tessera.shared.schedule import LEAST_BATCH_IN_SUM, local_epochs, trains_on_
 from tessera.shared.version import install_line
 
 SHOWN = 4
+
+MAX_JUDGEMENTS = 64
+"""Plans for which it is remembered whether a policy refuses them."""
 
 Vocabulary = Callable[[Model], str | None]
 """A function that reads a digest of a model's words and their numbers, as `States.vocabulary` does."""
@@ -57,8 +63,11 @@ def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
 
 
 @lru_cache(maxsize=4096)
-def _mirror(text: str) -> AdvertisedPolicy:
-    return AdvertisedPolicy.model_validate_json(text)
+def _mirror(text: str) -> AdvertisedPolicy | None:
+    # One that an earlier version stored may exceed today's bounds. Its worker judges each task itself.
+    with suppress(ValidationError):
+        return AdvertisedPolicy.model_validate_json(text)
+    return None
 
 
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
@@ -238,8 +247,19 @@ def refused_plans(
 ) -> dict[str, Ineligibility]:
     """Return the workers whose policies would refuse to send what their plans ask for, and why."""
     exact = spec.has_exact_sums
-    judged = {name: refused_plan(each, model, plans[name], in_sum=exact) for name, each in policies.items()}
-    return {name: found for name, found in judged.items() if found}
+
+    def judged(policy: AdvertisedPolicy, plan: Plan) -> Ineligibility | None:
+        # At most one policy of many is new, and a run asks for the same blocks in most rounds.
+        about, known = (spec.model, plan.upload, exact), policy.judgements
+        if about not in known:
+            if len(known) >= MAX_JUDGEMENTS:
+                known.clear()
+            known[about] = refused_plan(policy, model, plan, in_sum=exact)
+        found: Ineligibility | None = known[about]
+        return found
+
+    found = {name: judged(policy, plans[name]) for name, policy in policies.items() if policy}
+    return {name: refused for name, refused in found.items() if refused}
 
 
 def refused_plan(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Hashable
 from datetime import datetime
-from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -34,7 +34,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
-from tessera.shared.model.selectors import EVERYTHING, Selector
+from tessera.shared.model.selectors import EVERYTHING, Selector, matcher
 from tessera.shared.problems import ProblemDocument
 from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget, is_weak
 from tessera.shared.schema import (
@@ -42,6 +42,7 @@ from tessera.shared.schema import (
     MAX_CLAIM_BYTES,
     MAX_INLINE_BLOBS,
     MAX_LOG_EVENTS,
+    MAX_PATTERN_STARS,
     MAX_PATTERNS,
     MAX_SECONDS_PER_BYTE,
     MAX_WITHHELD,
@@ -188,7 +189,7 @@ class TaskView(Message):
 # ---------------------------------------------------------------- tasks
 
 
-NamePattern = Annotated[str, Field(max_length=512)]
+NamePattern = Annotated[str, Field(max_length=256)]
 
 
 class AdvertisedPolicy(Message):
@@ -237,15 +238,29 @@ class AdvertisedPolicy(Message):
     evaluations_left: dict[Label, NonNegativeInt] = Field(default={}, max_length=256)
     """The versions that may still be measured on a data set over all runs, if fewer than one run may measure."""
 
-    @field_validator("may_send")
-    @classmethod
-    def _soon_judged(cls, selector: Selector) -> Selector:
-        if sum(1 + len(match.names or ()) for match in (*selector.include, *selector.exclude)) > MAX_PATTERNS:
-            raise ValueError(f"at most {MAX_PATTERNS} conditions and names are taken")
-        return selector
+    @model_validator(mode="after")
+    def _soon_judged(self) -> Self:
+        conditions = (*self.may_send.include, *self.may_send.exclude)
+        patterns = (*self.all_never_sent, *(name for match in conditions for name in match.names or ()))
+        if len(conditions) + len(patterns) > MAX_PATTERNS:
+            raise ValueError(
+                f"never_send, never_send_if_present and may_send have {len(conditions) + len(patterns)} patterns and "
+                f"conditions together; at most {MAX_PATTERNS} are taken"
+            )
+        for pattern in patterns:
+            if pattern.count("*") > MAX_PATTERN_STARS:
+                raise ValueError(f"{pattern[:80]!r} has more than {MAX_PATTERN_STARS} stars")
+            # Compiled in the time of the caller that declares it.
+            matcher(pattern)
+        return self
 
     def withholds(self, block: Block) -> bool:
-        return any(fnmatchcase(block.name, pattern) for pattern in self.all_never_sent)
+        return any(matcher(pattern)(block.name) for pattern in self.all_never_sent)
+
+    @cached_property
+    def judgements(self) -> dict[Hashable, Any]:
+        """What a planner has found out about this policy, kept as long as the policy is."""
+        return {}
 
     @property
     def all_never_sent(self) -> tuple[str, ...]:

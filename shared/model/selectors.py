@@ -1,8 +1,9 @@
 """Selectors: which blocks of a model a method trains, sends, keeps or freezes."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase, translate
+from functools import lru_cache
 from typing import Self, get_args
 
 from pydantic import Field, model_validator
@@ -147,6 +148,13 @@ class SelectorError(ValueError):
         )
 
 
+@lru_cache(maxsize=4096)
+def matcher(pattern: str) -> Callable[[str], object]:
+    """Return a function that matches names with a policy's shell pattern, compiled once. The cache of `fnmatch` would
+    hold patterns of sites without a bound on their bytes."""
+    return re.compile(translate(pattern)).match
+
+
 def named_by(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that a shell pattern matches, sorted."""
     return sorted(name for name in names if fnmatchcase(name, pattern))
@@ -164,7 +172,7 @@ def ineffective(
     names = {block.name for block in blocks} | set(tied or ())
     for pattern in never_send:
         may_be_tied = tied is None and any(part in pattern for part in FURTHER_NAMES)
-        if not may_be_tied and not any(fnmatchcase(name, pattern) for name in names):
+        if not may_be_tied and not any(map(matcher(pattern), names)):
             fault = f"the model has no block called {pattern!r}, so that this rule protects nothing"
             remedy = "Correct it, or move it to never_send_if_present if only some models have such blocks"
             yield "never_send", f"{fault}; {_near(pattern, names)} {remedy}"

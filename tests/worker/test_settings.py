@@ -103,13 +103,13 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, told: str) -> 
     ("rule", "told"),
     [
         (
-            f"never_send = {[f'block.{number}' for number in range(257)]}",
-            "never_send: must have 256 or fewer entries",
+            f"never_send = {[f'block.{number}' for number in range(65)]}",
+            "never_send: must have 64 or fewer entries",
         ),
-        (f"never_send = ['{'x' * 513}']", "never_send.0: must have at most 512 characters"),
+        (f"never_send = ['{'x' * 257}']", "never_send.0: must have at most 256 characters"),
         (
-            f"may_send = {{include = [{{names = {[f'b{number}' for number in range(256)]}}}]}}",
-            "may_send: at most 256 ",
+            f"may_send = {{include = [{{names = {[f'b{number}' for number in range(64)]}}}]}}",
+            "patterns: never_send, never_send_if_present and may_send have 65 patterns and conditions together",
         ),
         (f"models = {[f'model-{number}' for number in range(257)]}", "models: must have 256 or fewer entries"),
         (f"orchestrators = {[f'o{number}' for number in range(257)]}", "orchestrators: must have 256 or fewer "),

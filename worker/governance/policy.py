@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +20,7 @@ from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective
+from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective, matcher
 from tessera.shared.privacy.noise_shares import epsilon_of
 from tessera.shared.run_settings import MAX_EPSILON, Budget, Privacy, Span, Training, Unit, UnitBudget
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
@@ -396,7 +395,7 @@ class Policy(Frozen):
             self.advertised_policy({}, 0)
         except ValidationError as fault:
             raise ValueError(
-                f"{in_one_line(fault, 'policy', AdvertisedPolicy)}. Claims carry this rule to the coordinator, and "
+                f"{in_one_line(fault, 'patterns', AdvertisedPolicy)}. Claims carry this rule to the coordinator, and "
                 "have no room for more of it: shorten it, for instance by patterns that stand for several names"
             ) from None
         return self
@@ -440,7 +439,7 @@ class Policy(Frozen):
         )
 
     def _withholds(self, block: Block) -> bool:
-        return any(fnmatchcase(block.name, pattern) for pattern in self.all_never_sent)
+        return any(matcher(pattern)(block.name) for pattern in self.all_never_sent)
 
     @property
     def all_never_sent(self) -> tuple[str, ...]:

@@ -69,7 +69,8 @@ def test_a_worker_whose_claim_would_be_too_long_shortens_it() -> None:
     named = DatasetSchema(classes=100, class_names=("0" * 8,) * 100)
     knowing = said.model_copy(update={"schemas": {f"d{number}": named for number in range(100)}})
     assert knowing.shortened().schemas == dict.fromkeys(knowing.schemas, DatasetSchema(classes=100))
-    listing = refusing.model_copy(update={"advertised_policy": AdvertisedPolicy(never_send=("x" * 512,) * 256)})
+    long = AdvertisedPolicy(models=("x" * 128,) * 256, orchestrators=("x" * 128,) * 256)
+    listing = refusing.model_copy(update={"advertised_policy": long})
     assert listing.shortened().advertised_policy is None
     assert len(listing.shortened().model_dump_json()) <= MAX_CLAIM_BYTES
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
@@ -15,6 +17,7 @@ from tessera.coordinator.domain.eligibility import (
     policy_warnings,
     refused_model,
     refused_plan,
+    refused_plans,
     unsuited,
 )
 from tessera.shared.api.runs import Cohort, RunSpec, Training
@@ -23,7 +26,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.selectors import roles
+from tessera.shared.model.selectors import matcher, roles
 from tessera.shared.rounds.client_privacy import noise_share, noise_terms
 from tessera.shared.run_settings import LATER_SETTINGS, Budget, ClientPrivacy, Privacy, UnitBudget
 from tessera.shared.schedule import local_epochs
@@ -254,6 +257,51 @@ def test_a_site_whose_rule_keeps_back_no_block_is_not_planned_for() -> None:
     assert refused_plan(optional, MODEL, Plan(upload=roles("head"))) is not None
 
 
+@pytest.mark.parametrize(
+    ("shown", "told"),
+    [
+        ({"never_send": ["x"] * 40, "never_send_if_present": ["y"] * 24}, "65 patterns and conditions together"),
+        ({"may_send": {"exclude": [{"names": ["z"] * 63}]}}, "65 patterns and conditions together"),
+        ({"may_send": {"include": [{"names": ["*a"] * 64}]}}, "65 patterns and conditions together"),
+        ({"never_send": ["*a" * 9]}, "more than 8 stars"),
+        ({"may_send": {"include": [{"names": ["*a" * 9]}]}}, "more than 8 stars"),
+        ({"never_send": ["x" * 257]}, "at most 256 characters"),
+    ],
+)
+def test_a_policy_whose_patterns_would_hold_up_planning_is_refused(shown: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        AdvertisedPolicy.model_validate(shown)
+    if "x" * 257 not in shown.get("never_send", ()):
+        # The worker says so before it claims.
+        with pytest.raises(ValidationError, match=told):
+            Policy.model_validate(shown)
+    # One that an earlier version stored ends no planning.
+    assert policy_of({"advertised_policy": shown}) is None
+
+
+def test_a_policy_is_judged_once_for_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, real = Counter[str](), AdvertisedPolicy.withholds
+
+    def counting(policy: AdvertisedPolicy, block: Block) -> bool:
+        compared[block.name] += 1
+        return real(policy, block)
+
+    monkeypatch.setattr(AdvertisedPolicy, "withholds", counting)
+    policies = {name: AdvertisedPolicy(never_send=("head*",)) for name in "abc"}
+    spec, plans = invited().spec, dict.fromkeys("abc", Plan(upload=roles("head")))
+    for _ in range(3):
+        assert refused_plans(spec, MODEL, plans, policies).keys() == policies.keys()
+    assert compared == {"head.weight": 3}
+    assert not refused_plans(spec, MODEL, dict.fromkeys("abc", Plan(upload=roles("value"))), policies)
+
+
+def test_a_pattern_is_compiled_when_it_is_declared() -> None:
+    AdvertisedPolicy(never_send=("*declared-just-now*",))
+    before = matcher.cache_info().misses
+    assert matcher("*declared-just-now*")("a-declared-just-now-b")
+    assert matcher.cache_info().misses == before
+
+
 def test_a_model_of_another_type_or_size_is_objected_to() -> None:
     assert refused_model(Policy(models=("bert",)).advertised_policy({}, 0), MODEL) is None
     found = refused_model(Policy(models=("vit",)).advertised_policy({}, 0), MODEL)
@@ -279,11 +327,6 @@ def test_rules_that_a_version_before_does_not_know_are_passed_over_by_it() -> No
     later = {**shown.model_dump(mode="json", exclude_defaults=True), "require_later": True}
     assert AdvertisedPolicy.model_validate(later) == shown
     assert rules(invited(), advertised_policy=AdvertisedPolicy()) == []
-
-
-def test_a_mirror_that_would_take_long_to_judge_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 256"):
-        AdvertisedPolicy.model_validate({"may_send": {"include": [{"names": ["*a"] * 256}]}})
 
 
 def test_texts_that_may_be_too_long_are_an_objection_only_where_they_are_padded() -> None:
