@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
@@ -15,6 +16,9 @@ MAX_FILE_BYTES = 64 << 20
 """Limit on a file. The largest tokenizers of published models take half of it."""
 
 MAX_SETTINGS_BYTES = 1 << 16
+
+MAX_SPECIAL_TOKENS = 64
+"""Special tokens that a tokenizer may add to a text or a pair. Published ones add up to four."""
 
 UNLIMITED = 1 << 40
 """Transformers writes lengths above this for a tokenizer without a limit."""
@@ -124,7 +128,7 @@ def require_file(name: FileName, raw: bytes) -> None:
     if len(raw) > limit:
         raise Invalid(f"{name} has {len(raw)} bytes; it may have at most {limit}", remedy=REMEDY)
     try:
-        check_document(raw)
+        document = check_document(raw)
         if settings:
             settings.model_validate_json(raw)
     except ValidationError as refusal:
@@ -133,6 +137,26 @@ def require_file(name: FileName, raw: bytes) -> None:
         ) from None
     except ValueError as fault:
         raise Invalid(f"{name} is not JSON that can be read: {fault}", remedy=REMEDY) from None
+    if settings is None and (added := _special_tokens(document)) > MAX_SPECIAL_TOKENS:
+        raise Invalid(
+            f"{name} adds {added} special tokens to a text; at most {MAX_SPECIAL_TOKENS} are taken",
+            remedy="Shorten the template of its post_processor.",
+        )
+
+
+def _special_tokens(document: Any) -> int:
+    """Return the most special tokens that a tokenizer adds to a text or a pair; 0 for one that its parser refuses."""
+
+    def added(step: Any) -> int:
+        if step["type"] == "Sequence":
+            return sum(map(added, step["processors"]))
+        ids = {name: len(token["ids"]) for name, token in step.get("special_tokens", {}).items()}
+        parts = ([part.get("SpecialToken") for part in step.get(name, ())] for name in ("single", "pair"))
+        return max(sum(ids[part["id"]] for part in some if part) for some in parts)
+
+    with suppress(LookupError, TypeError, AttributeError):
+        return added(document["post_processor"])
+    return 0
 
 
 def vocabulary_in(raw: bytes) -> str | None:

@@ -68,6 +68,9 @@ OUT_OF_MEMORY = 3
 LIMITS_NOT_SET = 4
 """Exit status of a child that could not set its limits."""
 
+TOO_LONG = 5
+"""Exit status of a child whose tokenizer gave a text more tokens than it may have."""
+
 FOLDER = Path(__file__).parent
 
 
@@ -173,6 +176,8 @@ class Sandbox:
             raise RuntimeError(f"the process that lays out models {ended}: see the machine's log")
         if status is None:
             excess = f"did not end within {WALL_SECONDS:.0f} s"
+        elif status == TOO_LONG:
+            excess = "gives a text more tokens than the site's max_length"
         elif status == -signal.SIGXCPU:
             excess = f"takes more than {cpu_seconds} s of processor time"
         else:
@@ -339,19 +344,23 @@ def _status(
     try:
         if isinstance(request, LayoutRequest):
             lay_out(request.model, request.mapping)
-        else:
-            _convert(request)
+        elif not _convert(request):
+            return TOO_LONG
     except Exception as fault:  # noqa: BLE001  (the parent finds all other faults of the model itself)
         return OUT_OF_MEMORY if _is_out_of_memory(fault) else 0
     return 0
 
 
-def _convert(request: TokenizerRequest) -> None:
+def _convert(request: TokenizerRequest) -> bool:
+    """Convert the texts; return whether all are within `max_length`."""
     tokenizer = Tokenizer.from_str(request.tokenizer)
     tokenizer.enable_truncation(request.max_length)
     texts = [text if len(text) > 1 or request.by_word else text[0] for text in request.texts]
     for first in range(0, len(texts), AT_ONCE):
-        tokenizer.encode_batch(texts[first : first + AT_ONCE], is_pretokenized=request.by_word)
+        encoded = tokenizer.encode_batch(texts[first : first + AT_ONCE], is_pretokenized=request.by_word)
+        if any(len(one.ids) > request.max_length for one in encoded):
+            return False
+    return True
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

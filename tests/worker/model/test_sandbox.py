@@ -55,6 +55,11 @@ def test_a_tokenizer_first_converts_the_texts_in_the_child(tmp_path: Path) -> No
     raw = (bert_tokenizer(tmp_path, ("the", "cat")) / "tokenizer.json").read_text()
     good = TokenizerRequest(tokenizer=raw, texts=(("the cat",), ("dog", "sat")), max_length=8)
     Sandbox().require_tokenizer(good, lambda: None)
+    template = json.loads(raw)
+    template["post_processor"]["single"] *= 5
+    longer = good.model_copy(update={"tokenizer": json.dumps(template)})
+    with pytest.raises(UnsafeConfig, match="gives a text more tokens than the site's max_length"):
+        Sandbox().require_tokenizer(longer, lambda: None)
     # Repeats each word of each text 2,000,000 times.
     bomb = json.loads(raw)
     bomb["normalizer"] = {"type": "Replace", "pattern": {"String": "t"}, "content": "t " * 2_000_000}

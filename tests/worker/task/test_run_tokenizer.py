@@ -19,12 +19,12 @@ from transformers import RobertaTokenizer
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.preprocessing import FileName, FileRef, read_files
-from tessera.shared.problems import DigestMismatch
+from tessera.shared.model.preprocessing import FileName, FileRef, read_files, require_file
+from tessera.shared.problems import DigestMismatch, Invalid
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.agent import Agent
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import hold_out
 from tessera.worker.data.readers.tokenizer import tokenizer_of
 from tessera.worker.data.registry import load
@@ -102,6 +102,18 @@ ONE_OF_EACH = {"label": "class"}
 PETS = {"kind": "imagetext", "labels": ["cat", "dog"], "size": 4, "template": "the {}"}
 
 
+def described(folder: Path, options: dict[str, Any], tokenizer: str) -> Dataset:
+    """A data set of ROWS, or of pictures with a text for each class."""
+    if not (folder / "pets").exists():
+        (folder / "notes.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+        for number in range(20):
+            picture(folder / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", (number, 0, 0))
+    kind = options.get("kind", "text")
+    given = {name: value for name, value in options.items() if name != "kind"}
+    given |= {"folder": str(folder / "pets")} if kind == "imagetext" else {"file": str(folder / "notes.jsonl")}
+    return load(kind, {**given, "tokenizer": tokenizer})
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(
     "options",
@@ -120,14 +132,9 @@ def test_texts_become_the_tensors_that_the_same_tokenizer_of_a_site_makes(
     tmp_path: Path, options: dict[str, Any], side: str
 ) -> None:
     held = files(tmp_path, padding_side=side)
-    (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    for number in range(20):
-        picture(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", (number, 0, 0))
     kind = options.get("kind", "text")
-    given = {name: value for name, value in options.items() if name != "kind"}
-    given |= {"folder": str(tmp_path / "pets")} if kind == "imagetext" else {"file": str(tmp_path / "notes.jsonl")}
     theirs, own = (
-        hold_out(load(kind, {**given, "tokenizer": tokenizer}), 0.5, b"key")
+        hold_out(described(tmp_path, options, tokenizer), 0.5, b"key")
         for tokenizer in ("run", str(tmp_path / "bert"))
     )
     assert theirs.texts
@@ -205,6 +212,38 @@ def test_a_private_task_takes_no_tokenizer_of_the_run_whatever_the_texts_are(
     with pytest.raises(PolicyViolation, match="'notes' takes the run's own tokenizer") as refused:
         admit(TaskRun(runner, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None)))
     assert (refused.value.rule, "in place of 'run'" in refused.value.remedy) == ("tokenizer", True)
+
+
+def with_special_tokens(raw: bytes, count: int, *, nested: bool = False) -> bytes:
+    """The tokenizer, with so many special tokens before each text: half of them in the template, by pairs of ids."""
+    document = json.loads(raw)
+    step = document["post_processor"]
+    step["special_tokens"]["[CLS]"].update(ids=[2, 2], tokens=["[CLS]", "[CLS]"])
+    first = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}
+    for name in ("single", "pair"):
+        step[name] = [first] * (count // 2) + [part for part in step[name] if "SpecialToken" not in part]
+    if nested:
+        document["post_processor"] = {"type": "Sequence", "processors": [step]}
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize("options", [ONE_OF_EACH, PETS], ids=["text", "classes"])
+def test_no_text_exceeds_max_length_whatever_the_tokenizer_adds(tmp_path: Path, options: dict[str, Any]) -> None:
+    held = files(tmp_path)
+    held["tokenizer.json"] = with_special_tokens(held["tokenizer.json"], 40)
+    dataset = described(tmp_path, {**options, "max_length": 16}, "run")
+    with pytest.raises(TaskFailure, match="cannot convert the texts of this site") as refused:
+        tokens(tmp_path, dataset, held)
+    assert isinstance(refused.value.__context__, DataError)
+    assert "tokens, although max_length is 16" in str(refused.value.__context__)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tokenizer_with_many_special_tokens_does_not_travel(tmp_path: Path, nested: bool) -> None:
+    raw = files(tmp_path)["tokenizer.json"]
+    require_file("tokenizer.json", with_special_tokens(raw, 64, nested=nested))
+    with pytest.raises(Invalid, match="adds 66 special tokens to a text; at most 64 are taken"):
+        require_file("tokenizer.json", with_special_tokens(raw, 66, nested=nested))
 
 
 def test_bytes_that_are_others_or_too_many_are_refused(tmp_path: Path) -> None:

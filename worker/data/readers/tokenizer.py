@@ -172,13 +172,20 @@ def _some(texts: RawTexts, at: slice) -> Some:
 
 def _called(tokenizer: PreTrainedTokenizerBase, some: Some, **settings: Any) -> Any:
     try:
-        return tokenizer(
+        encoded = tokenizer(
             some.first, some.second, is_split_into_words=some.by_word, return_attention_mask=True, **settings
         )
     except DataError:
         raise
     except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
         raise DataError(f"tokenizer: {in_short(fault)}") from fault
+    # A tokenizer adds its special tokens after it has cut a text off, and may have any number of them.
+    if (most := settings.get("max_length")) and (longest := max(map(len, encoded[IDS]), default=0)) > most:
+        raise DataError(
+            f"tokenizer: a text has {longest} tokens, although max_length is {most}: use a tokenizer that adds fewer "
+            "special tokens, or raise max_length"
+        )
+    return encoded
 
 
 def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
