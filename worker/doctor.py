@@ -9,19 +9,19 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 
 from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES
+from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES, Transport
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
@@ -439,11 +439,12 @@ def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Fi
 
 def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Finding]:
     try:
-        to = f"{url.rstrip('/')}/version"
-        answer = httpx.get(to, verify=verify, timeout=CONNECT_SECONDS, proxy=proxy, trust_env=False)
-        about = About.model_validate_json(answer.raise_for_status().content)
-    except (httpx.HTTPError, ValueError) as fault:
-        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        transport = Transport(url, None, patience_seconds=0.0, verify=verify, answer_seconds=CONNECT_SECONDS)
+        with closing(transport):
+            answer = transport.once("GET", "/version")
+        about = About.model_validate_json(answer.content)
+    except (Problem, ValueError) as fault:
+        reason = str(fault).splitlines()[0]
         # Behind a proxy no earlier check ran, and the answer may be the proxy's.
         remedy = BY_PROXY if proxy else "Check the URL's path and host."
         yield fail("coordinator", f"no answer from a coordinator: {reason[:200]}", remedy)

@@ -11,9 +11,12 @@ from typing import BinaryIO, Protocol
 from uuid import uuid4
 
 from tessera.shared.api.runs import Run
+from tessera.shared.methods.base import State
+from tessera.shared.model.config_safety import require_safe
 from tessera.shared.model.preprocessing import require_file
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
 from tessera.shared.problems import Invalid
+from tessera.shared.rounds.export import Export
 from tessera.shared.updates.base_folder import base_blocks, write_with_base
 
 CONFIG_FILE = "config.json"
@@ -56,11 +59,12 @@ def export_folder(
     """Write a model folder from which a run can start: a version's weights, config, tokenizer and table of blocks.
 
     Other files of the folder `like` are copied too; `base` is as in `export_file`. Raises Invalid if `out` exists,
-    and for unsafe settings of a tokenizer or image processor.
+    and for unsafe settings of the model, its tokenizer or image processor.
     """
     if out.exists():
         raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
     model = source.model(run.spec.model)
+    require_safe(model.config)
     with in_place_of(out) as partial:
         partial.mkdir()
         _export(source, run, model, partial / WEIGHTS_FILE, number, progress, base)
@@ -92,14 +96,26 @@ def _export(
             else "the run has no external base",
             remedy="Name the folder with its weights: --base FOLDER." if model.external else "Leave --base out.",
         )
+    most, received = Export(State(round=0, model={}), model).nbytes, 0
+
+    def bounded(count: int) -> None:
+        nonlocal received
+        received += count
+        if received > most:
+            raise Invalid(
+                f"the export is longer than the {most} bytes of the model's table",
+                remedy="Do not trust this coordinator, or what stands between: compare the run's model document.",
+            )
+        progress(count)
+
     if base is None:
         with file.open("wb") as opened:
-            source.export(run.id, opened, number, progress)
+            source.export(run.id, opened, number, bounded)
         return
     # Verified before anything is fetched.
     found = base_blocks(base, model)
     with tempfile.TemporaryFile(dir=file.parent) as trained, file.open("wb") as opened:
-        source.export(run.id, trained, number, progress)
+        source.export(run.id, trained, number, bounded)
         write_with_base(opened, trained, model, found)
 
 

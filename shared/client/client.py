@@ -52,7 +52,7 @@ from tessera.shared.api.tasks import (
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.token_format import TOKEN_TEXT
 from tessera.shared.api.versions import Manifest, Version
-from tessera.shared.client.bulk import PIECE_BYTES, FilePart
+from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.transfers import OCTETS, Progress, Transfers
 from tessera.shared.client.transport import (
     Answer,
@@ -228,7 +228,7 @@ class Client:
             file.seek(start)
             file.truncate()
             with self._transport.stream(f"{_run_path(run_id)}/versions/{at}/export", {}) as response:
-                for piece in response.iter_bytes(PIECE_BYTES):
+                for piece in response.iter_raw():
                     file.write(piece)
                     furthest = max(furthest, file.tell())
                     if progress:

@@ -278,6 +278,10 @@ class Transport:
                     raise Unreachable(f"the proxy {self._proxy} requires authentication (HTTP 407)", remedy=BY_PROXY)
                 if response.is_success and _is_page(response):
                     raise IntermediaryFault(_answer_of(response))
+                # The client asked for none. Few bytes could expand to any number, and no length would hold.
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if response.is_success and encoding != "identity":
+                    raise NotUnderstood(f"the answer has Content-Encoding {encoding[:40]!r}, which was not asked for")
                 yield response
 
     def _read(self, response: httpx.Response) -> Answer:

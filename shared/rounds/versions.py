@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import State
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.config_safety import require_safe
 from tessera.shared.model.preprocessing import TOKENIZER, require_file, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Fault, Invalid, NotFound, faults_of
@@ -136,6 +137,7 @@ class States:
         """Return a new run's model and first version. Raises Invalid saying everything that does not fit together."""
         model = self._checked("/model", self.model, model_digest)
         manifest = self._checked("/version", self.manifest, version_digest)
+        require_safe(model.config)
         faults = [
             Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
             for name in sorted(set(manifest.blocks) - {block.name for block in model.stored})

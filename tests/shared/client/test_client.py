@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
+from gzip import compress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from tessera.shared.api.tasks import Submission, TaskView
 from tessera.shared.client import transport
 from tessera.shared.client.bulk import PIECE_BYTES
 from tessera.shared.client.client import Client
-from tessera.shared.client.transfers import LEAST_PIECE_BYTES, ONE_REQUEST_BYTES
+from tessera.shared.client.transfers import LEAST_PIECE_BYTES, OCTETS, ONE_REQUEST_BYTES
 from tessera.shared.problems import (
     MEDIA_TYPE,
     DigestMismatch,
@@ -310,6 +311,21 @@ def test_an_answer_is_not_unpacked() -> None:
     with answering(garbage) as (url, asked), client_of(url) as client, refusing("answer-not-understood"):
         client.about()
     assert asked[0].headers["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize("method", ["export", "fetch_blob", "copy_blobs", "about"])
+def test_no_body_is_taken_in_an_encoding(method: str) -> None:
+    # 64 MiB of zeros.
+    packed = Answer(200, compress(bytes(64 << 20)), {"Content-Encoding": "gzip", "Content-Type": OCTETS})
+    file, digest = io.BytesIO(), digest_of(DATA)
+    with answering(packed) as (url, _), client_of(url) as client, refusing("answer-not-understood", "gzip"):
+        {
+            "export": lambda: client.export("r", file),
+            "fetch_blob": lambda: client.fetch_blob(digest, file),
+            "copy_blobs": lambda: client.copy_blobs([digest], file),
+            "about": client.about,
+        }[method]()
+    assert not file.getvalue()
 
 
 def test_changes_of_a_run_are_reported_with_and_without_a_stream_of_events() -> None:

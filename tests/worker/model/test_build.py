@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from typer.testing import CliRunner
 
 from tessera.shared.model.blocks import TensorSlice
+from tessera.shared.model.config_safety import INTERNAL
 from tessera.shared.model.selectors import all_but, roles
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.cli.model import app
+from tessera.worker.model import config as config_module
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import (
     ModelMismatch,
@@ -139,6 +141,10 @@ def test_unknown_model_type_and_deep_nesting_are_refused() -> None:
         nested = {"a": nested}
     with pytest.raises(UnsafeConfig, match="nested"):
         check_config({**BERT, "a": nested})
+
+
+def test_a_coordinator_knows_each_name_that_transformers_uses_itself() -> None:
+    assert {name for name in config_module._INTERNAL if name.startswith("_")} == config_module._INTERNAL - INTERNAL
 
 
 def test_config_that_becomes_a_hub_backbone_by_default_is_refused() -> None:
