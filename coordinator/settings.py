@@ -268,7 +268,9 @@ class CoordinatorSettings(BaseSettings):
         description="memory of this process; if unset, the limit of its control group. Above 85 % no upload starts",
     )
     merge_readahead_bytes: PositiveInt = Field(
-        default=1 << 18, description="bytes to read at a time from each update in an object store"
+        default=128 << 20,
+        description="memory for reading ahead in an object store; a merge divides it among its updates, and reads at "
+        "most 8 MiB of each at a time",
     )
     merge_engine: Literal["threads", "ray"] = Field(
         default="threads",

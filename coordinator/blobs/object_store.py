@@ -12,7 +12,8 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +29,13 @@ from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 
-HASHED_BYTES = 1 << 22
-"""Bytes of one request when hashing, so that no single request reaches the time limit."""
+WINDOW_BYTES = 8 << 20
+"""Bytes of one request for a whole object, so that no single request reaches the time limit."""
+
+LEAST_WINDOW_BYTES = 1 << 18
+
+LOCKS = 64
+"""Locks of windows that are being read."""
 
 TAGS_KEPT = 65_536
 """Objects whose tags are remembered; a forgotten one is hashed again."""
@@ -60,8 +66,15 @@ class Objects:
     Raises ValueError for a URL with anything else: it may be a secret, and URLs are logged.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, readahead_bytes: int) -> None:
         self.store = _opened(url)
+        self._readahead_bytes = readahead_bytes
+        self._ahead: Counter[str] = Counter()
+        """The objects that are being read ahead, each with the number of its readers."""
+        self._windows: Recent[bytes] = Recent(TAGS_KEPT, readahead_bytes, len)
+        self._window_bytes = min(WINDOW_BYTES, readahead_bytes)
+        self._reading = [threading.Lock() for _ in range(LOCKS)]
+        self._sharing = threading.Lock()
         self._tags: Recent[str] = Recent(TAGS_KEPT)
         self._probing = threading.Lock()
         self._probed_until = 0.0
@@ -110,9 +123,45 @@ class Objects:
         with _translated():
             yield from obstore.list(self.store, chunk_size=at_a_time)
 
-    def open(self, blob: Stored, readahead_bytes: int) -> BinaryIO:
+    def open(self, blob: Stored) -> BinaryIO:
         """Return a seekable file. Reading it raises StoreSpoilt and StoreAway."""
-        return io.BufferedReader(cast("io.RawIOBase", _ObjectFile(self, blob)), readahead_bytes)
+        if blob.digest in self._ahead:
+            return io.BufferedReader(cast("io.RawIOBase", _WindowedFile(self, blob)))
+        return io.BufferedReader(cast("io.RawIOBase", _ObjectFile(self, blob)), LEAST_WINDOW_BYTES)
+
+    @contextmanager
+    def reading_ahead(self, digests: Sequence[str]) -> Iterator[None]:
+        """Read these objects in few large requests until the end of the block, though each is opened many times, by
+        several threads. The memory for this is divided among them."""
+        self._share(lambda: self._ahead.update(digests))
+        try:
+            yield
+        finally:
+            self._share(lambda: self._ahead.subtract(digests))
+
+    def _share(self, change: Callable[[], None]) -> None:
+        with self._sharing:
+            change()
+            self._ahead = +self._ahead
+            if not self._ahead:
+                self._windows = Recent(TAGS_KEPT, self._readahead_bytes, len)
+                return
+            share = self._readahead_bytes // (len(self._ahead) * len(os.sched_getaffinity(0)))
+            self._window_bytes = max(LEAST_WINDOW_BYTES, min(WINDOW_BYTES, share))
+
+    def window(self, blob: Stored, at: int) -> memoryview:
+        """Return the bytes from `at` to the end of the window of the object in which it is. Raises StoreSpoilt and
+        StoreAway."""
+        size = self._window_bytes
+        start = at - at % size
+        name = _name(blob, size, start)
+        # Of threads that need the same window, one reads it.
+        with self._reading[hash(name) % LOCKS]:
+            data = self._windows.get(name)
+            if data is None:
+                data = self.read(blob, start, min(start + size, blob.size))
+                self._windows.keep(name, data)
+        return memoryview(data)[at - start :]
 
     def read(self, blob: Stored, start: int, stop: int) -> bytes:
         """Return bytes `start` to `stop` of the object that was hashed. Raises StoreSpoilt and StoreAway."""
@@ -137,9 +186,9 @@ class Objects:
 
     def hash(self, blob: Stored) -> str:
         """Hash an object and return the tag that identifies it from then on. Raise StoreSpoilt and StoreAway."""
-        computed, tags = hashlib.sha256(), set[str]()
-        for at in range(0, blob.size, HASHED_BYTES):
-            piece, tag = self._get(blob, at, min(at + HASHED_BYTES, blob.size))
+        computed, tags, piece = hashlib.sha256(), set[str](), b""
+        for at in range(0, blob.size, WINDOW_BYTES):
+            piece, tag = self._get(blob, at, min(at + WINDOW_BYTES, blob.size))
             computed.update(piece)
             tags.add(tag)
         if len(tags) > 1 or f"sha256:{computed.hexdigest()}" != blob.digest:
@@ -147,6 +196,8 @@ class Objects:
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
         tag = tags.pop() if tags else ""
         self._tags.keep(blob.digest, tag)
+        if blob.digest in self._ahead and blob.size <= self._window_bytes:
+            self._windows.keep(_name(blob, self._window_bytes, 0), piece)
         return tag
 
     def _get(self, blob: Stored, start: int, stop: int) -> tuple[bytes, str]:
@@ -163,6 +214,11 @@ class Objects:
             raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
         self._distrust(blob)
         raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name: it has another length")
+
+
+def _name(blob: Stored, size: int, start: int) -> str:
+    """Return the name of a window of this size."""
+    return f"{blob.digest} {size} {start}"
 
 
 class _ObjectFile(io.RawIOBase):
@@ -194,11 +250,23 @@ class _ObjectFile(io.RawIOBase):
 
     def readall(self) -> bytes:
         # In few requests; the base class sends one for every 8 KiB.
-        starts = range(self._at, self._blob.size, HASHED_BYTES)
+        starts = range(self._at, self._blob.size, WINDOW_BYTES)
         self._at = max(self._at, self._blob.size)
         return b"".join(
-            self._objects.read(self._blob, start, min(start + HASHED_BYTES, self._blob.size)) for start in starts
+            self._objects.read(self._blob, start, min(start + WINDOW_BYTES, self._blob.size)) for start in starts
         )
+
+
+class _WindowedFile(_ObjectFile):
+    """An object that is read ahead."""
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._at >= self._blob.size:
+            return 0
+        data = self._objects.window(self._blob, self._at)[: len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def key_of(digest: str) -> str:

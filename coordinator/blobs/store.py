@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -90,7 +90,7 @@ class Blobs:
         # Blobs are immutable, and missing ones are not cached.
         self._rows: Recent[Stored] = Recent(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
-        self._objects = Objects(url) if "://" in url else None
+        self._objects = Objects(url, readahead_bytes) if "://" in url else None
         # Used unless there is an object store.
         self._root = Path(url)
         if self._objects is None:
@@ -262,7 +262,7 @@ class Blobs:
         if blob.inline is not None:
             return io.BytesIO(blob.inline)
         if self._objects:
-            return self._objects.open(blob, self._readahead_bytes)
+            return self._objects.open(blob)
         return self._path(blob.digest).open("rb", buffering=0)
 
     def _path(self, digest: str) -> Path:
@@ -436,6 +436,10 @@ class Blobs:
         with suppress(FileNotFoundError):
             return self._path(blob.digest).stat().st_size == blob.size
         return False
+
+    def reading_ahead(self, digests: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a block in which these blobs are read beside each other, each in many parts."""
+        return self._objects.reading_ahead(digests) if self._objects else nullcontext()
 
     def expect(self, digests: Collection[str]) -> None:
         """Cache the rows of blobs that will be read, in one query; missing ones are reported when they are read."""

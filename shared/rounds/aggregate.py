@@ -69,8 +69,9 @@ class Aggregation:
 
         Raises ValueError for a run with client-level privacy without the round's key.
         """
-        state, merged = self.next_state(spec, bounds, current, accepted, sums, noise_key)
-        return *self.states.store(state, current.digest), merged
+        with self.inspector.blobs.reading_ahead([entry.digest for entry in accepted]):
+            state, merged = self.next_state(spec, bounds, current, accepted, sums, noise_key)
+            return *self.states.store(state, current.digest), merged
 
     def next_state(
         self,
@@ -112,8 +113,9 @@ class Aggregation:
         workers. Reads the updates once more; nothing for a run without such a rule."""
         if spec.robust.neutral:
             return {}
-        half, state, updates, _ = self._round(spec, bounds, current, accepted)
-        found = scores(state.model, half.merge(state, updates).model, half.scaled(state, updates))
+        with self.inspector.blobs.reading_ahead([entry.digest for entry in accepted]):
+            half, state, updates, _ = self._round(spec, bounds, current, accepted)
+            found = scores(state.model, half.merge(state, updates).model, half.scaled(state, updates))
         by_site = {update.site: found[update.worker] for update in updates}
         return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
 

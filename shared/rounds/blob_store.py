@@ -1,6 +1,6 @@
 """A place for bytes under their sha-256, as the coordinator has one and a simulation another."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
@@ -38,6 +38,10 @@ class BlobStore(Protocol):
     """Storage of blobs by digest. Reading raises NotFound for an unknown digest."""
 
     def size(self, digest: str) -> int: ...
+    def reading_ahead(self, digests: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a block in which these blobs are read beside each other, each in many parts."""
+        ...
+
     def expect(self, digests: Collection[str]) -> None:
         """Prefetch blobs that will be read soon, if the store gains by it."""
         ...

@@ -301,6 +301,8 @@ def decoded(tensors: Mapping[str, EncodedTensor], start_of: Callable[[Tensor], A
         if tensor.block.numel <= SMALL and not tensor.sent_as_steps:
             groups.setdefault((tensor.codec, tensor.dtype), []).append(tensor)
     for (codec, dtype), group in groups.items():
+        # As they lie in the file.
+        group.sort(key=lambda tensor: tensor.start)
         with group[0].open() as file:
             pieces = [_bytes_of(file, tensor) for tensor in group]
         starts = [start_of(tensor.base) for tensor in group]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from io import BytesIO
@@ -76,6 +76,9 @@ class Folder:
     def size(self, digest: str) -> int:
         data = self.small(digest)
         return self.path(digest).stat().st_size if data is None else len(data)
+
+    def reading_ahead(self, digests: Sequence[str]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def expect(self, digests: Collection[str]) -> None:
         """Do nothing: files need no look-up in advance."""

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 import structlog.testing
 
 from tessera.coordinator.blobs import object_store
-from tessera.coordinator.blobs.object_store import HASHED_BYTES, Objects
+from tessera.coordinator.blobs.object_store import WINDOW_BYTES, Objects
 from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.limits.cache import Recent
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.model.blocks import Block
 from tessera.shared.problems import NotFound, StoreAway, StoreSpoilt
+from tessera.shared.rounds.aggregate import Accepted, Aggregation
 from tessera.shared.rounds.blob_store import Stored
-from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.versions import States
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tests.coordinator.blobs.test_store import INLINE, SIZES, data_of, streamed
+from tests.support.federation import small_model, values
 from tests.support.storage import NOW, unfinished
 from tests.support.stores import KEY, SECRET, Bucket, Mending, serving
 
@@ -36,7 +51,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def opened(tmp_path: Path, database: Database, bucket: Bucket) -> Blobs:
-    return Blobs(database, bucket.url, tmp_path / "staging", INLINE, readahead_bytes=1 << 20)
+    return Blobs(database, bucket.url, tmp_path / "staging", INLINE, readahead_bytes=128 << 20)
 
 
 @pytest.fixture
@@ -62,7 +77,7 @@ def test_what_was_saved_is_read_opened_and_streamed(blobs: Blobs, bucket: Bucket
 
 
 def test_one_that_goes_in_parts_comes_back_whole(blobs: Blobs) -> None:
-    data = hashlib.shake_256(b"large").digest(HASHED_BYTES + (2 << 20))
+    data = hashlib.shake_256(b"large").digest(WINDOW_BYTES + (2 << 20))
     assert blobs.read(blobs.save([data]).digest) == data
 
 
@@ -124,7 +139,6 @@ def test_what_is_done_behind_our_back_is_noticed_before_and_after_the_first_use(
 def test_one_that_is_replaced_while_it_is_read_is_not_read_on(blobs: Blobs, bucket: Bucket) -> None:
     data = data_of(300_000)
     stored = blobs.save([data])
-    blobs._readahead_bytes = 1 << 16
     with blobs.open(stored.digest) as file:
         assert file.read(1000) == data[:1000]
         bucket.replace(stored.digest, spoilt(data))
@@ -156,6 +170,50 @@ def test_one_that_came_again_under_another_tag_is_hashed_and_taken(blobs: Blobs,
     known._tags.keep(stored.digest, "another")
     assert blobs.read(stored.digest) == DATA
     assert known._tags.get(stored.digest) not in (None, "another")
+
+
+def test_a_merge_does_not_ask_the_store_for_each_block_of_an_update(
+    blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = small_model(width=256), dict[str, int]()
+    start = values(model)
+    # The blocks in which the updates are 2 MB each, and the last of them 22 MB, in blocks of .1 to 8 MB.
+    large = Block(tensor="embeddings.weight", role="embedding", shape=(20_000, 256), dtype="F32")
+    model = model.model_copy(update={"blocks": (*model.blocks, large)})
+    start[large.name] = np.zeros(large.shape, np.float32)
+    version = {name: blobs.save([as_bytes(value)]).digest for name, value in start.items()}
+    states, document = States(blobs), blobs.save([canonical(model)]).digest
+    ref = VersionRef(number=1, digest=blobs.save([Manifest(blocks=version).document()]).digest)
+    accepted = []
+    for site in "abc":
+        changes = [
+            TrainedBlock(
+                block, ArrayTensor(start[block.name] + np.float32(ord(site))), ArrayTensor(start[block.name])
+            )
+            for block in model.blocks
+            if block != large or site == "c"
+        ]
+        file = io.BytesIO()
+        write_update(file, "raw", changes)
+        digest = blobs.save([file.getvalue()]).digest
+        sizes[digest] = len(file.getvalue())
+        accepted.append(Accepted(site, site, digest, 10, {}, Plan(), ref))
+    spec = RunSpec(
+        name="r", method=MethodSpec(name="fedavg"), model=document, version=ref.digest, dataset="d", rounds=9
+    )
+    asked, get = Counter[str](), obstore.get
+
+    def counting(store: Any, path: str, **given: Any) -> Any:
+        asked[f"sha256:{path[3:]}"] += 1
+        return get(store, path, **given)
+
+    monkeypatch.setattr(obstore, "get", counting)
+    manifest, *_ = Aggregation(states, Inspector(blobs, states)).merge(spec, Bounds(), ref, accepted)
+    assert manifest.blocks.keys() == version.keys()
+    for digest, nbytes in sizes.items():
+        # One that is larger was hashed before.
+        times = 2 if nbytes > WINDOW_BYTES else 1
+        assert asked[digest] <= times * math.ceil(nbytes / WINDOW_BYTES), nbytes
 
 
 def test_what_is_remembered_of_objects_is_bounded(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +274,7 @@ def test_a_server_that_knows_no_ranges_is_found_unfit(
 ) -> None:
     assert blobs.writable()
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.endpoint)
-    directly = Objects(bucket.url)
+    directly = Objects(bucket.url, 1 << 20)
     # As it is, and not as the line to it mends it.
     assert directly.serves() == (not isinstance(bucket.line, Mending))
 
@@ -224,7 +282,7 @@ def test_a_server_that_knows_no_ranges_is_found_unfit(
 @pytest.mark.parametrize("url", [f"s3://{KEY}:{SECRET}@tiles/prefix", f"s3://tiles?secret_access_key={SECRET}"])
 def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match="AWS_SECRET_ACCESS_KEY") as refusal:
-        Objects(url)
+        Objects(url, 1 << 20)
     assert SECRET not in str(refusal.value)
 
 
