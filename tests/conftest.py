@@ -21,7 +21,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from tests.support import databases, zygote
+from tests.support import databases, leftovers, zygote
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
@@ -30,6 +30,8 @@ LONG = bool(os.environ.get("TESSERA_TEST_LONG"))
 settings.register_profile("tessera", deadline=None, derandomize=not LONG, max_examples=100 if LONG else 50)
 settings.load_profile("tessera")
 
+
+leftovers.name_run()
 
 # Shells start what runs in the background deaf to ^C, and every process of it would be.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -100,8 +102,16 @@ def pytest_collection_finish() -> None:
         accountant.LOSS_GRID = 1e-2
 
 
-def pytest_unconfigure() -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    # Of several processes, those that ran tests are ended soon after this.
     databases.close()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    # The process that started the others looks.
+    if not hasattr(config, "workerinput") and (found := leftovers.leftovers()):
+        raise SystemExit("the tests have left behind:\n" + "\n".join(found))
 
 
 @pytest.fixture(scope="module", autouse=True)

