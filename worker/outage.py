@@ -1,11 +1,12 @@
 """Waits for a coordinator that does not answer, and refusals that no wait ends."""
 
 import time
+from collections.abc import Callable
 
 import structlog
 
 from tessera.shared.problems import Forbidden, Invalid, NameInUse, Problem, SiteSuspended, Unauthenticated
-from tessera.worker.task.heartbeat import Stop
+from tessera.worker.task.heartbeat import ALIVE_SECONDS, Stop
 
 MAX_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0
@@ -13,12 +14,19 @@ COMPLAINT_SECONDS = 60.0
 MAX_WAIT_SECONDS = 600.0
 """Upper limit on `Retry-After`: a worker that is asked to return in a year asks again after this time."""
 
+MISMATCH_SECONDS = 3600.0
+"""Time between two claims of a worker whose protocol the coordinator does not speak: either may be upgraded."""
+
 
 class Outage:
-    """Increasing waits while the coordinator is unavailable, logged once a minute or when the reason changes."""
+    """Increasing waits while the coordinator is unavailable, logged once a minute or when the reason changes.
 
-    def __init__(self, stop: Stop) -> None:
+    `alive` is called during the waits, every ALIVE_SECONDS.
+    """
+
+    def __init__(self, stop: Stop, alive: Callable[[], None] = lambda: None) -> None:
         self._stop = stop
+        self._alive = alive
         self._log = structlog.get_logger("worker")
         self._pause_seconds = 1.0
         self._said_at: float | None = None
@@ -38,10 +46,15 @@ class Outage:
             self._said_at, self._said = now, str(problem)
             faults = [str(fault) for fault in problem.errors]
             event = "name-in-use" if self._waited_for_name else "coordinator-away"
-            more = {"remedy": problem.advice} if self._waited_for_name else {}
-            self._log.warning(event, reason=problem.code, detail=problem.detail, errors=faults, **more)
+            event = "protocol-mismatch" if is_mismatch(problem) else event
+            about = {"reason": problem.code, "detail": problem.detail, "errors": faults, "remedy": problem.advice}
+            self._log.warning(event, **about)
         asked = min(problem.retry_after_seconds or 0, MAX_WAIT_SECONDS)
-        self._stop.sleep(max(self._pause_seconds, asked))
+        left = MISMATCH_SECONDS if is_mismatch(problem) else max(self._pause_seconds, asked)
+        while left > 0:
+            self._alive()
+            self._stop.sleep(min(left, ALIVE_SECONDS))
+            left -= ALIVE_SECONDS
         self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
 
     def over(self) -> None:
@@ -56,4 +69,9 @@ def refuses_worker(problem: Problem) -> bool:
     Other refusals may pass, such as the suspension of its site. Only a coordinator's document is a refusal.
     """
     is_lasting = isinstance(problem, Unauthenticated | Forbidden | Invalid) and not isinstance(problem, SiteSuspended)
-    return is_lasting and problem.from_document
+    return is_lasting and problem.from_document and not is_mismatch(problem)
+
+
+def is_mismatch(problem: Problem) -> bool:
+    """Return whether the coordinator speaks another protocol than this worker."""
+    return isinstance(problem, Invalid) and any(fault.pointer == "/protocol_max" for fault in problem.errors)

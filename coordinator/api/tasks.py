@@ -16,10 +16,19 @@ from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES
 from tessera.shared.api.framing import MEDIA_TYPE, pack_task
 from tessera.shared.api.secure_sums import HelperReport
-from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.api.tasks import (
+    Claim,
+    EvaluationResult,
+    Failure,
+    Heartbeat,
+    Lease,
+    Release,
+    Submission,
+    Task,
+    TaskView,
+)
 from tessera.shared.problems import BadRequest, Fault, Invalid, TooLarge
 from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, WAITED_HEADER, Page
-from tessera.shared.version import VERSION
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
@@ -36,10 +45,12 @@ async def require_protocol(request: Request, _: SiteCaller) -> None:
     spoken = [claim.get(name) if isinstance(claim, dict) else None for name in ("protocol_min", "protocol_max")]
     lowest, highest = (number if isinstance(number, int) else PROTOCOL for number in spoken)
     if not lowest <= PROTOCOL <= highest:
+        older = "worker" if highest < PROTOCOL else "coordinator"
         raise Invalid(
             f"this coordinator speaks protocol {PROTOCOL}; the worker speaks {lowest} to {highest}",
             errors=[Fault(pointer="/protocol_max", detail=f"{lowest} to {highest}")],
-            remedy=f"Install version {VERSION} of Tessera at the worker, which is the coordinator's (GET /version).",
+            remedy=f"The {older} is older: install the other's release of Tessera there, whose version number may be "
+            f"the same. The worker asks again by itself within an hour.",
         )
 
 

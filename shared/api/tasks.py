@@ -459,6 +459,13 @@ class Heartbeat(Message):
     live: Annotated[LiveValues | None, Shown] = None
 
 
+class Release(Heartbeat):
+    """An unfinished task that its worker returns, and why, unless it was asked to stop."""
+
+    code: str | None = Field(default=None, max_length=64)
+    detail: str = Field(default="", max_length=2000)
+
+
 class Lease(Message):
     lease_seconds: LeaseSeconds
 

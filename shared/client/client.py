@@ -45,6 +45,7 @@ from tessera.shared.api.tasks import (
     Heartbeat,
     Lease,
     LiveValues,
+    Release,
     Submission,
     Task,
     TaskView,
@@ -57,9 +58,9 @@ from tessera.shared.client.transfers import OCTETS, Progress, Transfers
 from tessera.shared.client.transport import (
     Answer,
     Credential,
-    IntermediaryFault,
     NotUnderstood,
     Transport,
+    may_pass,
     tls_context,
 )
 from tessera.shared.diagnostics import reason_of
@@ -175,7 +176,7 @@ class Client:
         Raises PreconditionFailed if the run has changed since then.
         """
         if revision is None:
-            etag = self._transport.request("GET", _run_path(run_id)).headers["ETag"]
+            etag = self._transport.request("GET", _run_path(run_id)).header("ETag")
         else:
             etag = f'"{revision}"'
         return _read(Run, self._send("PATCH", _run_path(run_id), patch, {"If-Match": etag}).content)
@@ -378,7 +379,7 @@ class Client:
         except Problem as problem:
             # A refused token may have been replaced, a part of the update may have been uploaded before, and a proxy
             # may take smaller requests alone.
-            if not (problem.retryable or isinstance(problem, Unauthenticated | OffsetMismatch | IntermediaryFault)):
+            if not (may_pass(problem) or isinstance(problem, Unauthenticated | OffsetMismatch)):
                 raise
         self.put_stream(submission.update, file, length, progress)
         return self.submit(task_id, submission)
@@ -394,9 +395,10 @@ class Client:
         """Report that a task failed at this worker."""
         return self._post(f"/v1/tasks/{task_id}/failure", failure, TaskView)
 
-    def release(self, task_id: str, token: int) -> TaskView:
-        """Release a task undone, so that it is offered again at once."""
-        return self._post(f"/v1/tasks/{task_id}/release", Heartbeat(token=token), TaskView)
+    def release(self, task_id: str, token: int, code: str | None = None, detail: str = "") -> TaskView:
+        """Release a task undone, so that it is offered again at once. A code and its detail say why."""
+        why = Release(token=token, code=code, detail=detail[:2000])
+        return self._post(f"/v1/tasks/{task_id}/release", why, TaskView)
 
     # ------------------------------------------------------------ sites, tokens, status
 

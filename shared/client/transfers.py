@@ -107,7 +107,7 @@ class Transfers:
         def attempt() -> bool:
             """Send the next piece. Return whether it was the last."""
             nonlocal offset
-            offset = int(self._transport.once("HEAD", location).headers["Upload-Offset"])
+            offset = int(self._transport.once("HEAD", location).header("Upload-Offset"))
             count = min(length - offset, self._piece_bytes)
             is_last = offset + count == length
             headers = {

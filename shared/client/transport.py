@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -109,12 +110,14 @@ class IntermediaryFault(ServerFault):
         detail = f"a proxy or page in between, not the coordinator, answered {answer.request} with {phrase}"
         detail += f" ({', '.join(about)})" if about else ""
         detail += f", to {answer.headers['Location'][:200]}" if "Location" in answer.headers else ""
+        if words := _words(answer.content):
+            detail += f": {words!r}"
         detail += f"; the request had a body of {size / 1e6:.1f} MB" if size >= SHOWN_BYTES else ""
-        after = answer.headers.get("Retry-After", "")
+        after = _retry_after(answer)
         super().__init__(
             detail,
             remedy=_INTERMEDIARIES.get(300 if 300 <= status < 400 else status),
-            retry_after_seconds=float(after) if after.isdecimal() else None,
+            retry_after_seconds=None if after is None else min(after, MAX_PAGE_SECONDS),
             headers=dict(answer.headers),
         )
         self.is_body_limit = status == codes.REQUEST_ENTITY_TOO_LARGE
@@ -123,6 +126,14 @@ class IntermediaryFault(ServerFault):
 
 SHOWN_BYTES = 50_000
 """Size from which a request's body may be what an intermediary refuses."""
+
+SHOWN_WORDS = 120
+"""Characters of a page's text that its error quotes."""
+
+MAX_PAGE_SECONDS = 30.0
+"""Upper limit on the `Retry-After` of a page that no coordinator wrote."""
+
+_MARKUP = re.compile(r"(?is)<(head|script|style)\b.*?</\1\s*>|<[^>]*>")
 
 _BEHIND = "Check that the coordinator runs, and that the proxy in front of it reaches it."
 _INTERMEDIARIES = {
@@ -277,7 +288,7 @@ class Transport:
                 if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
                     raise Unreachable(f"the proxy {self._proxy} requires authentication (HTTP 407)", remedy=BY_PROXY)
                 if response.is_success and _is_page(response):
-                    raise IntermediaryFault(_answer_of(response))
+                    raise IntermediaryFault(self._read(response))
                 # The client asked for none. Few bytes could expand to any number, and no length would hold.
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if response.is_success and encoding != "identity":
@@ -332,6 +343,12 @@ class Answer:
     content: bytes = b""
     request: str = "a request"
     sent_bytes: int = 0
+
+    def header(self, name: str) -> str:
+        """Return a header. Raises NotUnderstood if there is none."""
+        if name not in self.headers:
+            raise NotUnderstood(f"the answer to {self.request} has no {name}")
+        return self.headers[name]
 
 
 def _answer_of(response: httpx.Response, content: bytes = b"") -> Answer:
@@ -468,18 +485,35 @@ _usual_tls = lru_cache(maxsize=4)(_environment_tls)
 """Clients without files of their own share a context: to read the CAs takes longer than most commands."""
 
 
+def may_pass(problem: Problem) -> bool:
+    """Return whether a problem may pass by itself: a coordinator says so, or the line failed, so that no coordinator
+    wrote the answer, or not as it arrived."""
+    return problem.retryable or isinstance(problem, Unreachable | NotUnderstood | IntermediaryFault)
+
+
 def problem_of(answer: Answer) -> Problem:
-    """Return the problem in an answer, or an IntermediaryFault for one that no coordinator wrote."""
-    header = answer.headers.get("Retry-After", "")
-    retry_after = float(header) if header.isdecimal() else None
+    """Return the problem in an answer, or an IntermediaryFault for one that no coordinator wrote.
+
+    Gateways send problem documents too, without the members that a coordinator's have.
+    """
     headers = dict(answer.headers)
-    # An error in answer to HEAD has no body to judge by.
-    is_known = answer.headers.get("Content-Type", "").startswith(MEDIA_TYPE) or answer.request.startswith("HEAD ")
-    if answer.status_code < 400 or not is_known:
+    if answer.status_code < 400 or not answer.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
         return IntermediaryFault(answer)
+    if answer.request.startswith("HEAD "):
+        # It has no body to judge by, so that nothing lasting may follow from it.
+        return kind_of_status(answer.status_code)(f"HTTP {answer.status_code}", headers=headers)
     try:
         document = ProblemDocument.model_validate_json(answer.content)
     except ValidationError:
-        kind = kind_of_status(answer.status_code)
-        return kind(f"HTTP {answer.status_code}", retry_after_seconds=retry_after, headers=headers)
-    return problem_from(document, retry_after, headers)
+        return IntermediaryFault(answer)
+    return problem_from(document, _retry_after(answer), headers)
+
+
+def _retry_after(answer: Answer) -> float | None:
+    header = answer.headers.get("Retry-After", "")
+    return float(header) if header.isdecimal() else None
+
+
+def _words(content: bytes) -> str:
+    """Return the first words of a page without its markup."""
+    return " ".join(_MARKUP.sub(" ", content[: 1 << 14].decode(errors="replace")).split())[:SHOWN_WORDS]

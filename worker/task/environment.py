@@ -19,7 +19,7 @@ from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskVie
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.client.transfers import Progress
-from tessera.shared.client.transport import IntermediaryFault
+from tessera.shared.client.transport import may_pass
 from tessera.shared.hashing import Sink, derive_seed
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, WorkerHalf
@@ -384,8 +384,7 @@ class TaskRun:
             try:
                 return send()
             except Problem as problem:
-                # What is in between may let the same result through later.
-                if not (problem.retryable or isinstance(problem, IntermediaryFault)):
+                if not may_pass(problem):
                     raise
                 if problem.code != said:
                     said = problem.code

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from tessera.shared.api.tasks import Lease
+from tessera.shared.client.transport import may_pass
 from tessera.shared.problems import LeaseLost, Problem
 
 T = TypeVar("T")
@@ -175,6 +176,6 @@ class Renewal:
                 self._lease_seconds = min(self._heartbeat().lease_seconds, self._max_lease_seconds)
                 self._renewed_at = asked_at
             except Problem as problem:
-                if not problem.retryable:
+                if not may_pass(problem):
                     raise
             wait_seconds = self._lease_seconds / BEATS_PER_LEASE

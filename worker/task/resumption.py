@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import version
 
 from tessera.shared.api.tasks import MERGING, Task
+from tessera.shared.client.transport import may_pass
 from tessera.shared.problems import Forbidden, LeaseLost, Problem, Unauthenticated
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
@@ -73,7 +74,7 @@ def ending(checkpoint: TaskCheckpoint | None) -> Iterator[None]:
     except OFFERED_AGAIN:
         raise
     except Exception as fault:
-        if checkpoint and not (isinstance(fault, Problem) and fault.retryable):
+        if checkpoint and not (isinstance(fault, Problem) and may_pass(fault)):
             checkpoint.remove()
         raise
     if checkpoint:

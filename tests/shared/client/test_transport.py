@@ -17,8 +17,9 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Credential, IntermediaryFault, NotUnderstood, Transport, Unreachable
 from tessera.shared.problems import (
     PROBLEMS,
+    Forbidden,
     Invalid,
-    NotFound,
+    Problem,
     TooManyRequests,
     Unauthenticated,
     Unavailable,
@@ -319,15 +320,51 @@ def test_an_answer_that_no_coordinator_wrote_is_not_told_as_the_coordinators(
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (Answer(404, b"not json", PROBLEM), NotFound),
-        (Answer(503, b'{"half": "a problem"}', PROBLEM), Unavailable),
+        (Answer(401, b"not json", PROBLEM), IntermediaryFault),
+        (Answer(403, b'{"title": "Blocked", "status": 403}', PROBLEM), IntermediaryFault),
+        (page(401), IntermediaryFault),
     ],
 )
-def test_a_problem_that_cannot_be_read_is_told_by_its_status(answer: Answer, kind: type[Exception]) -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_gateway_s_own_problem_document_is_no_refusal_of_the_coordinator(
+    answer: Answer, kind: type[Exception], method: str
+) -> None:
     with answering(answer) as (url, _):
         http = transport(url, [])
-        with pytest.raises(kind):
+        with pytest.raises(Problem) as refusal:
+            http.once(method, "/x")
+        http.close()
+    # A refusal of HEAD has no body: it may be a coordinator's, and nothing lasting follows from it.
+    unknown = method == "HEAD" and answer.headers == PROBLEM
+    assert isinstance(refusal.value, Unauthenticated | Forbidden if unknown else kind)
+    assert not refusal.value.from_document
+
+
+def test_a_page_in_place_of_the_coordinator_is_quoted_by_its_first_words() -> None:
+    text = b"<html><head><title>x</title></head><body><h1>Blocked</h1>\n by Corporate &amp; Proxy" + b" word" * 100
+    for status in (403, 200):
+        with answering(Answer(status, text, {"Content-Type": "text/html", "Server": "squid"})) as (url, _):
+            http = transport(url, [])
+            with pytest.raises(IntermediaryFault, match=r"squid.*: 'Blocked by Corporate &amp; Proxy word") as page:
+                http.once("GET", "/x")
+            http.close()
+        assert len(page.value.detail) < 400
+
+
+def test_a_proxy_cannot_put_a_client_to_sleep_for_a_day() -> None:
+    with answering(page(429, **{"Retry-After": "86400"})) as (url, _):
+        http = transport(url, [])
+        with pytest.raises(IntermediaryFault) as refusal:
             http.once("GET", "/x")
+        http.close()
+    assert refusal.value.retry_after_seconds == 30
+
+
+def test_an_upload_whose_offset_a_proxy_removed_fails_as_the_line_does() -> None:
+    with answering(Answer(204, b"")) as (url, _):
+        http = transport(url, [])
+        with pytest.raises(NotUnderstood, match="has no Upload-Offset"):
+            http.once("HEAD", "/x").header("Upload-Offset")
         http.close()
 
 

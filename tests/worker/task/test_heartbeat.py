@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
+import httpx
 import pytest
 
 from tessera.shared.api.tasks import Lease
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import Unreachable
+from tessera.shared.client.transport import Answer, IntermediaryFault, Unreachable
 from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
 from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
@@ -83,6 +84,21 @@ def test_what_ends_a_lease_is_carried_to_whoever_checks(problem: Problem) -> Non
         renewal._thread.join(WAIT_SECONDS)
         with pytest.raises(type(problem)):
             renewal.check()
+
+
+def test_a_lease_survives_a_page_that_no_coordinator_wrote() -> None:
+    beats, recovered = [], threading.Event()
+
+    def heartbeat() -> Lease:
+        beats.append(1)
+        if len(beats) == 1:
+            raise IntermediaryFault(Answer(403, httpx.Headers({"Content-Type": "text/html"})))
+        recovered.set()
+        return Lease(lease_seconds=60)
+
+    with Renewal(heartbeat, lease_seconds=0.1, clock=lambda: 0.0) as renewal:
+        eventually(recovered)
+        renewal.check()
 
 
 def test_a_lease_survives_an_outage_that_is_shorter_than_itself() -> None:

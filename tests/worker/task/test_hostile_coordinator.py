@@ -758,11 +758,12 @@ CASES = [
     ),
     Case(
         "a renewal for a year",
-        "answer-not-understood: the answer is not a valid Lease",
+        "lease-lost: the lease could not be renewed",
         lies=lambda _: [
             claiming(lambda task: merged(task, LONG)),
             answering(HEARTBEAT, Answered(body=b'{"lease_seconds": 31536000}')),
         ],
+        told=False,
     ),
     garbled("a task whose name is a path", "/id", id=PATH),
     garbled("a run whose name is a path", "/run", run=PATH),
