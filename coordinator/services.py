@@ -124,7 +124,7 @@ def assemble(
         Actions(database, states, liveness, secure),
         RoundMerger(database, blobs, states, Aggregation(states, inspector), disk, liveness, secure),
         last_seen,
-        patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds),
+        patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds, settings.lease_seconds),
         tick_seconds=settings.tick_seconds,
         heartbeat_file=settings.heartbeat_file,
         notify=wake_workers,

@@ -339,6 +339,8 @@ _PLAN = "Change the method or its settings, and begin a new run."
 OF_WORKERS: Mapping[str, str] = {
     "policy-violation": "The site's policy forbids it: begin a run that asks for less, or leave the site out "
     "(cohort.sites).",
+    "disk-full": "Ask the site to free some space, or to make its worker's folder writable: the worker goes on by "
+    "itself. The run goes on without it while other sites reach cohort.quorum.",
     "no-secure-sums": "Ask the site to set [secure_sums], or leave it out (cohort.sites).",
     "no-helper": "Ask the site to set secure_sums.helper, or name another site in secure_sums.helpers.",
     "invalid-terms": "The coordinator and the worker differ in version: install the same at both.",

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import ANSWER_SECONDS, IntermediaryFault
+from tessera.shared.client.transport import ANSWER_SECONDS, may_pass
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import (
     Forbidden,
@@ -35,6 +35,7 @@ from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset import DataError, in_short
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
+from tessera.worker.disk import DISK_FULL, Disk
 from tessera.worker.failures import failure_of
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
@@ -49,7 +50,7 @@ from tessera.worker.settings import SettingsError, WorkerSettings, credential_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.hash_chain import ChainError, TaskRef
-from tessera.worker.stores import state_id_of
+from tessera.worker.stores import own_folders, state_id_of
 from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Renewal, Stop, Stopped
 from tessera.worker.training.progress import Report
 
@@ -109,7 +110,8 @@ class Agent:
         self._runner = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
-        self._outage = Outage(stop)
+        self._outage = Outage(stop, self._show_alive)
+        self._disk = Disk(own_folders(settings))
         self._pace = Pace(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
@@ -192,7 +194,7 @@ class Agent:
 
     def _next(self) -> Task | None:
         """Return a task, or None if there is none yet."""
-        self._alive.touch()
+        self._show_alive()
         if self._is_closed():
             self._stop.sleep(CLOSED_SECONDS)
             return None
@@ -210,8 +212,9 @@ class Agent:
             return None
         except (InboxError, OSError) as fault:
             # A file of the worker's own cannot be read or written, such as a new key on a full disk.
-            remedy = "Make it usable: nothing is claimed until then. A restart is not needed."
-            self._log.error("files-unusable", detail=str(fault), remedy=remedy)
+            if not self._disk.note(fault):
+                remedy = "Make it usable: nothing is claimed until then. A restart is not needed."
+                self._log.error("files-unusable", detail=str(fault), remedy=remedy)
             self._stop.sleep(CLOSED_SECONDS)
             return None
         self._outage.over()
@@ -225,6 +228,11 @@ class Agent:
             # The task that the claim returned is known only now.
             spans.past("claim", traceparent_of(task.run, task.round), began_at, time.time(), _about(task))
         return task
+
+    def _show_alive(self) -> None:
+        # Without it a watchdog acts, and no task fails.
+        with suppress(OSError):
+            self._alive.touch()
 
     def _tidy(self) -> None:
         """Settle pending receipts, and remove old vaults of ended runs and old verdicts on models."""
@@ -249,7 +257,11 @@ class Agent:
 
     def _is_closed(self) -> bool:
         """Return whether the site lets the worker claim nothing now. Log each change."""
-        closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
+        try:
+            closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
+        except OSError as fault:
+            closed = self._disk.note(fault) or str(fault)
+        closed = closed or self._disk.full()
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
         elif self._closed and not closed:
@@ -361,14 +373,12 @@ class Agent:
             self._note("task.drop", task, code="stopped")
             self._give_back(task)
             raise
-        except UNWANTED as problem:
+        except (*UNWANTED, Unauthenticated, Forbidden) as problem:
             outcome = "dropped"
             self._note("task.drop", task, code=problem.code)
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
-        except (Unauthenticated, Forbidden) as problem:
-            outcome = "dropped"
-            self._note("task.drop", task, code=problem.code)
-            raise
+            if refuses_worker(problem):
+                raise
         except DeviceFailed:
             # The update was accepted, without a step.
             outcome = "done"
@@ -380,8 +390,7 @@ class Agent:
             self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
         except Exception as fault:
-            outcome = "failed"
-            self._report_failure(task, fault, log)
+            outcome = self._report_failure(task, fault, log)
             if is_device_failure(fault):
                 raise DeviceFailed from fault
         else:
@@ -425,7 +434,7 @@ class Agent:
             connected = self._connect(answer_seconds=min(beat_seconds, ANSWER_SECONDS))
             with (
                 connected as client,
-                Renewal(heartbeat, task.lease_seconds, longest, alive=self._alive.touch) as renewal,
+                Renewal(heartbeat, task.lease_seconds, longest, alive=self._show_alive) as renewal,
             ):
                 # Another thread sends the heartbeats, and has no span of its own.
                 client.trace(spans.present() or traceparent_of(task.run, task.round))
@@ -433,12 +442,17 @@ class Agent:
         finally:
             self._opening.end()
 
-    def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
-        if isinstance(fault, IntermediaryFault) or (isinstance(fault, Problem) and fault.retryable):
+    def _report_failure(self, task: Task, fault: Exception, log: Any) -> str:
+        """Report a failure, or give the task back on a full disk. Return the task's outcome."""
+        if full := self._disk.note(fault):
+            self._note("task.give-back", task, code=DISK_FULL)
+            self._give_back(task, full)
+            return "given-back"
+        if isinstance(fault, Problem) and may_pass(fault):
             # A report would fail too. The lease expires by itself.
             self._note("task.drop", task, code=fault.code)
             log.warning("task-dropped", reason=fault.code, detail=fault.detail)
-            return
+            return "failed"
         code, detail = failure_of(fault)
         if isinstance(fault, PolicyViolation):
             self._note("task.refuse", task, rule=fault.rule, detail=fault.detail)
@@ -455,6 +469,7 @@ class Agent:
             **more,
         )
         self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
+        return "failed"
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
         """Report that the site has not approved the run, as each claim does from now on."""
@@ -468,13 +483,13 @@ class Agent:
         except Problem as problem:
             log.warning("failure-not-reported", reason=problem.code)
 
-    def _give_back(self, task: Task | None) -> None:
-        """Release the task to other workers. If the request fails, the lease expires by itself."""
+    def _give_back(self, task: Task | None, full: str | None = None) -> None:
+        """Release the task, because of a `full` disk or a stop. If the request fails, the lease expires by itself."""
         if task is None:
             return
         try:
             with self._connect(answer_seconds=GIVE_BACK_SECONDS) as client:
-                client.release(task.id, task.token)
+                client.release(task.id, task.token, *((DISK_FULL, full) if full else ()))
         except Problem as problem:
             self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
         else:

@@ -36,6 +36,7 @@ from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
+from tessera.worker.disk import unwritable
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (
@@ -126,6 +127,14 @@ def try_token(client: Client) -> None:
 
 def _disk(settings: WorkerSettings) -> Iterator[Finding]:
     folder = settings.state_dir
+    try:
+        yield from _written(folder, settings)
+    except OSError as fault:
+        remedy = "Free some space, or make it writable: the worker claims nothing until a write works."
+        yield fail("disk", unwritable(folder, reason_of(fault), WRITTEN_BYTES), remedy)
+
+
+def _written(folder: Path, settings: WorkerSettings) -> Iterator[Finding]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(folder).free
     detail = f"{size(free)} free at {folder}"

@@ -4,6 +4,7 @@ Needs no torch, so that the commands that only read them start at once.
 """
 
 from contextlib import suppress
+from pathlib import Path
 
 from tessera.shared.diagnostics import reason_of
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
@@ -17,6 +18,12 @@ from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog, Keyring, S
 
 STATE_ID_FILE = "state-id"
 """File with the random id of the state folder, by which the coordinator recognises a restarted worker."""
+
+
+def own_folders(settings: WorkerSettings) -> list[Path]:
+    """Return the folders to which the worker writes, the state folder first."""
+    others = (settings.runs_dir, settings.inbox_dir, settings.ledger_dir, settings.audit_dir)
+    return [settings.state_dir, *(folder for folder in others if folder)]
 
 
 def state_id_of(settings: WorkerSettings) -> str:

@@ -180,6 +180,6 @@ def report_failure(task_id: str, body: Failure, serving: Serving, caller: SiteCa
 
 
 @router.post("/{task_id}/release", operation_id="releaseTask")
-def release(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCaller) -> TaskView:
+def release(task_id: str, body: Release, serving: Serving, caller: SiteCaller) -> TaskView:
     """Return the task unfinished; it is offered again at once, up to 20 times."""
     return tasks.release(serving, caller, task_id, body)

@@ -18,6 +18,7 @@ from tessera.coordinator.db.snapshots import (
     terms_of,
 )
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, TaskRow, VersionRow
+from tessera.coordinator.db.tasks import renew
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
@@ -64,6 +65,10 @@ class Actions:
                     return self._offer_evaluation(session, now, run_id, due)
                 case todo.Expire(task_id, token):
                     expire(session, now, task_id, token)
+                case todo.Shorten(task_id, token, expires_at):
+                    task = session.get_one(TaskRow, task_id)
+                    require(task.token == token, "the task was leased again")
+                    renew(session, task, expires_at)
                 case todo.Close(round_id, reason):
                     rounds.close_round(session, now, session.get_one(RoundRow, round_id), reason)
                 case todo.Abandon(round_id, reason):

@@ -1,5 +1,6 @@
 """The conductor's writes: opening, merging and ending rounds."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -33,11 +34,14 @@ from tessera.shared.api.secure_sums import HELPER_KINDS, HelperKind, SumTask
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import secret_key
-from tessera.shared.problems import Conflict
+from tessera.shared.problems import Conflict, WorkerFailed
 from tessera.shared.rounds.aggregate import Accepted, Merged
 from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_seed
 
 ACTOR = "conductor"
+
+MAX_NAMED = 5
+"""Workers that the reason of an abandoned round names."""
 
 _LAST_ATTEMPT = select(func.max(RoundRow.attempt)).where(
     RoundRow.run_id == given("run"), RoundRow.number == given("number")
@@ -48,6 +52,13 @@ _ACCEPTED = _IN_ROUND & (TaskRow.state == "accepted")
 _ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("number"))
 _OPEN_TASKS = (
     select(TaskRow).where(TaskRow.state.in_(TASK["cancel"].sources)).order_by(TaskRow.created_at, TaskRow.id)
+)
+_PROBLEMS = (
+    select(WORKER_NAME, TaskRow.problem)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .where(_IN_ROUND)
+    .order_by(TaskRow.created_at, TaskRow.id)
 )
 _ASSIGN = update(TaskRow).where(_ACCEPTED).returning(TaskRow.update_digest)
 _UPDATES = (
@@ -219,13 +230,25 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """Abandon a round: its accepted updates are left out."""
+    """Abandon a round: its accepted updates are left out. The reason names the workers that failed, with codes."""
+    rows = session.execute(_PROBLEMS, {"round": round_.id})
+    failed = [f"{worker}: {_code_of(problem)}" for worker, problem in rows if problem]
+    more = [f"{len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
+    reason += f" ({', '.join([*failed[:MAX_NAMED], *more])})" if failed else ""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     round_.noise_key = None
     cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
     move_tasks(session, "leave_out", _IN_ROUND, {"round": round_.id}, merged_in=None)
     if round_.sum_terms:
         withdraw_helpers(session, now, round_.run_id)
+
+
+def _code_of(problem: Mapping[str, Any]) -> str:
+    """Return a problem's code, or that of the worker whose words it has."""
+    if problem["code"] != WorkerFailed.code:
+        return str(problem["code"])
+    code = str(problem["detail"]).partition(":")[0]
+    return code if re.fullmatch(r"[a-z0-9-]{1,64}", code) else WorkerFailed.code
 
 
 def bounds_in_force(run: RunRow) -> Bounds:

@@ -20,6 +20,7 @@ from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
+from tessera.shared.problems import Withheld
 
 MAX_UNEVALUATED = 16
 """Versions that one look considers for central evaluation."""
@@ -200,6 +201,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
     rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here)
+    abandoned, because = (0, "") if round_ else _abandoned(session, run)
     return RunSnapshot(
         id=run.id,
         state=run.state,
@@ -207,7 +209,8 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         version=run.version_number,
         cohort=spec.cohort,
         round=_round_snapshot(session, run, round_, spec, tasks, here) if round_ else None,
-        abandoned=0 if round_ else _abandoned(session, run),
+        abandoned=abandoned,
+        abandoned_because=because,
         eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
         idle_since=max(run.resumed_at, ended or 0.0),
         evaluations=evaluations,
@@ -240,24 +243,27 @@ def _task_snapshots(
     return tuple(found[True]), tuple(found[False])
 
 
-def _abandoned(session: Session, run: RunRow) -> int:
-    """Return the number of abandoned attempts at the next round. Attempts that failed because a site had not approved
-    the run count only beyond a limit: each site has to report that once."""
-    ids = session.scalars(
-        select(RoundRow.id).where(
+def _abandoned(session: Session, run: RunRow) -> tuple[int, str]:
+    """Return the number of abandoned attempts at the next round, and the reason of the last. Attempts that failed
+    because a site had not approved the run count only beyond a limit: each site has to report that once."""
+    rounds = session.execute(
+        select(RoundRow.id, RoundRow.reason)
+        .where(
             RoundRow.run_id == run.id,
             RoundRow.number == run.version_number + 1,
             RoundRow.state == "abandoned",
             RoundRow.opened_at >= run.resumed_at,
         )
+        .order_by(RoundRow.attempt)
     ).all()
-    if not ids:
-        return 0
+    if not rounds:
+        return 0, ""
+    ids = [row.id for row in rounds]
     cancelled = select(TaskRow.round_id, TaskRow.problem).where(
         TaskRow.round_id.in_(ids[:MAX_UNAGREED]), TaskRow.state == "cancelled"
     )
-    unagreed = {row.round_id for row in session.execute(cancelled) if row.problem}
-    return len(ids) - len(unagreed)
+    withheld = (row for row in session.execute(cancelled) if row.problem and row.problem["code"] == Withheld.code)
+    return len(ids) - len({row.round_id for row in withheld}), rounds[-1].reason or ""
 
 
 def central_due(

@@ -16,7 +16,7 @@ from tessera.coordinator.domain.acceptance import refusal
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
-from tessera.shared.api.tasks import EvaluationResult, Heartbeat, Progress, Receipt, Submission, Task
+from tessera.shared.api.tasks import EvaluationResult, Progress, Receipt, Release, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
@@ -196,12 +196,14 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
     if task.state == "leased":
         renew(session, task, now + seconds)
     else:
-        values = {
+        values: dict[str, Any] = {
             "token": task.token + 1,
             "attempts": task.attempts + 1,
             "instance": instance,
             "lease_expires_at": now + seconds,
             "progress": {},
+            # Why an earlier lease was given back.
+            **({"problem": None} if task.problem else {}),
         }
         move_task(session, now, actor, task, "lease", values)
 
@@ -247,7 +249,7 @@ def was_released(record: TaskRecord, token: int) -> bool:
     return record.task.state == "offered" and record.task.token == token > 0
 
 
-def require_releases_left(record: TaskRecord, request: Heartbeat) -> None:
+def require_releases_left(record: TaskRecord, request: Release) -> None:
     """Raise Conflict if the task was given back `MAX_RELEASES` times, and a problem unless the request holds it."""
     record.require_lease(request.token)
     # Each lease raises the token, and counts as an attempt unless it was given back.

@@ -84,3 +84,5 @@ class RunSnapshot:
     """Live workers that could evaluate on the central data set."""
     abandoning: tuple[TaskSnapshot, ...] = ()
     """Unfinished tasks of helpers, to sign before the next round that they sign no set of an abandoned attempt."""
+    abandoned_because: str = ""
+    """The reason of the last abandoned attempt at the next round, with the workers that failed; empty without one."""

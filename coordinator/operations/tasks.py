@@ -21,7 +21,17 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
-from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.api.tasks import (
+    Claim,
+    EvaluationResult,
+    Failure,
+    Heartbeat,
+    Lease,
+    Release,
+    Submission,
+    Task,
+    TaskView,
+)
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import (
@@ -342,7 +352,7 @@ def fail(services: Services, caller: Principal, task_id: str, report: Failure) -
     return view
 
 
-def release(services: Services, caller: Principal, task_id: str, request: Heartbeat) -> TaskView:
+def release(services: Services, caller: Principal, task_id: str, request: Release) -> TaskView:
     """Take an unfinished task back and offer it again at once. Its lease does not count as an attempt.
 
     Raise Conflict if the task was given back `MAX_RELEASES` times; its lease then expires.
@@ -351,7 +361,9 @@ def release(services: Services, caller: Principal, task_id: str, request: Heartb
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_released(record, request.token):
             tasks.require_releases_left(record, request)
-            columns = {"attempts": record.task.attempts - 1, "lease_expires_at": None}
+            columns: dict[str, Any] = {"attempts": record.task.attempts - 1, "lease_expires_at": None}
+            if request.code:
+                columns["problem"] = WorkerFailed.of(request.code, request.detail).json()
             now = services.database.now()
             tasks.settle(session, now, caller.actor, record, request.token, "release", columns)
         view, worker_id = _view(record, caller), record.worker.id

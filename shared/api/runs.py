@@ -72,7 +72,12 @@ class Cohort(Frozen):
     deadline_seconds: float = Field(
         default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
     )
-    max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
+    max_attempts: PositiveInt = Field(
+        default=3,
+        le=100,
+        description="attempts at a round before the run pauses; the second follows after 1 s, the third after 10 s, "
+        "each later one after a minute",
+    )
     max_task_attempts: PositiveInt = Field(
         default=3, le=100, description="leases of a task before it counts as expired"
     )

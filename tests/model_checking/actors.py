@@ -20,7 +20,7 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs, tasks
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
-from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Submission, Task, TaskView
+from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Release, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import Conflict, DigestMismatch, NotFound, OffsetMismatch, Problem
@@ -204,7 +204,7 @@ class Worker:
             failure = Failure(token=task.token, code="failed", detail="no")
             self._report(task, "fail", lambda s: tasks.fail(s, self._me, task.id, failure))
         elif fate < manners.fails + manners.releases:
-            beat = Heartbeat(token=task.token)
+            beat = Release(token=task.token)
             self._report(task, "release", lambda s: tasks.release(s, self._me, task.id, beat))
         elif task.kind == "evaluate":
             found = EvaluationResult(
@@ -441,7 +441,7 @@ class Intruder:
 
     def _meddle(self, serving: Services, task: str, token: int) -> None:
         try:
-            tasks.release(serving, site("x"), task, Heartbeat(token=token))
+            tasks.release(serving, site("x"), task, Release(token=token))
         except NotFound:
             return
         except Problem as problem:

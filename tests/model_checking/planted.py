@@ -156,13 +156,13 @@ def one_lost(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
     return found[:-1] if len(found) > 1 else found
 
 
-def one_less(round_: Any, run: Any, now: float) -> Any:
+def one_less(round_: Any, run: Any, *more: Any) -> Any:
     cohort = run.cohort.model_copy(update={"quorum": run.cohort.quorum - 1})
-    return ROUND(round_, replace(run, cohort=cohort), now)
+    return ROUND(round_, replace(run, cohort=cohort), *more)
 
 
-def endless(round_: Any, run: Any, now: float) -> Any:
-    return ROUND(replace(round_, deadline_at=now + 1), run, now)
+def endless(round_: Any, run: Any, now: float, patience: Any) -> Any:
+    return ROUND(replace(round_, deadline_at=now + 1), run, now, patience)
 
 
 def lapse_unseen(session: Any, now: float, task_id: str, token: int) -> None:
@@ -240,7 +240,7 @@ FAULTS: dict[str, Fault] = {
     "a folder is not flushed after a rename": Fault(((blobs.Blobs, "flush_names", lambda self, digests: None),)),
     "a blob is in the table before it has its name": Fault(((uploads.Uploads, "_finish", table_first),)),
     "a round is committed in two transactions": Fault(((rounds, "commit_round", in_two_transactions),)),
-    "leases do not run out": Fault(((decide, "_leases", lambda run, now: iter(())),)),
+    "leases do not run out": Fault(((decide, "_leases", lambda run, now, patience: iter(())),)),
     "a lapse is entered though the lease was renewed": Fault(((actions, "expire", lapse_unseen),)),
     "a cancelled task is accepted": Fault(
         ((tasks, "refusal", any_state), (transitions, "TASK", _sourced("accept", "cancelled")))

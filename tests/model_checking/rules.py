@@ -24,7 +24,7 @@ from tests.model_checking.invariants import LEGAL, Violated
 
 LEASE = 30.0
 LIVE = 45.0
-PATIENCE = Timeouts(cohort_wait_seconds=10, evaluation_seconds=100)
+PATIENCE = Timeouts(cohort_wait_seconds=10, evaluation_seconds=100, lease_seconds=LEASE)
 Report = tuple[str, int]
 """A worker's, and the round's number that it was made for."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -46,19 +48,23 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import named, roles
-from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, NameInUse, Unauthenticated
+from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, NameInUse, Unauthenticated
 from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
+from tessera.shared.version import VERSION
 from tessera.worker import agent as agent_module
 from tessera.worker.agent import ALIVE_FILE, Agent
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.cli import worker as worker_command
 from tessera.worker.cli.exits import DEVICE_FAILED
+from tessera.worker.data.dataset import DataError
+from tessera.worker.disk import DISK_FULL
 from tessera.worker.enrolment import rotate
 from tessera.worker.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
+from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
@@ -354,7 +360,7 @@ def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
     folders = (ROOT / "worker" / "task", ROOT / "worker" / "ranks")
     failures = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     codes = {*REPORTABLE.values(), *re.findall(r"(?:TaskFailure|RanksEnded|failing_as)\(\s*\"([a-z-]+)\"", failures)}
-    assert sorted({*codes, "out-of-memory", "data-unreadable"} ^ set(OF_WORKERS)) == []
+    assert sorted({*codes, "out-of-memory", "data-unreadable", DISK_FULL} ^ set(OF_WORKERS)) == []
 
 
 @pytest.mark.parametrize(
@@ -631,13 +637,98 @@ def test_a_key_that_cannot_be_written_keeps_a_worker_from_claiming_and_does_not_
     assert not thread.is_alive()
 
 
-def test_a_coordinator_of_another_protocol_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
-    body = Invalid("this coordinator speaks protocol 2").document().model_dump_json().encode()
-    with (
-        answering(Answer(422, body, {"Content-Type": MEDIA_TYPE})) as (url, _),
-        pytest.raises(Invalid, match="speaks"),
-    ):
-        Agent(nowhere(url, tmp_path), Stop()).run()
+def test_a_worker_of_another_protocol_waits_for_the_upgrade_of_either_side(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    stop = Hasty()
+    agent = Agent(settings_of(coordinator, tmp_path), stop)
+    agent._claim = agent._claim.model_copy(update={"protocol_min": 7, "protocol_max": 9})
+    with capture_logs() as logs:
+        assert agent._next() is None
+    agent.close()
+    (said,) = [log for log in logs if log["event"] == "protocol-mismatch"]
+    assert "the worker speaks 7 to 9" in said["detail"]
+    assert "The coordinator is older" in said["remedy"]
+    assert VERSION not in said["remedy"]
+    # A watchdog sees that the worker is alive.
+    assert sum(stop.asked) == 3600
+    assert max(stop.asked) <= 30
+
+
+@pytest.mark.parametrize("content_type", ["text/html", MEDIA_TYPE])
+def test_a_page_of_a_proxy_amid_a_task_does_not_end_the_worker(
+    coordinator: LiveCoordinator, tmp_path: Path, content_type: str
+) -> None:
+    start_run(coordinator.client(), small_model(), values(small_model()))
+    task = ScriptedWorker(coordinator.client("site", "a")).take()
+    with answering(Answer(403, b"<h1>Blocked</h1>", {"Content-Type": content_type})) as (url, asked):
+        agent = Agent(nowhere(url, tmp_path), Hasty())
+        agent._runner = SimpleNamespace(run=lambda *_: agent._client._transport.once("HEAD", "/x"), audit=None)
+        with capture_logs() as logs:
+            agent._run_task(task)
+        agent.close()
+    # No failure is reported either.
+    assert {ask.method for ask in asked} == {"HEAD"}
+    assert [log["event"] for log in logs if log["event"].startswith("task-")] == ["task-dropped"]
+
+
+def test_a_full_disk_amid_a_task_gives_it_back_and_is_no_failure(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    start_run(client, small_model(), values(small_model()))
+    task = ScriptedWorker(coordinator.client("site", "a")).take()
+    settings = settings_of(coordinator, tmp_path)
+    agent = Agent(settings, Hasty())
+
+    def write(*_: object) -> None:
+        with written_whole(settings.state_dir / "update") as file, Path("/dev/full").open("wb", 0) as full:
+            file.write(b"x" * 3_000_000)
+            full.write(b"x")
+
+    agent._runner = SimpleNamespace(run=write, audit=None, inbox=None)
+    with capture_logs() as logs:
+        agent._run_task(task)
+    view = client.task(task.id)
+    assert (view.state, view.attempts) == ("offered", 0)
+    assert view.problem is not None
+    assert re.match(
+        rf"disk-full: {settings.state_dir}: No space left on device; 4\S* MB are needed, \S+ \w+ are free",
+        view.problem.detail,
+    )
+    (said,) = [log for log in logs if log["event"] == "disk-full"]
+    assert said["path"] == str(settings.state_dir)
+    # There is room, in truth.
+    assert not agent._is_closed()
+    agent.close()
+
+
+def test_a_worker_that_may_not_write_claims_nothing_until_it_may(tmp_path: Path) -> None:
+    settings = nowhere("http://127.0.0.1:1", tmp_path)
+    agent = Agent(settings, Hasty())
+    blocked = OSError(errno.ENOSPC, "No space left on device", str(settings.state_dir / "here" / "x"))
+    (settings.state_dir / "here").touch()
+    assert agent._disk.note(blocked)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        closed = agent._is_closed()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert closed
+    assert "No space left on device" in str(agent._closed)
+    assert not agent._is_closed()
+    agent.close()
+
+
+def test_an_unreadable_data_set_is_no_full_disk(tmp_path: Path) -> None:
+    settings = nowhere("http://127.0.0.1:1", tmp_path)
+    agent = Agent(settings, Hasty())
+    for number in (errno.EIO, errno.EACCES, errno.EMFILE):
+        assert agent._disk.note(OSError(number, "no", str(tmp_path / "data.csv"))) is None
+        assert agent._disk.note(OSError(number, "no", str(settings.state_dir / "vault" / "x")))
+    assert agent._disk.note(DataError("an example cannot be read")) is None
+    agent.close()
 
 
 def test_a_coordinator_that_is_deaf_does_not_keep_a_worker_from_stopping(

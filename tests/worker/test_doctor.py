@@ -66,6 +66,15 @@ def named(findings: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return next(found for found in findings if found["name"] == name)
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    _, findings = doctor(tmp_path, "http://127.0.0.1:1", "any")
+    disk = named(findings, "disk")
+    assert disk["verdict"] == "fail"
+    assert f"{tmp_path}/state: File exists; " in disk["detail"]
+    assert " are needed, " in disk["detail"]
+
+
 def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     said, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"))
     assert said.exit_code == 0, findings

@@ -15,6 +15,12 @@ TEMPORARY = ".tmp"
 """Suffix of files that are not complete yet."""
 
 
+class WriteFailed(OSError):
+    """An error in writing a file, which it names, with the number of bytes that the file had by then."""
+
+    written_bytes = 0
+
+
 @contextmanager
 def written_whole(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a new file to write and read. It is renamed to `path` if the block succeeds, and deleted otherwise.
@@ -67,6 +73,12 @@ def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, Bina
     try:
         with os.fdopen(descriptor, "w+b") as file:
             yield path, file
+    except OSError as fault:
+        if fault.errno is None or fault.filename is not None:
+            raise
+        failed = WriteFailed(fault.errno, fault.strerror, str(path))
+        failed.written_bytes = path.stat().st_size
+        raise failed from fault
     finally:
         path.unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.schema import Frozen
-from tessera.worker.state.atomic_files import sync_names
+from tessera.worker.state.atomic_files import WriteFailed, sync_names
 
 BEGINNING = "0" * 64
 """The `previous` of the first entry."""
@@ -234,9 +234,12 @@ class Chain(Generic[L]):
         entry = made.model_copy(update={"format": PLAIN if self._key is None else KEYED})
         document: dict[str, JsonValue] = entry.model_dump(mode="json")
         digest = self._digest(_json(document), entry.format)
-        file.write(_json({"entry": document, "digest": digest}) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(_json({"entry": document, "digest": digest}) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as fault:
+            raise WriteFailed(fault.errno, fault.strerror, str(self._path)) from fault
         self._require_in_place(file)
         return entry.model_copy(update={"digest": digest})
 

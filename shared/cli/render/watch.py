@@ -37,6 +37,9 @@ MAX_WORKERS = 12
 
 BAR_COLUMNS = 30
 
+MAX_REASON = 120
+"""Characters of the reason why a task was given back."""
+
 STATES: Mapping[TaskState, str] = {
     "offered": "waiting",
     "accepted": "done",
@@ -228,6 +231,8 @@ def _rest(round_: Round) -> str:
 
 def _doing(task: TaskView) -> tuple[str, str, str]:
     """Return a worker's phase, what it has done of it, and its loss."""
+    if task.state == "offered" and task.problem:
+        return STATES[task.state], task.problem.detail[:MAX_REASON], ""
     if task.state != "leased":
         return STATES[task.state], "", ""
     if (at := task.progress) is None:

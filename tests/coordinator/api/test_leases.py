@@ -12,6 +12,7 @@ from safetensors.numpy import load
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Failure, Task
+from tessera.shared.cli.render.failures import task_failures
 from tessera.shared.client.client import Client
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -202,6 +203,28 @@ def test_a_task_is_given_back_twenty_times_and_then_its_lease_has_to_expire(
     assert worker.train(task).state == "accepted"
 
 
+def test_a_full_disk_at_a_site_costs_no_attempt_and_is_said_where_people_look(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    cohort = Cohort(size=2, quorum=2, deadline_seconds=50, max_attempts=1, max_task_attempts=1)
+    client, run, (full, good), (task, other) = begun(live, "a", "b", cohort=cohort)
+    full.client.release(task.id, task.token, "disk-full", "/state: No space left on device")
+    (failure,) = task_failures(list(client.rounds(run.id)))
+    assert (failure.worker, failure.end) == ("a/w", "offered")
+    assert failure.reason == "disk-full: /state: No space left on device"
+    assert "free some space" in failure.remedy
+    # Once there is room, nothing is left of it.
+    task = full.take()
+    (view,) = (seen for seen in client.round(run.id, 1).tasks if seen.id == task.id)
+    assert (view.attempts, view.problem) == (1, None)
+    full.client.release(task.id, task.token, "disk-full", "/state: No space left on device")
+    good.train(other)
+    clock.advance(50)
+    until(lambda: client.run(run.id).state == "paused")
+    because = "1 of 2 updates came by the deadline; the quorum is 2 (a/w: disk-full)"
+    assert client.run(run.id).reason == f"round 1 was abandoned 1 times, at last because {because}"
+
+
 def test_a_failed_task_ends_and_the_round_goes_on(live: LiveCoordinator) -> None:
     client, run, (bad, good), (bad_task, good_task) = begun(live, "a", "b", cohort=Cohort(size=2, quorum=1))
     view = bad.client.fail(bad_task.id, Failure(token=bad_task.token, code="out-of-memory", detail="it does not fit"))
@@ -238,14 +261,18 @@ def test_a_round_without_its_quorum_is_tried_again_and_then_the_run_pauses(
     for attempt in (1, 2, 3):
         workers[0].train(tasks[0])
         clock.advance(50)
+        until(lambda: client.round(run.id, 1).state == "abandoned")
+        # The next attempt waits for longer each time.
+        clock.advance(10)
         until(lambda n=attempt: client.round(run.id, 1).attempt > n or client.run(run.id).state == "paused")
         if attempt < 3:
             tasks = [worker.take() for worker in workers]
     paused = client.run(run.id)
-    assert paused.reason == "round 1 was abandoned 3 times; see its rounds for the reasons"
+    because = "1 of 2 updates came by the deadline; the quorum is 2"
+    assert paused.reason == f"round 1 was abandoned 3 times, at last because {because}"
     attempts = list(client.rounds(run.id))
     assert [(r.attempt, r.state) for r in attempts] == [(n, "abandoned") for n in (1, 2, 3)]
-    assert attempts[0].reason == "1 of 2 updates came by the deadline; the quorum is 2"
+    assert attempts[0].reason == because
     assert paused.version.number == 0
     with refusing("task-cancelled"):
         workers[1].train(tasks[1])

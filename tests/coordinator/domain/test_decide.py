@@ -21,6 +21,7 @@ from tessera.coordinator.domain.decide import (
     Offer,
     Open,
     Pause,
+    Shorten,
     Timeouts,
     decide,
 )
@@ -36,7 +37,7 @@ from tessera.shared.api.runs import Cohort
 from tessera.shared.schema import RunState, TaskState
 
 NOW = 1000.0
-PATIENCE = Timeouts(cohort_wait_seconds=30, evaluation_seconds=600)
+PATIENCE = Timeouts(cohort_wait_seconds=30, evaluation_seconds=600, lease_seconds=60)
 
 
 def task(
@@ -286,8 +287,25 @@ def test_a_task_whose_worker_is_gone_is_not_waited_for() -> None:
 def test_a_round_is_tried_again_and_then_the_run_pauses_with_a_reason() -> None:
     cohort = Cohort(quorum=2, max_attempts=3)
     assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=2, eligible=2), NOW + 30) == [Open(5)]
-    reason = "round 5 was abandoned 3 times; see its rounds for the reasons"
-    assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=3, eligible=2)) == [Pause(reason)]
+    because = "1 of 2 updates came (b/w: disk-full)"
+    paused = run(cohort=cohort, version=4, rounds=9, abandoned=3, abandoned_because=because, eligible=2)
+    assert decided(paused) == [Pause(f"round 5 was abandoned 3 times, at last because {because}")]
+
+
+@pytest.mark.parametrize(("abandoned", "seconds"), [(1, 1), (2, 10), (3, 60), (9, 60)])
+def test_a_fault_that_lasts_some_seconds_does_not_use_up_all_attempts(abandoned: int, seconds: float) -> None:
+    cohort = Cohort(size=2, quorum=2, max_attempts=10)
+    failed = run(cohort=cohort, version=4, rounds=9, abandoned=abandoned, eligible=2)
+    assert decided(failed, NOW + seconds - 0.1) == []
+    assert decided(failed, NOW + seconds) == [Open(5)]
+
+
+def test_a_clock_that_is_set_back_does_not_keep_a_dead_worker_s_lease() -> None:
+    live = replace(a_round(), tasks=(task("leased", expires_at=NOW + 3600),))
+    assert decided(run(cohort=Cohort(quorum=1), round=live)) == [Shorten("t", 1, NOW + 60)]
+    # The clock of the process that renews leases may be a little ahead.
+    live = replace(a_round(), tasks=(task("leased", expires_at=NOW + 61),))
+    assert decided(run(cohort=Cohort(quorum=1), round=live)) == []
 
 
 def test_a_run_completes_after_its_last_round() -> None:
@@ -333,7 +351,7 @@ def test_the_lease_of_a_worker_that_is_gone_lapses_all_the_same() -> None:
 
 
 def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed() -> None:
-    waiting = run(version=3, evaluations=(task("leased", expires_at=NOW + 1e6),), idle_since=NOW)
+    waiting = run(version=3, evaluations=(task("leased", expires_at=NOW + 601),), idle_since=NOW)
     assert decided(waiting, NOW + 600) == []
     assert decided(waiting, NOW + 600.001) == [Complete()]
 

@@ -349,7 +349,8 @@ def test_who_failed_and_why_is_shown_with_what_to_do(
     assert "round 1  north/w  failed: policy-violation: policy-violation it  [2Jis\n  The site's policy" in shown
     assert "round 1  south/w  withheld: awaiting-approval it  [2Jis\n  A person at the site decides" in shown
     assert "round 1  east/w  no update: it had not taken its task when the round ended\n" in shown
-    assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 *\n", shown)
+    assert re.search(r"reason +0 of 3 updates came and no more can come; the quorum is 2 \(", shown)
+    assert "north/w: policy-violation, south/w: withheld)" in " ".join(shown.split())
 
 
 def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
