@@ -341,6 +341,8 @@ OF_WORKERS: Mapping[str, str] = {
     "(cohort.sites).",
     "disk-full": "Ask the site to free some space, or to make its worker's folder writable: the worker goes on by "
     "itself. The run goes on without it while other sites reach cohort.quorum.",
+    "state-rolled-back": "Ask the site: its worker's files are an older copy, and a person there decides how to "
+    "go on. The run goes on without it while other sites reach cohort.quorum.",
     "no-secure-sums": "Ask the site to set [secure_sums], or leave it out (cohort.sites).",
     "no-helper": "Ask the site to set secure_sums.helper, or name another site in secure_sums.helpers.",
     "invalid-terms": "The coordinator and the worker differ in version: install the same at both.",

@@ -48,7 +48,8 @@ from tessera.worker.outage import Outage, refuses_worker
 from tessera.worker.pace import Pace
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
-from tessera.worker.state.audit import Action
+from tessera.worker.state.atomic_files import write_secret
+from tessera.worker.state.audit import ROLLED_BACK_FILE, Action, StateRolledBack
 from tessera.worker.state.hash_chain import ChainError, TaskRef
 from tessera.worker.stores import own_folders, state_id_of
 from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Renewal, Stop, Stopped
@@ -112,6 +113,7 @@ class Agent:
         self._unusable: str | None = None
         self._outage = Outage(stop, self._show_alive)
         self._disk = Disk(own_folders(settings))
+        self._rolled_back = settings.state_dir / ROLLED_BACK_FILE
         self._pace = Pace(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
@@ -262,6 +264,8 @@ class Agent:
         except OSError as fault:
             closed = self._disk.note(fault) or str(fault)
         closed = closed or self._disk.full()
+        if self._rolled_back.exists():
+            closed = f"{StateRolledBack.code}: `tessera worker adopt` goes on with the state as it is"
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
         elif self._closed and not closed:
@@ -444,10 +448,12 @@ class Agent:
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> str:
         """Report a failure, or give the task back on a full disk. Return the task's outcome."""
+        if isinstance(fault, StateRolledBack):
+            write_secret(self._rolled_back, fault.head)
+            log.error(StateRolledBack.code, detail=str(fault), remedy=StateRolledBack.remedy)
+            return self._give_back_for(task, StateRolledBack.code, str(fault))
         if full := self._disk.note(fault):
-            self._note("task.give-back", task, code=DISK_FULL)
-            self._give_back(task, full)
-            return "given-back"
+            return self._give_back_for(task, DISK_FULL, full)
         if isinstance(fault, Problem) and may_pass(fault):
             # A report would fail too. The lease expires by itself.
             self._note("task.drop", task, code=fault.code)
@@ -471,6 +477,11 @@ class Agent:
         self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
         return "failed"
 
+    def _give_back_for(self, task: Task, code: str, detail: str) -> str:
+        self._note("task.give-back", task, code=code)
+        self._give_back(task, code, detail)
+        return "given-back"
+
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
         """Report that the site has not approved the run, as each claim does from now on."""
         self._note("task.give-back", task, code=unapproved.code)
@@ -483,13 +494,13 @@ class Agent:
         except Problem as problem:
             log.warning("failure-not-reported", reason=problem.code)
 
-    def _give_back(self, task: Task | None, full: str | None = None) -> None:
-        """Release the task, because of a `full` disk or a stop. If the request fails, the lease expires by itself."""
+    def _give_back(self, task: Task | None, *why: str) -> None:
+        """Release the task, with a code and its detail if any. If the request fails, its lease expires by itself."""
         if task is None:
             return
         try:
             with self._connect(answer_seconds=GIVE_BACK_SECONDS) as client:
-                client.release(task.id, task.token, *((DISK_FULL, full) if full else ()))
+                client.release(task.id, task.token, *why)
         except Problem as problem:
             self._log.warning("task-not-released", run=task.run_name, reason=problem.code)
         else:

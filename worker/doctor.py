@@ -52,6 +52,7 @@ from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
+from tessera.worker.state.audit import ROLLED_BACK_FILE, StateRolledBack
 from tessera.worker.training.optimization.bfloat16_products import bfloat16_products, is_native
 
 WRITTEN_BYTES = 32 << 20
@@ -85,6 +86,7 @@ def checks(settings: WorkerSettings, *, probe: bool, model: Path | None = None) 
     yield "coordinator", lambda: way_to(settings.url, verify)
     yield "token", lambda: _token(settings, connect)
     yield "disk", lambda: _disk(settings)
+    yield "state", lambda: _state(settings)
     yield "device", lambda: _device(settings)
     for name, source in settings.datasets.items():
         yield f"data {name}", partial(_dataset, settings, name, source)
@@ -123,6 +125,12 @@ def try_token(client: Client) -> None:
     except NotFound as problem:
         if not problem.from_document:
             raise
+
+
+def _state(settings: WorkerSettings) -> Iterator[Finding]:
+    if (settings.state_dir / ROLLED_BACK_FILE).exists():
+        detail = f"{StateRolledBack.code}: the files are older than what the coordinator has accepted from them"
+        yield fail("state", detail, StateRolledBack.remedy)
 
 
 def _disk(settings: WorkerSettings) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Row, Select, exists, func, select, update
+from sqlalchemy import Row, ScalarSelect, Select, exists, func, select, union_all, update
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
@@ -150,15 +150,28 @@ def is_claimable(session: Session, worker_id: str, instance: str) -> bool:
     return session.scalars(_IS_CLAIMABLE, {"worker": worker_id, "instance": instance}).first() is not None
 
 
-def digest_before(session: Session, task: TaskRow) -> tuple[str | None, bool]:
-    """Return the digest of the version before the task's, and whether the worker had another task on the task's
-    version, and so has its blocks."""
+def known_to_worker(session: Session, task: TaskRow) -> tuple[str | None, bool, str | None]:
+    """Return the digest of the version before the task's; whether the worker had another task on the task's version,
+    and so has its blocks; and the audit head that came with its last accepted result."""
     about = {"id": task.id, "worker": task.worker_id, "run": task.run_id, "number": task.version_number}
-    digest, has_another = session.execute(_DIGEST_BEFORE, about).one()
-    return digest, has_another
+    digest, has_another, head = session.execute(_KNOWN_TO_WORKER, about).one()
+    return digest, has_another, head
 
 
-def _digest_before() -> Select[str | None, bool]:
+def _last_head() -> ScalarSelect[str | None]:
+    # For each state and kind, an index has the last task at its end.
+    of_worker = select(TaskRow.audit_head, TaskRow.created_at).where(TaskRow.worker_id == given("worker"))
+    lasts = [
+        of_worker.where(TaskRow.state == state, TaskRow.kind == kind).order_by(TaskRow.created_at.desc()).limit(1)
+        for state in ACCEPTED
+        for kind in ("train", "evaluate", *HELPER_KINDS)
+    ]
+    found = union_all(*(select(last.subquery()) for last in lasts)).subquery()
+    newest = select(found.c.audit_head).where(found.c.audit_head.is_not(None))
+    return newest.order_by(found.c.created_at.desc()).limit(1).scalar_subquery()
+
+
+def _known_to_worker() -> Select[str | None, bool, str | None]:
     this, before = aliased(VersionRow), aliased(VersionRow)
     # Uses an index instead of scanning all tasks of the worker.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
@@ -166,11 +179,11 @@ def _digest_before() -> Select[str | None, bool]:
     version = (TaskRow.run_id == given("run")) & (TaskRow.version_number == given("number"))
     joined = (before.run_id == this.run_id) & (before.number == this.number - 1)
     has_another = exists().where(of_worker, version, TaskRow.id != given("id"))
-    rows = select(before.digest, has_another).select_from(this).outerjoin(before, joined)
+    rows = select(before.digest, has_another, _last_head()).select_from(this).outerjoin(before, joined)
     return rows.where(this.run_id == given("run"), this.number == given("number"))
 
 
-_DIGEST_BEFORE = _digest_before()
+_KNOWN_TO_WORKER = _known_to_worker()
 
 
 def are_others_leased(session: Session, task: TaskRow) -> bool:

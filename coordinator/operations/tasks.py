@@ -130,7 +130,8 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
             # Another claim of this worker was faster.
             return None
         task = tasks.task_message(session, record, seconds, **limits)
-        earlier, has_another = tasks.digest_before(session, record.task)
+        earlier, has_another, head = tasks.known_to_worker(session, record.task)
+        task = task.model_copy(update={"audit_head": head})
     if task.kind in HELPER_KINDS:
         return task
     if task.kind == "train":

@@ -65,6 +65,7 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.audit import StateRolledBack
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
@@ -360,7 +361,9 @@ def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
     folders = (ROOT / "worker" / "task", ROOT / "worker" / "ranks")
     failures = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     codes = {*REPORTABLE.values(), *re.findall(r"(?:TaskFailure|RanksEnded|failing_as)\(\s*\"([a-z-]+)\"", failures)}
-    assert sorted({*codes, "out-of-memory", "data-unreadable", DISK_FULL} ^ set(OF_WORKERS)) == []
+    assert (
+        sorted({*codes, "out-of-memory", "data-unreadable", DISK_FULL, StateRolledBack.code} ^ set(OF_WORKERS)) == []
+    )
 
 
 @pytest.mark.parametrize(

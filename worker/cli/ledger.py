@@ -6,11 +6,13 @@ from typing import Any
 from pydantic import JsonValue
 
 from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
+from tessera.shared.problems import Problem
 from tessera.shared.run_settings import Unit, with_meaning
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
+from tessera.worker.rolled_back import adopt_rolled_back
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
@@ -45,11 +47,12 @@ def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
 def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
     """Accept audit and ledgers as they are: without a key, under a lost key, cut off or missing.
 
-    Stop the worker, and compare the files with a copy first. The lost spending of a ledger counts as unbounded.
+    Stop the worker, and compare the files with a copy first. The lost spending of a ledger counts as unbounded. After
+    `state-rolled-back`, the ledgers are charged for the tasks that the coordinator names and the audit lacks.
 
     Exit code 0: both are reliable from now on, 1: they are not, 2: invalid settings.
     """
-    with exits({BAD_SETTINGS: (SettingsError,), 1: (ChainError, OSError)}):
+    with exits({BAD_SETTINGS: (SettingsError,), 1: (ChainError, OSError, Problem)}):
         settings = read_settings(config)
         audit, ledger = audit_of(settings), ledger_of(settings)
         adopted = audit.adopt()
@@ -62,11 +65,13 @@ def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
         if lost or others:
             detail: dict[str, JsonValue] = {LEDGER_HEAD: lost, "others": [*others]}
             audit.record("chain.adopt", None, **detail)
+        charged = adopt_rolled_back(settings, audit, ledger)
     names = sorted({*lost, *others})
     if as_json:
-        print_json({"audit": adopted is not None, "ledgers": names})
+        print_json({"audit": adopted is not None, "ledgers": names, "charged": charged})
         return
     accepted = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in names)]
+    accepted += [f"the older state, with {count} lost uses of {name} charged" for name, count in charged.items()]
     note(f"accepted as they are: {', '.join(accepted)}" if accepted else "all were intact, and nothing was changed")
 
 

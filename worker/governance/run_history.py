@@ -57,6 +57,8 @@ class Handed(Frozen):
     version: int
     seed: int
     times: PositiveInt
+    kept: str = ""
+    """The id of the task, if tensors that its run keeps at the site are of it."""
 
 
 class Record(Frozen):
@@ -152,11 +154,19 @@ class RunHistory:
             times, of_run = self.measured(snapshot.dataset), self._read(snapshot.run).evaluations
             policy.check_measurements(snapshot.dataset, times + 1, of_run + 1)
 
-    def add(self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0, rho: float = 0.0) -> None:
-        """Check the task again with the size of its update, and the zCDP by which it is noisy, and record it durably.
-        Raises PolicyViolation."""
+    def add(
+        self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0, rho: float = 0.0, kept: str = ""
+    ) -> None:
+        """Check the task again with the size of its update, and the zCDP by which it is noisy, and record it durably,
+        with its id if it has `kept` tensors. Raises PolicyViolation."""
         with alone(self._folder, wait=True):
             record = self._next(self._read(snapshot.run), snapshot, policy, upload_bytes)
+            if kept:
+                handed = {
+                    **record.handed,
+                    self._worker: record.handed[self._worker].model_copy(update={"kept": kept}),
+                }
+                record = record.model_copy(update={"handed": handed})
             if rho:
                 # Also where there is no limit yet: a later one counts what was spent before.
                 spent = self.check_site(policy, rho)
@@ -164,6 +174,11 @@ class RunHistory:
                     file.write(canonical(SiteSpending(rho=spent)))
             with written_whole(self._path(snapshot.run)) as file:
                 file.write(canonical(record))
+
+    def kept_by(self, run: str, task: str) -> bool:
+        """Return whether this task was the worker's last submission in the run, and kept tensors."""
+        handed = self._read(run).handed.get(self._worker)
+        return handed is not None and handed.kept == task
 
     def spent_of_site(self) -> float:
         """Return the zCDP of all sums to which this site has sent noisy updates. Raises PolicyViolation."""

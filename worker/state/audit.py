@@ -26,8 +26,29 @@ Action = Literal[
 ]  # fmt: skip
 """`leave` is recorded before the first byte is sent, `count` when the coordinator has confirmed that it counts."""
 
+LEAVING = ("update.leave", "figures.leave", "sums.agree", "sums.open", "sums.abandon")
+"""The actions whose entries the coordinator learns the digests of."""
+
 LEDGER_HEAD = "ledger"
 """The key, in the detail of `leave`, of the head of the data set's ledger."""
+
+
+ROLLED_BACK_FILE = "rolled-back"
+"""File in the worker's state folder with the digest that its audit lacks, until a person adopts the state."""
+
+NO_HEAD = "-"
+"""The content of that file if the audit is whole, and the tensors that a run keeps are older."""
+
+
+class StateRolledBack(Exception):
+    """The worker's files are an older copy: they lack what left, and what it cost. `head` is the missing digest."""
+
+    code = "state-rolled-back"
+    remedy = "Put back the newest copy of the state folder, or stop the worker and run `tessera worker adopt`."
+
+    def __init__(self, detail: str, head: str) -> None:
+        super().__init__(detail)
+        self.head = head
 
 
 class SiteAuditEntry(Link):
@@ -48,8 +69,10 @@ class Audit:
 
     def __init__(self, folder: Path, worker: str, key: bytes | None = None, *, shared: bool = True) -> None:
         self._chain: Chain[SiteAuditEntry] = Chain(folder / AUDIT_FILE, SiteAuditEntry, key=derived(key, "audit"))
+        self._path = folder / AUDIT_FILE
         self._worker = worker
         self._shared = shared
+        self._found: set[str] = set()
 
     def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
         """Append an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
@@ -62,13 +85,25 @@ class Audit:
     def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> SiteAuditEntry:
         at = datetime.now(UTC)
         given = {"at": at, "worker": self._worker, "action": action, "detail": detail, **about}
-        return self._chain.append(
+        entry = self._chain.append(
             lambda seq, previous: SiteAuditEntry.model_validate({"seq": seq, "previous": previous, **given})
         )
+        if action in LEAVING:
+            # The next task names it, and the file is not read for that.
+            self._found.add(entry.digest)
+        return entry
 
     def read(self) -> tuple[SiteAuditEntry, ...]:
         """Return all entries, oldest first. Raises ChainError."""
         return self._chain.read()
+
+    def has(self, digest: str) -> bool:
+        """Return whether an entry has this digest, or adopted a state without it."""
+        if digest not in self._found:
+            if not self._path.exists() or digest.encode() not in self._path.read_bytes():
+                return False
+            self._found = {digest}
+        return True
 
     def check(self) -> tuple[SiteAuditEntry, ...]:
         """Return all entries. Raises ChainError if no entry can be appended."""

@@ -42,6 +42,10 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+TASK = "task"
+"""The entry of a file's metadata with its task and token: of the task whose merged update made it current."""
+
+
 class NoReceipt(ValueError):
     """The coordinator does not report whether an accepted update was merged."""
 
@@ -76,7 +80,10 @@ class Staged:
             blocks = frozenset(unmerged)
             kept = {name: values for name, values in before.items() if _of_blocks(name, blocks)}
             kept |= {name: values for name, values in after.items() if not _of_blocks(name, blocks)}
-            _write(self.path, kept, durable=self.durable)
+            match = PENDING.fullmatch(self.path.name)
+            _write(
+                self.path, kept, durable=self.durable, of_task=f"{match['task']} {match['token']}" if match else ""
+            )
         replace(self.path, current, durable=self.durable)
 
     def discard(self) -> None:
@@ -114,7 +121,7 @@ class Vault:
         if not keep and all(other.name == SCALE for other in folder.glob("*")):
             return Staged(None, self._durable)
         path = folder / name
-        _write(path, keep, durable=self._durable)
+        _write(path, keep, durable=self._durable, of_task=f"{task} {token}")
         return Staged(path, self._durable)
 
     def load_scale(self, run: str) -> dict[str, Array]:
@@ -153,6 +160,19 @@ class Vault:
                 "the coordinator sends no receipts, so that a worker cannot know whether the update behind the run's "
                 "kept tensors was merged: upgrade the coordinator first. The tensors wait until then"
             )
+
+    def lacks(self, receipt: Receipt, run: str, *, kept: bool) -> bool:
+        """Return whether the current tensors of a settled run are older than a merged task's, or gone although it
+        `kept` some. Those of an earlier version of Tessera do not say whose they are."""
+        current = self._of_run(run) / CURRENT
+        if receipt.state != "merged" or not current.exists():
+            return receipt.state == "merged" and kept
+        return _task_of(current) not in ("", f"{receipt.task} {receipt.token}")
+
+    def adopt(self, run: str, receipt: Receipt) -> None:
+        """Let the run's current tensors be those of a merged task, as they are; none if they are gone."""
+        path = self._of_run(run) / CURRENT
+        _write(path, self.load(run), durable=self._durable, of_task=f"{receipt.task} {receipt.token}")
 
     def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
         """Commit, keep or discard each pending file, oldest first, by the outcome of its task.
@@ -211,10 +231,16 @@ def _read(path: Path) -> dict[str, Array]:
     return kept
 
 
-def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
+def _task_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return read_header(file, path.stat().st_size).metadata.get(TASK, "")
+
+
+def _write(path: Path, keep: Mapping[str, Array], *, durable: bool, of_task: str = "") -> None:
     layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
     with written_whole(path, durable=durable, mode=0o600) as file:
-        write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
+        values = (as_bytes(values) if values.size else b"" for values in keep.values())
+        write(file, layout, values, {TASK: of_task} if of_task else None)
 
 
 def _of_blocks(name: str, blocks: frozenset[str]) -> bool:

@@ -34,6 +34,7 @@ from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.small_blocks import write_blocks
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
+from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.base_cache import BaseRecordError
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
@@ -203,6 +204,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
     except NoReceipt as fault:
         raise TaskFailure("no-receipt", str(fault)) from None
+    _require_merged(run)
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
     context = LocalTaskContext(
@@ -218,6 +220,16 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         images=built.images,
     )
     return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
+
+
+def _require_merged(run: TaskRun) -> None:
+    """Raise StateRolledBack if the tensors that the run keeps here are older than its last merged update, or gone."""
+    env, task = run.env, run.task
+    if env.audit is None or env.history is None or task.receipt is None:
+        return
+    if env.vault.lacks(task.receipt, task.run, kept=env.history.kept_by(task.run, task.receipt.task)):
+        older = f"the tensors that run {task.run_name} keeps here are older than its last merged update, or gone"
+        raise StateRolledBack(older, NO_HEAD)
 
 
 def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:

@@ -22,6 +22,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
+from tessera.worker.state.audit import LEAVING, StateRolledBack
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in
@@ -93,6 +94,7 @@ class TaskRunner(TaskEnvironment):
         journal = Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger, self.limits)
         run = TaskRun(self, task, check, report, journal, began_at=self.clock())
         report.hides = self.hides(task)
+        self._require_state(task.audit_head)
         if self.audit:
             run.journal.note(
                 "task.start",
@@ -160,6 +162,23 @@ class TaskRunner(TaskEnvironment):
             raise DeviceFailed
         loaded.context.close()
         self.models.keep(loaded.built)
+
+    def _require_state(self, head: str | None) -> None:
+        """Raise StateRolledBack if the audit lacks an entry that the coordinator holds, so that the ledgers may too.
+
+        An audit from which nothing has left yet is that of a new state folder: a worker may lose its state, unless a
+        budget counts what it spent. A coordinator that lies stops the worker, which it could do in any case.
+        """
+        if self.audit is None or head is None or self.audit.has(head):
+            return
+        rules = any(self.privacy_rules(name) for name in self.datasets)
+        if rules or any(entry.action in LEAVING for entry in self.audit.read()):
+            raise StateRolledBack(
+                f"the coordinator accepted a result with the digest {head} of this site's audit, which lacks it: its "
+                "files are an older copy, and the ledgers may lack what was spent since",
+                head,
+            )
+        structlog.get_logger("worker").warning("state-lost", head=head, remedy="Nothing, if the state folder is new.")
 
     def spent(self) -> dict[str, float]:
         """Return the epsilon spent of each data set with a budget; infinite after an uncovered use without noise."""

@@ -126,7 +126,8 @@ class Egress:
                 self.run.journal.note_exact(examples, "training")
             if env.history:
                 rho = self.terms.rho if self.terms and self.terms.noise else 0.0
-                env.history.add(self.run.snapshot, env.policy, update.nbytes, rho)
+                keeps = result.keep or feedback.kept() or loaded.moments.values
+                env.history.add(self.run.snapshot, env.policy, update.nbytes, rho, task.id if keeps else "")
                 if self.terms and self.terms.is_exact:
                     env.history.add_sum(self.terms)
             head = self._note_leaving(summary) if summary else None

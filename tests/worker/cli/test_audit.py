@@ -180,7 +180,7 @@ def test_a_ledger_that_is_behind_the_audit_is_found_and_adopted_as_lost(site: Si
     with pytest.raises(SettingsError, match="tessera worker adopt"):
         Agent(read_settings(site.config), Stop())
     adopted = CliRunner().invoke(worker_app, ["adopt", "--config", str(site.config), "--json"])
-    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["digits"]}
+    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["digits"], "charged": {}}
     assert site.say("verify").exit_code == 0
     shown = CliRunner().invoke(worker_app, ["ledger", "--config", str(site.config), "--json"])
     assert list(json.loads(shown.stdout)["digits"]["exact"]) == ["lost"]
@@ -197,7 +197,7 @@ def test_a_removed_data_set_s_ledger_under_a_lost_key_is_found_at_the_start_and_
         Agent(read_settings(site.config), Stop())
     assert site.say("verify").exit_code == 1
     adopted = CliRunner().invoke(worker_app, ["adopt", "--config", str(site.config), "--json"])
-    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["digits", "old"]}
+    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["digits", "old"], "charged": {}}
     assert site.say("verify").exit_code == 0
     Agent(read_settings(site.config), Stop())
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.run_settings import Budget
+from tessera.shared.run_settings import Budget, Privacy
+from tessera.worker.agent import Agent
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.site import site_of
 from tessera.worker.cli.worker import app
+from tessera.worker.governance.policy import Allowance
 from tessera.worker.settings import SettingsError, WorkerSettings
-from tessera.worker.state.audit import LEDGER_HEAD, Audit
+from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK_FILE, Audit, StateRolledBack
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
+from tests.support.coordinator import LiveCoordinator
+from tests.support.datafiles import eighth_of_digits
 from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET
+from tests.worker.task.test_hostile_coordinator import Hasty
+from tests.worker.test_agent import begin, nowhere, settings_of
 
 KEY = b"k" * 64
 Line = dict[str, Any]
@@ -193,7 +203,7 @@ def test_a_worker_does_not_start_without_the_ledger_of_a_removed_data_set(tmp_pa
     )
     assert "has 0 entries" in site_of(config).ledger_faults(audit_of(here).read())[0]
     adopted = CliRunner().invoke(app, ["adopt", "--config", str(config), "--json"])
-    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["clinics"]}
+    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["clinics"], "charged": {}}
     runner_of(cast("Client", None), here)
 
 
@@ -393,3 +403,71 @@ def test_a_digest_under_the_key_tells_nothing_of_the_entry(tmp_path: Path) -> No
             TaskRef.of(task_of()), 100, TARGET, [NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)]
         )
     assert lines_of(file_of(tmp_path / "b"))[0]["digest"] != line["digest"]
+
+
+def test_a_state_folder_that_was_put_back_stops_its_worker_until_a_person_adopts_it(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    spec: dict[str, Any] = {"privacy": Privacy(epsilon=8.0, delta=1e-5, clip_norm=1.0)}
+    run = begin(client, rounds=4, training=Training(batch_size=32), **spec)
+    settings = settings_of(coordinator, tmp_path, datasets={"digits": eighth_of_digits(tmp_path)})
+    state, copy = settings.state_dir, tmp_path / "copy"
+
+    def round_(agent: Agent) -> TaskView:
+        task = agent._next()
+        assert task
+        agent._run_task(task)
+        return client.task(task.id)
+
+    agent = Agent(settings, Hasty())
+    assert round_(agent).state == "accepted"
+    agent.close()
+    shutil.copytree(state, copy)
+    agent = Agent(settings, Hasty())
+    lost = round_(agent)
+    agent.close()
+    shutil.rmtree(state)
+    copy.rename(state)
+
+    agent = Agent(settings, Hasty())
+    given_back = round_(agent)
+    assert agent._next() is None
+    agent.close()
+    # Also after a restart.
+    assert (state / ROLLED_BACK_FILE).exists()
+    assert (given_back.state, given_back.attempts) == ("offered", 0)
+    assert given_back.problem
+    assert given_back.problem.detail.startswith("state-rolled-back: the coordinator accepted")
+    assert len(ledger_of(settings).read("digits")) == 1
+
+    file = tmp_path / "worker.toml"
+    file.write_text(
+        f'url = "{coordinator.url}"\ntoken = "{coordinator.token("site", "a")}"\nname = "w"\n'
+        f'state_dir = "{state}"\n[datasets.digits]\nkind = "digits"\n'
+    )
+    adopted = CliRunner().invoke(app, ["adopt", "--config", str(file), "--json"])
+    assert adopted.exit_code == 0, adopted.output
+    assert json.loads(adopted.stdout)["charged"] == {"digits": 1}
+    first, second = ledger_of(settings).read("digits")
+    assert (second.task, second.events, second.target) == (lost.id, first.events, first.target)
+    agent = Agent(settings, Hasty())
+    assert round_(agent).state == "accepted"
+    agent.close()
+    assert client.run(run.id).state == "running"
+
+
+def test_a_new_state_folder_stops_only_a_worker_whose_data_have_a_budget(tmp_path: Path) -> None:
+    settings = nowhere("http://127.0.0.1:1", tmp_path)
+    agent = Agent(settings, Hasty())
+    unknown = "a" * 64
+    agent._runner._require_state(unknown)
+    budget = {"digits": Allowance(epsilon=1.0, delta=1e-5)}
+    with pytest.raises(StateRolledBack):
+        replace(agent._runner, allowances=budget)._require_state(unknown)
+    # What the coordinator holds of this folder is known without its having read the chain to the end.
+    head = agent._runner.audit.record("update.leave").digest
+    replace(agent._runner, allowances=budget)._require_state(head)
+    with pytest.raises(StateRolledBack):
+        agent._runner._require_state(unknown)
+    agent.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -285,3 +286,23 @@ def test_a_loss_scale_is_kept_at_once_and_beside_what_waits_for_a_merge(tmp_path
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.rglob("*.safetensors"))
     vault.keep_scale(RUN, {})
     assert files(tmp_path) == []
+
+
+def test_tensors_of_an_older_copy_are_known_by_their_task(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    receipts = [Receipt(task=f"t{number}", token=1, state="merged") for number in (1, 2)]
+    vault.stage(RUN, "t1", 1, kept(1.0)).commit()
+    older = (tmp_path / RUN / "current.safetensors").read_bytes()
+    # As a block that was not merged leaves it, too.
+    vault.stage(RUN, "t2", 1, kept(2.0)).commit(["no-such-block"])
+    assert not vault.lacks(receipts[1], RUN, kept=True)
+    (tmp_path / RUN / "current.safetensors").write_bytes(older)
+    assert vault.lacks(receipts[1], RUN, kept=False)
+    assert not vault.lacks(receipts[1].model_copy(update={"state": "left_out"}), RUN, kept=True)
+    vault.adopt(RUN, receipts[1])
+    assert not vault.lacks(receipts[1], RUN, kept=True)
+    assert vault.load(RUN).keys() == kept(1.0).keys()
+    # One that was removed is missed if its task kept something, and one of an earlier version says nothing.
+    shutil.rmtree(tmp_path / RUN)
+    assert vault.lacks(receipts[1], RUN, kept=True)
+    assert not vault.lacks(receipts[1], RUN, kept=False)

@@ -1,0 +1,76 @@
+"""Adoption of a worker's state that is an older copy: what was lost is charged as the coordinator names it."""
+
+from collections.abc import Iterator
+
+from tessera.shared.api.runs import Run
+from tessera.shared.api.tasks import Receipt, TaskView
+from tessera.shared.client.client import Client
+from tessera.worker.settings import WorkerSettings, tls_of, token_of
+from tessera.worker.state.audit import NO_HEAD, ROLLED_BACK_FILE, Audit
+from tessera.worker.state.hash_chain import TaskRef
+from tessera.worker.state.privacy_ledger import Ledger, LedgerPage
+from tessera.worker.state.vault import Vault
+from tessera.worker.stores import run_history_of
+
+
+def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) -> dict[str, int]:
+    """Adopt the state if the worker stopped for it. Return the number of lost uses charged to each data set's ledger.
+
+    Each lease of a task that the audit does not know counts, whether or not its result was accepted. Raises Problem
+    if the coordinator does not answer, and ChainError.
+    """
+    note = settings.state_dir / ROLLED_BACK_FILE
+    if not note.exists():
+        return {}
+    head = note.read_text(encoding="ascii").strip()
+    known = {(entry.task, entry.token) for entry in audit.read()}
+    charged: dict[str, int] = {}
+    runs: dict[str, Run] = {}
+    merged: dict[str, Receipt] = {}
+    with Client(settings.url, token_of(settings), verify=tls_of(settings)) as client:
+        for task in client.tasks():
+            if task.worker.rpartition("/")[2] != settings.name or task.kind not in ("train", "evaluate"):
+                continue
+            run = runs[task.run] = runs.get(task.run) or client.run(task.run)
+            about = (task.run, run.spec.name, task.round, task.id)
+            refs = [TaskRef(*about, token) for token in range(1, task.token + 1)]
+            lost = [ref for ref in refs if head != NO_HEAD and (ref.task, ref.token) not in known]
+            for name in _datasets(run, task, settings) if lost else ():
+                with ledger.page(name) as page:
+                    # An adoption that was interrupted has charged some.
+                    paid = {(entry.task, entry.token) for entry in page.entries}
+                    for ref in lost:
+                        if (ref.task, ref.token) not in paid:
+                            _charge(page, run, task, ref)
+                            charged[name] = charged.get(name, 0) + 1
+            if task.receipt and task.receipt.state == "merged":
+                merged[task.run] = task.receipt
+    vault, history = Vault(settings.state_dir / "vault"), run_history_of(settings)
+    for name, receipt in merged.items():
+        if vault.lacks(receipt, name, kept=history.kept_by(name, receipt.task)):
+            vault.adopt(name, receipt)
+    audit.record("chain.adopt", None, head=head, charged=dict(charged))
+    note.unlink()
+    return charged
+
+
+def _datasets(run: Run, task: TaskView, settings: WorkerSettings) -> Iterator[str]:
+    """Yield the site's data sets that a task may have used."""
+    evaluation = run.spec.evaluation
+    central = evaluation.dataset if evaluation and task.kind == "evaluate" else None
+    yield from (name for name in {run.spec.dataset, central} if name in settings.datasets)
+
+
+def _charge(page: LedgerPage, run: Run, task: TaskView, lost: TaskRef) -> None:
+    """Charge a lost task: like the run's last one in the ledger; without one, or without privacy, as unbounded."""
+    known = [entry for entry in page.entries if entry.run == task.run and entry.target]
+    if task.kind == "evaluate" or run.spec.privacy is None:
+        page.exact(lost, task.examples or 0, "evaluation" if task.kind == "evaluate" else "training")
+    elif known and known[-1].target:
+        last = known[-1]
+        events = [
+            event for entry in known if (entry.task, entry.token) == (last.task, last.token) for event in entry.events
+        ]
+        page.spend(lost, last.examples, known[-1].target, events, unit=last.unit)
+    else:
+        page.exact(lost, task.examples or 0, "lost")
