@@ -35,10 +35,10 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, laid_out, read_block, write_block
+from tessera.worker.simulation import Weights
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.checkpoint import Records
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator, Order
-from tessera.worker.simulation.simulate import Weights
 from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.simulation.virtual_workers import Workers
 

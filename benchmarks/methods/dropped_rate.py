@@ -6,8 +6,8 @@ If freezing gains no more than this, what helps is the smaller movement of the m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field, NonNegativeInt
 
 from tessera.shared.methods.base import (
@@ -24,6 +24,9 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
+
+if TYPE_CHECKING:
+    import torch
 
 DROPPED = "dropped"
 """The stage, and the scalar of its plans."""
@@ -61,12 +64,12 @@ class DroppedRateWorker(WorkerHalf[DroppedRateSettings]):
         """Shorten the step since the last call, and remember where the next one starts."""
         if not context.plan.scalars.get(DROPPED):
             return
-        with torch.no_grad():
-            for name, tensor in context.model.named_parameters():
-                if tensor.requires_grad or name in self._before:
-                    if name in self._before:
-                        tensor.copy_(torch.lerp(self._before[name], tensor, self.settings.factor))
-                    self._before[name] = tensor.detach().clone()
+        for name, parameter in context.model.named_parameters():
+            if parameter.requires_grad or name in self._before:
+                tensor = parameter.detach()
+                if name in self._before:
+                    tensor.copy_(self._before[name].lerp(tensor, self.settings.factor))
+                self._before[name] = tensor.clone()
 
 
 METHOD = Method(

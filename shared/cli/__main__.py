@@ -1,5 +1,12 @@
-"""`python -m tessera.shared.cli`: the command `tessera` where scripts are not installed."""
+"""The command `tessera`, also where scripts are not installed: `python -m tessera.shared.cli`."""
 
-from tessera.shared.cli.main import main
+from tessera.shared.cli.lazy_import import load
 
-main()
+
+def main() -> None:
+    """Import and run the command line."""
+    load("tessera.shared.cli.main").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -64,20 +64,22 @@ class Installed(TyperGroup):
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name is None or placeholder is None:
             return name, placeholder, rest
-        entry = installed()[name]
+        entry, ctx.invoked_subcommand = installed()[name], name
         try:
             load(entry.module)
             return name, get_command(entry.load()), rest
-        except ModuleNotFoundError as fault:
+        except ModuleNotFoundError:
             if ctx.resilient_parsing:
                 # A shell that completes a line shows no errors.
                 return name, placeholder, rest
-            complain(_what_is_missing(entry, fault))
-            raise typer.Exit(BAD_USAGE) from fault
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as fault:
+            complain(_what_is_missing(installed()[ctx.invoked_subcommand], fault))
+            raise typer.Exit(BAD_USAGE) from fault
         except typer.TyperException as refusal:
             refusal.message = _reworded(refusal)
             raise

@@ -58,7 +58,7 @@ def methods() -> dict[str, Method[Any]]:
     found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(here)]
     for where, load in _installed_elsewhere():
         try:
-            module = load()
+            module = _imported(where, load)
             faults = list(method_faults(module)) if hasattr(module, "METHOD") else []
         except Exception as fault:  # noqa: BLE001  (other people's code; one broken file must not stop the others)
             _skipped[where] = f"{type(fault).__name__}: {fault}"
@@ -80,6 +80,18 @@ def methods() -> dict[str, Method[Any]]:
                 files = f"{other.__file__} and {module.__file__}"
                 raise MethodsUnusable(f"{files} both declare the method {module.METHOD.name!r}: rename one")
     return {name: module.METHOD for name, module in by_name.items()}
+
+
+def _imported(where: str, load: Callable[[], ModuleType]) -> ModuleType:
+    had_torch = "torch" in sys.modules
+    module = load()
+    if "torch" in sys.modules and not had_torch:
+        _log.warning(
+            "warning: %s imports torch when it is read, which takes 400 MB and which a coordinator does without: "
+            "import it under TYPE_CHECKING, and in those functions of the worker's half that call it",
+            where,
+        )
+    return module
 
 
 def method_faults(module: ModuleType) -> Iterator[str]:

@@ -33,6 +33,7 @@ SANDBOX = "tessera.worker.model.sandbox"
 _WORKERS = (
     "tessera.worker.cli.worker",
     "tessera.worker.agent",
+    "tessera.worker.doctor",
     "tessera.worker.data.kinds.digits",
     "tessera.worker.ranks.rank",
     "transformers.modeling_utils",

@@ -3,11 +3,12 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from safetensors import SafetensorError
 
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.spec import Head
@@ -18,13 +19,18 @@ from tessera.shared.updates.base_folder import BaseFolder
 from tessera.shared.updates.model_folder import CONFIG_FILE, head_of
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
 from tessera.worker.cli.model_options import Dtype, MappingOption
-from tessera.worker.model.block_map import block_table
 from tessera.worker.model.layouts import MappingFile, read_mapping
-from tessera.worker.model.pretrained import plain_config, read_object, some
-from tessera.worker.model.snapshot import Snapshot
 from tessera.worker.settings import read_settings
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord, Place
-from tessera.worker.state.base_sources import PINNED, snapshot_folder
+
+if TYPE_CHECKING:
+    from tessera.worker.model import block_map, pretrained, snapshot
+    from tessera.worker.state import base_sources
+else:
+    block_map = Deferred("tessera.worker.model.block_map")
+    pretrained = Deferred("tessera.worker.model.pretrained")
+    snapshot = Deferred("tessera.worker.model.snapshot")
+    base_sources = Deferred("tessera.worker.state.base_sources")
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, SafetensorError, Problem)}
 
@@ -92,8 +98,7 @@ def remove(
     """Forget a base, and delete what was copied of it. The files of its snapshot stay."""
     with exits(ERRORS):
         cache = _cache(config)
-        name = source if PINNED.fullmatch(source) else os.path.realpath(source)
-        record = cache.remove(source) or cache.remove(name)
+        record = cache.remove(source) or cache.remove(os.path.realpath(source))
         if record is None:
             known = ", ".join(record.source for record in cache.records()) or "none"
             raise ValueError(f"no base {source} was added; these were: {known}")
@@ -112,8 +117,8 @@ def _folder_of(source: str) -> tuple[Path, str]:
     path = Path(source)
     if path.is_dir():
         return path.resolve(), str(path.resolve())
-    if pinned := PINNED.fullmatch(source):
-        return snapshot_folder(pinned), source
+    if pinned := base_sources.PINNED.fullmatch(source):
+        return base_sources.snapshot_folder(pinned), source
     if "@" in source or not path.exists():
         raise ValueError(
             absent(path, "name a folder, or a name on the hub with its commit of 40 hexadecimal digits: NAME@COMMIT")
@@ -131,25 +136,29 @@ def _added(
     *,
     copy: bool,
 ) -> BaseRecord:
-    settings = plain_config(read_object(folder / CONFIG_FILE)) | ({"dtype": dtype} if dtype else {})
-    snapshot = Snapshot.open(BaseFolder.open(folder), settings, head)
-    blocks = block_table(snapshot.model, mapping)
+    settings = pretrained.plain_config(pretrained.read_object(folder / CONFIG_FILE)) | (
+        {"dtype": dtype} if dtype else {}
+    )
+    weights = snapshot.Snapshot.open(BaseFolder.open(folder), settings, head)
+    blocks = block_map.block_table(weights.model, mapping)
     places: dict[str, Place] = {}
-    found = snapshot.in_place(blocks)
+    found = weights.in_place(blocks)
     there = {each.block.name for each in found}
     with ThreadPoolExecutor() as pool:
         for each, digest in zip(found, pool.map(lambda each: digest_of(each.data()), found), strict=True):
             span = None if copy else each.span
             span = span or cache.keep(digest, [each.data()], each.block.nbytes)
             places[digest] = Place.of(each.block.name, span, () if span == each.span else [each.raw.span.path])
-    for made in snapshot.converted(blocks):
+    for made in weights.converted(blocks):
         digest = digest_of(made.data)
         span = cache.keep(digest, [made.data], made.block.nbytes)
         places[digest] = Place.of(made.block.name, span, made.sources)
         there.add(made.block.name)
     # Only a head may be new, and what transformers computes.
     if lacking := sorted(b.name for b in blocks if b.name not in there and b.role not in {"head", "other"}):
-        raise ValueError(f"the weights do not fit a {snapshot.model.config.model_type}; they lack {some(lacking)}")
+        raise ValueError(
+            f"the weights do not fit a {weights.model.config.model_type}; they lack {pretrained.some(lacking)}"
+        )
     return cache.add(name, places)
 
 

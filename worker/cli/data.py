@@ -1,29 +1,25 @@
 """`tessera data`: a site's data sets, and the division of one among sites."""
 
-import importlib
+from __future__ import annotations
+
 import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
 from tessera.shared.diagnostics import reason_of
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.validation_errors import message_of
 from tessera.shared.version import install_line
-from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
-from tessera.worker.data.dataset import LABELS, DataError, Dataset
-from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
+from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits, fail
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.prepared import Prepared
-from tessera.worker.data.proposal import propose
-from tessera.worker.data.registry import load, streamed
-from tessera.worker.inventory import held_out_key, load_source, named, prepared_of
 from tessera.worker.settings import (
     DataSettings,
     DataSource,
@@ -32,6 +28,24 @@ from tessera.worker.settings import (
     read_data_settings,
     read_settings,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from tessera.worker import inventory
+    from tessera.worker.cli import split_plot
+    from tessera.worker.data import dataset as datasets
+    from tessera.worker.data import proposal as proposals
+    from tessera.worker.data import registry
+    from tessera.worker.data.partition import division
+else:
+    torch = Deferred("torch")
+    inventory = Deferred("tessera.worker.inventory")
+    split_plot = Deferred("tessera.worker.cli.split_plot")
+    datasets = Deferred("tessera.worker.data.dataset")
+    proposals = Deferred("tessera.worker.data.proposal")
+    registry = Deferred("tessera.worker.data.registry")
+    division = Deferred("tessera.worker.data.partition.division")
 
 WIDEST = 16
 """Limit on the classes with a column each in a table; for more, the table has the number of each site's classes."""
@@ -63,7 +77,10 @@ def show(
         settings = read_data_settings(config)
         wanted = settings.datasets if dataset is None else dict([_source(settings, dataset)])
         key, own = _key(config)
-        shown = [_described(name, source, key, prepared_of(own or settings, name)) for name, source in wanted.items()]
+        shown = [
+            _described(name, source, key, inventory.prepared_of(own or settings, name))
+            for name, source in wanted.items()
+        ]
     if as_json:
         print_json({"datasets": shown})
         return
@@ -113,14 +130,18 @@ def init(
 
     Exit code 2: the data leave a choice that only a person can make, or there is such a table already.
     """
+    if not path.exists():
+        fail(absent(path), BAD_SETTINGS)
     given = name or re.sub(r"[^A-Za-z0-9_-]+", "-", path.resolve().stem).strip("-_") or "data"
     with exits(ERRORS):
         try:
-            proposal = propose(path, split=split, tokenizer=tokenizer, processor=processor, text=text, label=label)
+            proposal = proposals.propose(
+                path, split=split, tokenizer=tokenizer, processor=processor, text=text, label=label
+            )
             lines = proposal.toml(given)
             tomllib.loads(lines)
             lines.encode()
-        except (DataError, tomllib.TOMLDecodeError, UnicodeEncodeError) as fault:
+        except (datasets.DataError, tomllib.TOMLDecodeError, UnicodeEncodeError) as fault:
             raise SettingsError(str(fault)) from fault
         if to is None:
             typer.echo(lines, nl=False)
@@ -161,15 +182,17 @@ def _key(config: Path) -> tuple[bytes, WorkerSettings | None]:
     many."""
     try:
         settings = read_settings(config)
-        return held_out_key(settings, make=False), settings
+        return inventory.held_out_key(settings, make=False), settings
     except SettingsError:
-        return key_of_seed(0), None
+        return division.key_of_seed(0), None
 
 
 def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) -> dict[str, Any]:
-    with named(name):
+    with inventory.named(name):
         # No pixel is shown, so none has to stay in memory.
-        loaded = load_source(source.model_copy(update=streamed(source.kind, source.options)), key, prepared)
+        loaded = inventory.load_source(
+            source.model_copy(update=registry.streamed(source.kind, source.options)), key, prepared
+        )
     part = source.part and f"{source.part.index} of {source.part.count}, {source.part.scheme}"
     return {
         "name": name,
@@ -188,12 +211,12 @@ def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) ->
     }
 
 
-def _shapes(loaded: Dataset, *, common: bool) -> list[str]:
+def _shapes(loaded: datasets.Dataset, *, common: bool) -> list[str]:
     shapes = []
     for name, tensor in sorted((loaded.common if common else loaded.inputs).items()):
         shape = list(tensor.shape if common else tensor.shape[1:])
         # Labels of words become those of tokens.
-        if not (loaded.texts and name == LABELS and shape):
+        if not (loaded.texts and name == datasets.LABELS and shape):
             shapes.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{shape or ''}")
     return shapes
 
@@ -220,14 +243,14 @@ def split(
     """
     given = {"scheme": scheme, "count": sites, "alpha": alpha, "label_alpha": label_alpha, "each": each, "seed": seed}
     with exits(ERRORS):
-        draw = _drawing() if picture else None
         settings = read_data_settings(config)
+        draw = _drawing() if picture else None
         name, source = _source(settings, dataset)
         partition = _partition(source, {key: value for key, value in given.items() if value is not None})
-        with named(name):
-            parts = divide(load(source.kind, source.options), partition)
+        with inventory.named(name):
+            parts = division.divide(registry.load(source.kind, source.options), partition)
         names = source.options.get("labels")
-        counted = class_counts(parts, [str(name) for name in names] if isinstance(names, list) else None)
+        counted = division.class_counts(parts, [str(name) for name in names] if isinstance(names, list) else None)
         if draw and picture:
             try:
                 draw(counted, f"{name}: {_sentence(partition)}", picture)
@@ -282,7 +305,7 @@ def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
 
 def _drawing() -> Any:
     try:
-        return importlib.import_module("tessera.worker.cli.split_plot").draw
+        return split_plot.draw
     except ModuleNotFoundError as fault:
         raise SettingsError(f"--out: {fault.name} is not installed: {install_line('demo')}") from fault
 
@@ -292,7 +315,7 @@ def _sentence(partition: Scheme) -> str:
     return f"{partition.scheme} among {partition.count} sites, " + ", ".join(f"{k} {v:g}" for k, v in options.items())
 
 
-def _table(tally: ClassCounts, changes: Sequence[str | None]) -> Any:
+def _table(tally: division.ClassCounts, changes: Sequence[str | None]) -> Any:
     """Return a row for each site: its examples of each class, or the number of its classes."""
     cells: list[list[object]]
     if len(tally.names) <= WIDEST:

@@ -1,5 +1,6 @@
 """`tessera worker join` and `tessera worker rotate`."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,6 @@ from tessera.shared.version import VERSION
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.enrolment import prepare, request, wait_for
 from tessera.worker.enrolment import rotate as rotate_secret
-from tessera.worker.inventory import describe, device_of
 from tessera.worker.settings import SettingsError, read_settings, tls_of
 
 ERRORS: Errors = {BAD_SETTINGS: (SettingsError, OSError), NOT_ADMITTED: (Unauthenticated, Forbidden)}
@@ -71,7 +71,7 @@ def join(
             shown = token_file.read_text(encoding="utf-8-sig").strip() if token_file else None
             note(f"asking {url} ...")
             with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
-                enrolment = request(client, place, site, describe(device_of("auto")), VERSION)
+                enrolment = request(client, place, site, _device(), VERSION)
         except Problem as problem:
             if fresh and token_file is None and not problem.from_document:
                 # No coordinator answered, so the URL may be wrong. No more than a hash of the secret can have left. A
@@ -99,6 +99,14 @@ def join(
         note(f"write into {place.config}: {line}")
     note(f"name the data in {place.config}: tessera data init PATH --out {config} writes a table")
     note(f"then: tessera worker check --config {config}")
+
+
+def _device() -> str:
+    """Return the name of this machine's GPU by its driver, since torch would take seconds to import."""
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        if found := re.search(r"^Model:\s*([ -~]{1,64})", file.read_text(errors="replace"), re.MULTILINE):
+            return found[1]
+    return "cpu"
 
 
 def rotate(config: ConfigFile, as_json: AsJson = False) -> None:

@@ -1,5 +1,7 @@
 """`tessera model`: model folders to start runs from, and their blocks."""
 
+from __future__ import annotations
+
 import json
 import logging
 import re
@@ -7,16 +9,15 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 from uuid import uuid4
 
-import torch
 import typer
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from tessera.shared.cli.export import CONFIG_FILE, copy_rest
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.blocks import Block
@@ -51,29 +52,29 @@ from tessera.worker.cli.model_options import (
     padding_from,
     prompts_from,
 )
-from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.image_processor import load_processor
-from tessera.worker.data.readers.tokenizer import load_tokenizer, tokenizer_of
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import (
-    check_model,
-    insert,
-    instantiate,
-    load,
-    merge_adapters,
-)
-from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile, read_mapping
-from tessera.worker.model.pretrained import (
-    Config,
-    digests_of,
-    load_pretrained,
-    plain_config,
-    quiet,
-    read_object,
-    weights_place,
-)
-from tessera.worker.model.prompts import PROMPTS, caption_start
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+    from tessera.worker.data import dataset
+    from tessera.worker.data.readers import image_processor, tokenizer
+    from tessera.worker.model import block_map, build
+    from tessera.worker.model import config as configs
+    from tessera.worker.model import pretrained as pretrained_weights
+    from tessera.worker.model import prompts as prompt_tokens
+else:
+    torch = Deferred("torch")
+    transformers = Deferred("transformers")
+    dataset = Deferred("tessera.worker.data.dataset")
+    image_processor = Deferred("tessera.worker.data.readers.image_processor")
+    tokenizer = Deferred("tessera.worker.data.readers.tokenizer")
+    block_map = Deferred("tessera.worker.model.block_map")
+    build = Deferred("tessera.worker.model.build")
+    configs = Deferred("tessera.worker.model.config")
+    pretrained_weights = Deferred("tessera.worker.model.pretrained")
+    prompt_tokens = Deferred("tessera.worker.model.prompts")
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem)}
 
@@ -83,11 +84,11 @@ app = typer.Typer(
 )
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-PREPROCESSING: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
-    "tokenizer": (load_tokenizer, ("*token*.json", "*vocab*", "*.model")),
-    "image processor": (load_processor, ("*processor_config.json",)),
+PREPROCESSING = {
+    "tokenizer": ("*token*.json", "*vocab*", "*.model"),
+    "image processor": ("*processor_config.json",),
 }
-"""Preprocessing of a model's inputs: the function that loads each part, and the names of its files."""
+"""Preprocessing of a model's inputs: the names of each part's files."""
 
 
 @app.command()
@@ -160,21 +161,23 @@ def init(
         if external_base and not pretrained:
             raise ValueError("--external-base is for pretrained weights, which the sites have; leave out --random")
         if pretrained:
-            model, new = load_pretrained(weights_place(config), settings, head, seed, mapping)
+            model, new = pretrained_weights.load_pretrained(
+                pretrained_weights.weights_place(config), settings, head, seed, mapping
+            )
             if new:
                 output.note(f"new and random: {', '.join(sorted(new))}")
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 float32 = float32_of(model.dtype, head, prompts, lora)
-                insert(model, prompts, lora, mapping, float32)
+                build.insert(model, prompts, lora, mapping, float32)
         else:
-            float32 = float32_of(config_from(settings).dtype, head, prompts, lora)
-            model = instantiate(
+            float32 = float32_of(configs.config_from(settings).dtype, head, prompts, lora)
+            model = build.instantiate(
                 settings, head, seed=seed, prompts=prompts, lora=lora, float32=float32, mapping=mapping
             )
         if caption:
-            text = model.get_parameter(f"{PROMPTS}.text")
-            text.detach().copy_(caption_start(model, torch.tensor(caption)))
+            text = model.get_parameter(f"{prompt_tokens.PROMPTS}.text")
+            text.detach().copy_(prompt_tokens.caption_start(model, torch.tensor(caption)))
         document = _document(model, head, mapping, prompts, lora, float32)
         if external_base:
             document = _with_external_base(document, model, new)
@@ -183,9 +186,11 @@ def init(
     _print_created(out, document, weights, as_json=as_json)
 
 
-def _settings(source: str, head: Head, labels: str | None, dtype: Dtype | None, *, hub: bool) -> Config:
+def _settings(
+    source: str, head: Head, labels: str | None, dtype: Dtype | None, *, hub: bool
+) -> pretrained_weights.Config:
     """Return a source's config with what the head and the options change in it. Raises ValueError."""
-    settings = plain_config(_read_config(source))
+    settings = pretrained_weights.plain_config(_read_config(source))
     if labels is not None:
         if not head.endswith("-classification"):
             raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
@@ -196,7 +201,7 @@ def _settings(source: str, head: Head, labels: str | None, dtype: Dtype | None, 
     return settings if dtype is None else settings | {"dtype": dtype}
 
 
-def _with_external_base(document: Model, model: PreTrainedModel, new: Collection[str]) -> Model:
+def _with_external_base(document: Model, model: transformers.PreTrainedModel, new: Collection[str]) -> Model:
     """Return the document with the digests of the blocks that stay as the weights have them. Raises ValueError."""
     # A classifier is small and trains; the head of a language model is as large as its embeddings.
     adapted = (document.lora or document.prompts) and not document.head.endswith("-classification")
@@ -207,7 +212,9 @@ def _with_external_base(document: Model, model: PreTrainedModel, new: Collection
             "--external-base needs blocks that train beside it: add --lora-rank or prompts, or choose a --head"
         )
     return Model.model_validate(
-        document.model_copy(update={"external": digests_of(named_tensors(model), base)}).model_dump()
+        document.model_copy(
+            update={"external": pretrained_weights.digests_of(block_map.named_tensors(model), base)}
+        ).model_dump()
     )
 
 
@@ -246,8 +253,8 @@ def merge(
         if not folder.model.lora or folder.model.prompts:
             raise ValueError(f"{source} has no adapters, or prompts too, which cannot become part of any matrix")
         mapping = read_mapping(mapping_file) if mapping_file else None
-        model = load(folder, mapping)
-        merge_adapters(model)
+        model = build.load(folder, mapping)
+        build.merge_adapters(model)
         float32 = tuple(role for role in folder.model.float32 if role == "head")
         document = _document(model, folder.model.head, mapping, float32=float32)
         _write(out, model, document, partial(copy_rest, source))
@@ -278,7 +285,10 @@ def blocks(
         else:
             mapping = read_mapping(mapping_file) if mapping_file else None
             with torch.device("meta"):
-                listed = block_table(instantiate(plain_config(_read_config(source)), head or "features"), mapping)
+                listed = block_map.block_table(
+                    build.instantiate(pretrained_weights.plain_config(_read_config(source)), head or "features"),
+                    mapping,
+                )
         rows = _summary(listed)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -295,15 +305,15 @@ def _holds_table(path: Path) -> bool:
         return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
     if path.name == BLOCKS_FILE:
         return True
-    return "blocks" in read_object(path)
+    return "blocks" in pretrained_weights.read_object(path)
 
 
-def _read_config(source: str) -> Config:
+def _read_config(source: str) -> pretrained_weights.Config:
     path = Path(source)
     if path.is_dir():
-        return read_object(path / CONFIG_FILE)
+        return pretrained_weights.read_object(path / CONFIG_FILE)
     if path.exists():
-        return read_object(path)
+        return pretrained_weights.read_object(path)
     missing = absent(path, "name a folder that `save_pretrained` has written")
     if path.suffix == ".json" or not HUB_NAME.fullmatch(source) or ("/" in source and path.parent.is_dir()):
         raise ValueError(missing)
@@ -311,14 +321,14 @@ def _read_config(source: str) -> Config:
     # It logs each of several attempts at WARNING.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        config, _ = PreTrainedConfig.get_config_dict(source)
+        config, _ = transformers.PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError) as fault:
         raise ValueError(f"the hub has no model {source} or cannot be reached, and {missing}") from fault
-    return cast("Config", config)
+    return cast("pretrained_weights.Config", config)
 
 
 def _document(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     head: Head,
     mapping: MappingFile | None,
     prompts: Prompts | None = None,
@@ -326,22 +336,23 @@ def _document(
     float32: tuple[Float32Role, ...] = (),
 ) -> Model:
     """Return the model's document. Raises unless the model can be rebuilt from the document alone."""
-    config = plain_config(json.loads(model.config.to_json_string()))
-    table = block_table(model, mapping)
+    config = pretrained_weights.plain_config(json.loads(model.config.to_json_string()))
+    table = block_map.block_table(model, mapping)
     document = Model(config=config, head=head, prompts=prompts, lora=lora, float32=float32, blocks=table)
-    check_model(document, mapping)
+    build.check_model(document, mapping)
     return document
 
 
 def _save_preprocessing(source: str, folder: Path, *, hub: bool) -> None:
     """Save the tokenizer and the image processor of a config's folder, or of its name on the hub, to a folder."""
-    for what, (load_one, _) in PREPROCESSING.items():
+    loaders = {"tokenizer": tokenizer.load_tokenizer, "image processor": image_processor.load_processor}
+    for what, load_one in loaders.items():
         if (place := _preprocessing_place(what, source, hub=hub)) is None:
             continue
         try:
-            with quiet():
+            with pretrained_weights.quiet():
                 load_one(what, place).save_pretrained(folder)
-        except DataError as fault:
+        except dataset.DataError as fault:
             output.note(f"warning: the model folder is without this {fault}")
 
 
@@ -350,29 +361,31 @@ def _padding_token(source: str, *, hub: bool) -> int | None:
     if (place := _preprocessing_place("tokenizer", source, hub=hub)) is None:
         return None
     try:
-        with quiet():
-            padding: int | None = tokenizer_of("tokenizer", place).pad_token_id
-    except DataError:
+        with pretrained_weights.quiet():
+            padding: int | None = tokenizer.tokenizer_of("tokenizer", place).pad_token_id
+    except dataset.DataError:
         return None
     return padding
 
 
 def _preprocessing_place(what: str, source: str, *, hub: bool) -> str | None:
     """Return the folder, or the name on the hub, with this part of the preprocessing; None if it has none."""
-    path, (_, patterns) = Path(source), PREPROCESSING[what]
+    path = Path(source)
     beside = path.parent if path.name == CONFIG_FILE else path
-    there = any(next(beside.glob(pattern), None) for pattern in patterns) if path.exists() else hub
+    there = any(next(beside.glob(pattern), None) for pattern in PREPROCESSING[what]) if path.exists() else hub
     return str(beside) if there else None
 
 
-def _write(out: Path, model: PreTrainedModel, document: Model, add_rest: Callable[[Path], None]) -> None:
+def _write(out: Path, model: transformers.PreTrainedModel, document: Model, add_rest: Callable[[Path], None]) -> None:
     """Write the model folder under another name first, so that `out` is whole or missing."""
     folder = out.parent / f".{out.name}.{uuid4().hex}"
     folder.mkdir(parents=True)
     try:
         # One file, with the names of the tensors in memory rather than those of older checkpoints.
         stored = {block.tensor for block in document.stored}
-        tensors = {stored_name(name): t.detach() for name, t in named_tensors(model).items() if name in stored}
+        tensors = {
+            stored_name(name): t.detach() for name, t in block_map.named_tensors(model).items() if name in stored
+        }
         model.save_pretrained(folder, state_dict=tensors, save_original_format=False, max_shard_size=1 << 62)
         with safe_open(folder / WEIGHTS_FILE, framework="numpy") as file:
             odd = set(map(stored_name, stored)) ^ set(file.keys())

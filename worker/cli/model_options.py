@@ -1,18 +1,28 @@
 """The parts of a model that a command's options describe."""
 
+from __future__ import annotations
+
 import csv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import typer
-from transformers import AutoTokenizer
 
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.model.spec import Float32Role, Fusion, Head, Lora, Prompts
-from tessera.worker.model.build import is_decoder_of
-from tessera.worker.model.config import config_from
-from tessera.worker.model.pretrained import Config
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+    from tessera.worker.model import build, config
+    from tessera.worker.model.pretrained import Config
+else:
+    torch = Deferred("torch")
+    transformers = Deferred("transformers")
+    build = Deferred("tessera.worker.model.build")
+    config = Deferred("tessera.worker.model.config")
 
 Asks = Literal["local", "global"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -30,7 +40,7 @@ def caption_ids(caption: str | None, source: str) -> list[int] | None:
     if caption is None:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as fault:  # each class of tokenizer fails in its own way
         raise ValueError(f"--text-prompt-from needs a tokenizer, and {source} has none that can be loaded") from fault
     ids = tokenizer(caption, add_special_tokens=False)["input_ids"]
@@ -108,20 +118,20 @@ def labels_from(labels: str) -> Config:
     return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
 
 
-def decoder_from(config: Config, head: Head) -> Config:
+def decoder_from(settings: Config, head: Head) -> Config:
     """Return the key by which a model like BERT sees the tokens after each one or not, as the head needs it."""
-    built = config_from(config)
-    needed = is_decoder_of(built, head)
+    built = config.config_from(settings)
+    needed = build.is_decoder_of(built, head)
     return {} if needed == getattr(built, "is_decoder", None) else {"is_decoder": needed}
 
 
-def padding_from(config: Config, head: Head, of_tokenizer: Callable[[], int | None]) -> Config:
+def padding_from(settings: Config, head: Head, of_tokenizer: Callable[[], int | None]) -> Config:
     """Return the padding token of a decoder without one: its tokenizer's, with which data are padded.
 
     To classify a text, a decoder reads the last token that is no padding. Without a tokenizer it is the token that
     ends a text, or the first of several.
     """
-    built = config_from(config).get_text_config()
+    built = config.config_from(settings).get_text_config()
     if head != "text-classification" or getattr(built, "pad_token_id", None) is not None:
         return {}
     ends = getattr(built, "eos_token_id", None)

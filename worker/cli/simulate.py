@@ -1,5 +1,7 @@
 """`tessera simulate`: a whole federation in this process, for research and for trials of methods."""
 
+from __future__ import annotations
+
 import json
 import logging
 import shutil
@@ -8,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tessera.shared.cli.export import in_place_of
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
 from tessera.shared.cli.render.output import AsJson
@@ -23,7 +26,6 @@ from tessera.shared.telemetry.logging import configure
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.exits import BAD_SETTINGS, fail
 from tessera.worker.settings import SettingsError
-from tessera.worker.simulation import Result, Stalled, simulate
 from tessera.worker.simulation.config import SimulationFile, read_file
 from tessera.worker.simulation.summary import (
     MEASUREMENTS,
@@ -34,6 +36,11 @@ from tessera.worker.simulation.summary import (
     remarks_on,
     summary_of,
 )
+
+if TYPE_CHECKING:
+    from tessera.worker import simulation
+else:
+    simulation = Deferred("tessera.worker.simulation")
 
 STALLED = 3
 INTERRUPTED = 130
@@ -95,7 +102,7 @@ def command(
             results[int(spec.get("seed", 0))] = _run(wanted, spec, start, own, as_json=as_json)
     except SettingsError as fault:
         fail(f"simulation.{fault}", BAD_SETTINGS)
-    except Stalled as fault:
+    except simulation.Stalled as fault:
         fail(str(fault), STALLED)
     except KeyboardInterrupt:
         output.note("stopped; the same command resumes")
@@ -115,13 +122,13 @@ def _require_other_model(start: ModelFolder, folder: Path) -> None:
 
 def _run(
     wanted: SimulationFile, spec: Mapping[str, Any], start: ModelFolder, folder: Path, *, as_json: bool
-) -> Result:
+) -> simulation.Result:
     """Run or resume one simulation, write its results to the folder, and return them."""
     sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()
     output.note(f"{len(sites)} sites in {folder}")
     watch = print_ended_as_json if as_json else partial(print_ended, output.out())
     complete = (folder / SUMMARY).exists()
-    result = simulate(spec, start, sites, test=test, conditions=wanted.table, out=folder, watch=watch)
+    result = simulation.simulate(spec, start, sites, test=test, conditions=wanted.table, out=folder, watch=watch)
     if complete:
         output.note(
             f"{folder} was complete, and nothing was computed. To run it again, remove it or give another --out."
@@ -140,7 +147,7 @@ def _run(
 # ---------------------------------------------------------------- over seeds
 
 
-def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
+def _conclude(results: Mapping[int, simulation.Result], *, as_json: bool) -> None:
     """Print the metrics of the last versions, for each seed and over all seeds."""
     runs = [summary_of(result) for result in results.values()]
     figures = [figures_of(run) for run in runs]
@@ -169,7 +176,7 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
         console.print(f"{result.folder}: {MODEL}, {MEASUREMENTS} and {SUMMARY}", soft_wrap=True, markup=False)
 
 
-def _print_failed(console: Console, result: Result, unmeasured: Sequence[Mapping[str, Any]]) -> None:
+def _print_failed(console: Console, result: simulation.Result, unmeasured: Sequence[Mapping[str, Any]]) -> None:
     """Print why tasks failed. Workers that `dropout` keeps silent have no reason, and are no failures."""
     failed = [made.model_copy(update={"tasks": tuple(t for t in made.tasks if t.problem)}) for made in result.rounds]
     print_failures(console, failed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.shared.cli.lazy_import import load
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import examined
@@ -24,11 +24,8 @@ from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED, 
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
-from tessera.worker.device_failure import DeviceFailed
-from tessera.worker.doctor import checks, try_token
 from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import check_deltas, datasets_of, describe, devices_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone_or
@@ -36,7 +33,13 @@ from tessera.worker.stores import run_history_of
 from tessera.worker.task.heartbeat import Stop
 
 if TYPE_CHECKING:
-    from tessera.worker.agent import Agent
+    from tessera.worker import agent, device_failure, inventory
+    from tessera.worker import doctor as examination
+else:
+    agent = Deferred("tessera.worker.agent")
+    device_failure = Deferred("tessera.worker.device_failure")
+    examination = Deferred("tessera.worker.doctor")
+    inventory = Deferred("tessera.worker.inventory")
 
 ERRORS: Errors = {BAD_SETTINGS: (SettingsError, MethodsUnusable, PolicyViolation)}
 
@@ -67,19 +70,18 @@ def run(config: ConfigFile) -> None:
         with alone_or(lambda reason: SettingsError(f"state_dir: {reason}"), settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
-            # Imports transformers, which takes seconds; no other command needs it.
-            _run(load("tessera.worker.agent").Agent(settings, stop, file), settings)
+            _run(agent.Agent(settings, stop, file), settings)
 
 
-def _run(agent: Agent, settings: WorkerSettings) -> None:
+def _run(worker: agent.Agent, settings: WorkerSettings) -> None:
     spans.begin("tessera-worker")
     try:
-        agent.run()
+        worker.run()
     except (Unauthenticated, Forbidden) as problem:
         fail(f"{without_password(settings.url)} does not admit worker {settings.name}: {problem}", NOT_ADMITTED)
     except Problem as problem:
         fail(f"{without_password(settings.url)} refuses worker {settings.name}: {problem}", 1)
-    except DeviceFailed as failure:
+    except device_failure.DeviceFailed as failure:
         fail(str(failure), DEVICE_FAILED)
     finally:
         spans.end()
@@ -94,10 +96,10 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     with exits(ERRORS):
         settings = read_settings(config)
         token, verify = token_of(settings), tls_of(settings)
-        device = describe(*devices_of(settings))
+        device = inventory.describe(*inventory.devices_of(settings))
         methods()
-        loaded = datasets_of(settings)
-        check_deltas(settings, loaded)
+        loaded = inventory.datasets_of(settings)
+        inventory.check_deltas(settings, loaded)
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
     rules = [*privacy_in_words(settings.policy, settings.allowances)]
     if lacking := unprotected(settings.policy, settings.allowances):
@@ -108,7 +110,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     try:
         with Client(settings.url, token, patience_seconds=0, verify=verify) as client:
             version = client.about().version
-            try_token(client)
+            examination.try_token(client)
     except Problem as refusal:
         problem = refusal
     if as_json:
@@ -149,7 +151,7 @@ def doctor(
     """
     with exits(ERRORS):
         settings = read_settings(config)
-    print_findings(examined(checks(settings, probe=probe, model=model)), as_json=as_json)
+    print_findings(examined(examination.checks(settings, probe=probe, model=model)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings from the file and the environment.")

@@ -4,12 +4,26 @@ Imports `data`, `failures`, `governance`, `inventory`, `model`, `ranks`, `settin
 
     result = simulate({"method": {"name": "fedavg"}, "rounds": 3}, model, {"north": data, "south": more})
     result.versions[-1].digest, result.scores()[3]["accuracy"]
+
+The names below are imported on first use: to read a simulation's file or to compare results needs no torch.
 """
 
-from tessera.worker.simulation.conditions import Conditions
-from tessera.worker.simulation.result import Result
-from tessera.worker.simulation.round_loop import Stalled
-from tessera.worker.simulation.simulate import Weights, simulate
-from tessera.worker.simulation.virtual_sites import VirtualSite
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessera.worker.simulation.conditions import Conditions
+    from tessera.worker.simulation.federation import Weights, simulate
+    from tessera.worker.simulation.result import Result
+    from tessera.worker.simulation.round_loop import Stalled
+    from tessera.worker.simulation.virtual_sites import VirtualSite
 
 __all__ = ["Conditions", "Result", "Stalled", "VirtualSite", "Weights", "simulate"]
+
+_MODULES = {"Conditions": "conditions", "Result": "result", "Stalled": "round_loop", "VirtualSite": "virtual_sites"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'federation')}"), name)

@@ -8,14 +8,18 @@ from functools import cached_property
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from scipy.stats import t as student
-
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Invalid
 from tessera.worker.simulation.checkpoint import SETTINGS, differences
 from tessera.worker.simulation.summary import SUMMARY, figures_of, not_in_all, remarks_on
+
+if TYPE_CHECKING:
+    from scipy import stats
+else:
+    stats = Deferred("scipy.stats")
 
 CONFIDENCE = 0.95
 REMEDY = "Give an output folder of `tessera simulate`."
@@ -33,7 +37,7 @@ def paired(first: Mapping[K, float], second: Mapping[K, float]) -> list[float]:
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the ends of the t-interval of a mean of two values or more."""
-    reach = student.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
+    reach = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
     return fmean(values) - float(reach), fmean(values) + float(reach)
 
 

@@ -16,25 +16,35 @@ kind = "digits"
 split = "test"
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.run_file import check_spec, read_toml
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Label, Resources
-from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.data.partition.division import hold_out, key_of_seed, makers
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
-from tessera.worker.data.registry import load
-from tessera.worker.inventory import load_source
 from tessera.worker.settings import DataSource, check_no_seed
 from tessera.worker.simulation.conditions import Conditions, unknown_sites
-from tessera.worker.simulation.virtual_sites import VirtualSite
+
+if TYPE_CHECKING:
+    from tessera.worker import inventory
+    from tessera.worker.data import dataset, registry
+    from tessera.worker.data.partition import division
+    from tessera.worker.simulation import virtual_sites
+else:
+    inventory = Deferred("tessera.worker.inventory")
+    dataset = Deferred("tessera.worker.data.dataset")
+    registry = Deferred("tessera.worker.data.registry")
+    division = Deferred("tessera.worker.data.partition.division")
+    virtual_sites = Deferred("tessera.worker.simulation.virtual_sites")
 
 REMEDY = "Fix the named settings and try again."
 NO_TABLE = "Add one with `sites`, and the data to divide in [simulation.data]: docs/simulating.md has both."
@@ -57,15 +67,15 @@ class Pool(BaseModel):
         return self
 
     @cached_property
-    def makers(self) -> list[Callable[[], Dataset]]:
+    def makers(self) -> list[Callable[[], dataset.Dataset]]:
         """Functions that return each site's part. Loads the whole data set, which stays in memory."""
-        whole = load(self.kind, self.model_extra or {})
-        return makers(whole, self.part) if self.part else [lambda: whole]
+        whole = registry.load(self.kind, self.model_extra or {})
+        return division.makers(whole, self.part) if self.part else [lambda: whole]
 
-    def site(self, index: int, key: bytes) -> Dataset:
+    def site(self, index: int, key: bytes) -> dataset.Dataset:
         """Return the examples of one site; `key` decides which are held out. Raises DataError."""
         part = self.makers[index]()
-        return part if self.held_out is None else hold_out(part, self.held_out, key)
+        return part if self.held_out is None else division.hold_out(part, self.held_out, key)
 
 
 class SimulationTable(Conditions):
@@ -115,18 +125,20 @@ class SimulationTable(Conditions):
             return [f"site-{number:0{width}}" for number in range(1, self.sites + 1)]
         return list(self.sites)
 
-    def population(self, seed: int) -> dict[str, VirtualSite]:
+    def population(self, seed: int) -> dict[str, virtual_sites.VirtualSite]:
         """Return every site, its data not loaded yet; `seed` decides which examples are held out."""
-        key = key_of_seed(seed)
-        return {name: VirtualSite(make, self._resources(name)) for name, make in self._makers(key).items()}
+        key = division.key_of_seed(seed)
+        return {
+            name: virtual_sites.VirtualSite(make, self._resources(name)) for name, make in self._makers(key).items()
+        }
 
     def _resources(self, site: str) -> dict[str, float]:
         return {str(kind): value for kind, value in self.resources.get(site, {}).items()}
 
-    def _makers(self, key: bytes) -> dict[str, Callable[[], Dataset]]:
+    def _makers(self, key: bytes) -> dict[str, Callable[[], dataset.Dataset]]:
         if isinstance(self.sites, dict):
             return {
-                name: partial(_loaded, f"simulation.sites.{name}", partial(load_source, own, key))
+                name: partial(_loaded, f"simulation.sites.{name}", partial(inventory.load_source, own, key))
                 for name, own in self.sites.items()
             }
         pool = self.data
@@ -136,8 +148,8 @@ class SimulationTable(Conditions):
             if pool
         }
 
-    def central(self) -> Dataset | None:
-        return _loaded("simulation.test", partial(load_source, self.test)) if self.test else None
+    def central(self) -> dataset.Dataset | None:
+        return _loaded("simulation.test", partial(inventory.load_source, self.test)) if self.test else None
 
 
 @dataclass(frozen=True)
@@ -165,8 +177,8 @@ def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
         raise Invalid(f"{file} does not describe a valid federation", errors=errors, remedy=REMEDY) from None
 
 
-def _loaded(where: str, make: Callable[[], Dataset]) -> Dataset:
+def _loaded(where: str, make: Callable[[], dataset.Dataset]) -> dataset.Dataset:
     try:
         return make()
-    except DataError as fault:
+    except dataset.DataError as fault:
         raise Invalid(f"{where}.{fault}", remedy=REMEDY) from fault

@@ -1,13 +1,17 @@
 """The summary of a simulation: metrics and cost of its last version."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, spreads
-from tessera.worker.simulation.result import Result
+
+if TYPE_CHECKING:
+    from tessera.worker.simulation.result import Result
 
 MEASUREMENTS = "measurements.csv"
 MODEL = "model"

@@ -24,6 +24,7 @@ from tessera.shared.methods.registry import (
     worker_half,
 )
 from tessera.shared.model.selectors import SelectorError
+from tests.support.cli import environment
 from tests.support.federation import small_model
 from tests.support.paths import ROOT
 
@@ -272,3 +273,21 @@ def test_private_names_further_parameters_and_shared_bases_are_no_misspelt_hooks
     monkeypatch.delenv(FOLDERS)
     for method in methods.__wrapped__().values():
         assert not list(method_faults(sys.modules[f"tessera.shared.methods.{method.name}"]))
+
+
+def test_a_file_that_imports_torch_when_it_is_read_is_named(tmp_path: Path) -> None:
+    path, folder, of_benchmarks = tmp_path / "path", tmp_path / "methods", ROOT / "benchmarks" / "methods"
+    path.mkdir()
+    folder.mkdir()
+    # Imported in a moment; the real one takes seconds.
+    (path / "torch.py").touch()
+    source = (of_benchmarks / "head_only.py").read_text()
+    (folder / "greedy.py").write_text(source.replace('name="head-only"', 'name="greedy"') + "\nimport torch\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from tessera.shared.methods.registry import methods; print(*methods())"],
+        env=environment(**{FOLDERS: f"{of_benchmarks}:{folder}", "PYTHONPATH": str(path)}),
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert {"greedy", "dropped-rate"} <= set(done.stdout.split())
+    (line,) = (line for line in done.stderr.splitlines() if "torch" in line)
+    assert line.startswith(f"warning: {folder}/greedy.py imports torch when it is read")

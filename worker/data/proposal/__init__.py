@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from tessera.shared.near_names import absent
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.proposal.class_names import add_texts_of_classes
 from tessera.worker.data.proposal.folders import add_folder
@@ -27,8 +25,6 @@ def propose(
 
     `text` and `label` name columns of a table of texts; otherwise the values of the columns decide.
     """
-    if not path.exists():
-        raise DataError(absent(path))
     path = path.resolve()
     tokenizer, processor = _from_anywhere(tokenizer), _from_anywhere(processor)
     proposal = Proposal()
