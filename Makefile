@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak test-long test-gpu image-check deploy-check \
+  bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak fresh-check test-long test-gpu image-check deploy-check \
   evidence evidence-core evidence-full evidence-gpu migrate image clean docs
 
 help: ## show this help
@@ -104,6 +104,15 @@ test-gpu: install ## training, privacy and evaluation on a GPU, compared with th
 
 image-check: install ## what the images install and start, as nobody on a read-only tree; as root, some minutes
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest tests/deploy/test_images.py
+
+# Debian's release and mirrors are those of this system. FRESH: further options of mmdebstrap, such as a hook that sets up pip.
+fresh-check: ## both commands of the README on a bare Debian; as root, with mmdebstrap, an hour and 10 GB
+	@command -v mmdebstrap >/dev/null && test "$$(id -u)" = 0 || { echo "this needs root, and: apt-get install mmdebstrap"; exit 1; }
+	mmdebstrap --variant=apt --format=null --include=python3,python3-venv,make,git $(FRESH) \
+	  --customize-hook='git clone --quiet --no-hardlinks "$(CURDIR)" "$$1/tessera"' \
+	  --customize-hook='chroot "$$1" make -C /tessera demo test' \
+	  "$$(. /etc/os-release && echo "$$VERSION_CODENAME")" /dev/null \
+	  $(wildcard /etc/apt/sources.list /etc/apt/sources.list.d/*.sources)
 
 deploy-check: install ## lint and render what is deployed, by Helm itself; installs 300 MB
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[deploy]'

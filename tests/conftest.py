@@ -22,6 +22,7 @@ import structlog
 from hypothesis import settings
 
 from tests.support import databases, leftovers, zygote
+from tests.support.browser import NO_BROWSER
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
@@ -100,6 +101,12 @@ def pytest_collection_finish() -> None:
     # A third of the time; epsilon rises by less than one in ten thousand. `fine_grid` undoes it.
     if accountant := sys.modules.get("tessera.worker.privacy.accountant"):
         accountant.LOSS_GRID = 1e-2
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # Skipped by a fixture, each test would have a line of its own at the end.
+    if report.skipped and isinstance(report.longrepr, tuple) and NO_BROWSER in report.longrepr[2]:
+        report.longrepr = ("tests that need a browser", 0, report.longrepr[2])
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Error, Playwright, sync_playwright
+from playwright.sync_api import Browser
 
 from tessera.shared.schema import TokenRole
+from tests.support.browser import chromium
 from tests.support.coordinator import LiveCoordinator
 
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
-CHROMIUM = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome", "/opt/google/chrome/chrome")
 
 
 class Person:
@@ -57,18 +56,7 @@ def viewer(coordinator: LiveCoordinator) -> Person:
     return signed_in(coordinator, "viewer")
 
 
-def _launched(playwright: Playwright) -> Browser:
-    """The system's Chromium, else the one that Playwright has fetched, if it has."""
-    found = next((path for path in CHROMIUM if Path(path).exists()), None)
-    try:
-        return playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-    except Error as fault:
-        pytest.skip(f"no Chromium here: apt-get install chromium ({str(fault).splitlines()[0][:200]})")
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        launched = _launched(playwright)
-        yield launched
-        launched.close()
+    with chromium() as started:
+        yield started

@@ -21,6 +21,7 @@ from tessera.shared.api.token_format import hash_of
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tests.coordinator.api.test_secure_sums import Ring
+from tests.support.browser import chromium
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -457,3 +458,19 @@ def test_scripts_and_styles_that_are_not_the_pages_own_do_not_run(browser: Brows
         assert page.evaluate("getComputedStyle(document.getElementById('styled')).color") != "rgb(255, 0, 0)"
         assert page.evaluate("fetch('https://elsewhere.invalid/').catch(() => 'refused')") == "refused"
         assert any("Content Security Policy" in said for said in visit.said)
+
+
+def test_a_machine_whose_driver_does_not_start_skips_and_is_told_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = tmp_path / "node"
+    node.write_text(
+        "#!/bin/sh\necho 'node: error while loading shared libraries: libatomic.so.1: not found' >&2\nexit 127\n"
+    )
+    node.chmod(0o755)
+    monkeypatch.setenv("PLAYWRIGHT_NODEJS_PATH", str(node))
+    with (
+        pytest.raises(pytest.skip.Exception, match=r"apt-get install chromium libatomic1 \(node: .*libatomic"),
+        chromium(),
+    ):
+        pass
