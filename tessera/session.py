@@ -56,7 +56,7 @@ def connect(
         "client_cert": client_cert,
         "client_key": client_key,
     }
-    client = Client.from_environment(given, patience_seconds=WATCHING_PATIENCE_SECONDS)
+    client = Client.from_environment(given, patience_seconds=WATCHING_PATIENCE_SECONDS, awaits_start=False)
     try:
         next(client.runs(), None)
     except Problem:

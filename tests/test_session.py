@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,41 @@ def session(coordinator: LiveCoordinator, tmp_path_factory: pytest.TempPathFacto
         made = tessera.connect(token_file=file)
     with made:
         yield made
+
+
+@pytest.fixture
+def hung_up() -> Iterator[tuple[str, list[int]]]:
+    """The URL of something that closes each connection, and a list as long as there were connections."""
+    asked: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, (_, port) = listener.accept()
+                    asked.append(port)
+                    connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", asked
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_wrong_address_is_told_after_one_attempt_from_python_and_by_command(
+    hung_up: tuple[str, list[int]], tmp_path: Path
+) -> None:
+    url, asked = hung_up
+    with pytest.raises(tessera.Problem, match="no answer from the coordinator"):
+        tessera.connect(url, "x")
+    assert len(asked) == 1
+    config = str(tmp_path / "worker.toml")
+    for words in (("run", "watch", "x"), ("admin", "status", "--watch"),
+                  ("worker", "join", url, "--site", "x", "--config", config)):  # fmt: skip
+        answer = cli.tessera(*words, TESSERA_URL=url, TESSERA_TOKEN="x")
+        assert (answer.returncode, "no answer from the coordinator" in answer.stderr) == (1, True), answer.stderr
+    assert len(asked) == 4
 
 
 @pytest.fixture(scope="module")

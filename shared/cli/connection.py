@@ -55,7 +55,7 @@ class Connection:
 
     def client(self, patience_seconds: float = PATIENCE_SECONDS) -> Client:
         """Return a client for the caller to close. Raises Invalid for a token that cannot be read or sent there."""
-        return Client.from_options(**vars(self), patience_seconds=patience_seconds)
+        return Client.from_options(**vars(self), patience_seconds=patience_seconds, awaits_start=False)
 
 
 def connect(

@@ -197,6 +197,7 @@ class Transport:
         verify: bool | ssl.SSLContext = True,
         answer_seconds: float = ANSWER_SECONDS,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
+        awaits_start: bool = True,
     ) -> None:
         # Uncompressed, so that no answer can grow in this process beyond the bytes sent.
         headers = {"Accept-Encoding": "identity"}
@@ -223,6 +224,7 @@ class Transport:
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
         self._max_answer_bytes = max_answer_bytes
+        self._is_known = awaits_start
 
     def close(self) -> None:
         self._http.close()
@@ -285,6 +287,7 @@ class Transport:
             if present := spans.present():
                 options = {**options, "headers": {**options.get("headers", {}), HEADER: present}}
             with self._http.stream(method, path, **options) as response:
+                self._is_known = True
                 if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
                     raise Unreachable(f"the proxy {self._proxy} requires authentication (HTTP 407)", remedy=BY_PROXY)
                 if response.is_success and _is_page(response):
@@ -311,6 +314,7 @@ class Transport:
 
         The time runs from the first failure, and restarts at each failure before which `moved` (bytes transferred)
         has grown, so that a transfer may take any time while it advances. A refused token is read again, once.
+        Without `awaits_start` nothing is repeated until something has answered: the URL may be wrong.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
@@ -328,7 +332,8 @@ class Transport:
                     give_up_at, before, pause = time.monotonic() + self._patience_seconds, there, 0.1
                 asked = problem.retry_after_seconds
                 wait = asked if asked is not None else random.uniform(pause / 2, pause)  # noqa: S311 (jitter)
-                if not problem.retryable or time.monotonic() + wait > give_up_at:
+                lasts = not problem.retryable or (isinstance(problem, Unreachable) and not self._is_known)
+                if lasts or time.monotonic() + wait > give_up_at:
                     raise
             self._sleep(wait)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)

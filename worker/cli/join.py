@@ -70,7 +70,7 @@ def join(
         try:
             shown = token_file.read_text(encoding="utf-8-sig").strip() if token_file else None
             note(f"asking {url} ...")
-            with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
+            with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify, awaits_start=False) as client:
                 enrolment = request(client, place, site, _device(), VERSION)
         except Problem as problem:
             if fresh and token_file is None and not problem.from_document:

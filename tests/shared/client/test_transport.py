@@ -51,6 +51,16 @@ def test_what_may_pass_is_tried_again(code: str) -> None:
     assert len(pauses) == 2
 
 
+def test_a_broken_line_is_tried_again_once_something_has_answered() -> None:
+    pauses: list[float] = []
+    with answering(Answer(), Answer(body=b"cut", breaks_after=1), Answer(body=b"done")) as (url, asked):
+        http = transport(url, pauses, awaits_start=False)
+        http.request("GET", "/x")
+        assert http.request("GET", "/x").content == b"done"
+        http.close()
+    assert (len(asked), len(pauses)) == (3, 1)
+
+
 @pytest.mark.parametrize("code", ["not-found", "lease-lost", "invalid", "unauthenticated", "offset-mismatch"])
 def test_what_will_not_pass_is_not(code: str) -> None:
     pauses: list[float] = []
