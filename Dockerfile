@@ -28,6 +28,7 @@ COPY migrations migrations
 COPY coordinator coordinator
 COPY worker worker
 COPY tessera tessera
+COPY docs docs
 # Every package in the version that `make image-check` last ran with.
 ARG CONSTRAINTS=deploy/constraints.txt
 

@@ -362,8 +362,8 @@ OF_WORKERS: Mapping[str, str] = {
     "report this, begin a run from an earlier version, with a lower training.learning_rate.",
     "over-budget": "Begin a run with a larger upload_budget or upload_seconds, or with a method that sends less.",
     "too-large": "Its site can raise cache_bytes if the detail says so; else begin a run with a smaller model.",
-    "unknown-architecture": "Begin a run with a model type of docs/blockmap.md, or have sites describe this one "
-    "(mappings).",
+    "unknown-architecture": "Begin a run with a model type of `tessera docs blockmap`, or have sites describe this "
+    "one (mappings).",
     "model-refused": "Begin a run with a model that transformers builds by itself, without code of its own.",
     "model-mismatch": _MISFIT,
     "data-unreadable": "Ask the site: its worker's log names the file.",

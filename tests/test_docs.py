@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import json
 import re
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from tessera.worker.data.registry import adapters
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, WorkerSettings
 from tessera.worker.simulation.config import SimulationTable
+from tests.support import cli
 from tests.support.paths import ROOT
 from tests.support.shell_blocks import PAGES, blocks, commands, faults
 from tests.system.test_documents import PAGES_RUN
@@ -267,3 +270,25 @@ def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
         name for document in ("README.md", "CONTRIBUTING.md") for name in re.findall(r"make ([a-z]+)", text(document))
     }
     assert used - {"help"} <= targets
+
+
+def test_a_message_points_to_pages_that_each_installation_has() -> None:
+    """A wheel has no folder docs/: its user reads a page by command."""
+    named: set[str] = set()
+    for file in (
+        path for side in ("coordinator", "shared", "worker") for path in sorted((ROOT / side).rglob("*.py"))
+    ):
+        tree = ast.parse(file.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+                assert not re.search(r"docs/[\w-]+\.md", node.value), f"{file}: {node.value}"
+                named |= set(re.findall(r"`tessera docs ([\w/-]+)`", node.value))
+    assert "site" in named
+    for page in named:
+        assert (ROOT / f"docs/{page}.md").is_file(), page
+        assert cli.tessera("docs", page).stdout == text(f"docs/{page}.md")
+    listed = json.loads(cli.tessera("docs", "--json").stdout)
+    assert set(listed) == {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    refused = cli.tessera("docs", "sites")
+    assert (refused.returncode, "did you mean `site`?" in refused.stderr) == (1, True)

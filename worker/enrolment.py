@@ -25,7 +25,7 @@ NEXT = ".next"
 TLS = ("ca_bundle", "client_cert", "client_key")
 
 SKELETON = """\
-# Made by `tessera worker join`. docs/worker-settings.md has every setting.
+# Made by `tessera worker join`. `tessera docs worker-settings` has every setting.
 url = {url}
 token_file = {token_file}
 name = {name}

@@ -311,12 +311,14 @@ def raw_settings(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise SettingsError(absent(path, "`tessera worker join` writes one, and docs/site.md describes it")) from None
+        raise SettingsError(
+            absent(path, "`tessera worker join` writes one, and `tessera docs site` describes it")
+        ) from None
     except OSError as fault:
         raise SettingsError(f"{path} cannot be read: {fault.strerror}; name another with --config") from fault
 
 
-NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see docs/data.md"
+NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see `tessera docs data`"
 
 
 def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:

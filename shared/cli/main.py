@@ -39,6 +39,7 @@ SUMMARIES = {
     "compare": "Compare simulations, paired by seed.",
     "coordinator": "Serve the API and conduct runs; migrate the database.",
     "data": "Show a site's data sets, and how one divides among sites.",
+    "docs": "Read the documentation.",
     "model": "Make and inspect the models that runs start from.",
     "run": "Start, watch, steer and export runs.",
     "simulate": "Run a whole federation in this process.",

@@ -143,7 +143,7 @@ def installed_method(name: str) -> Method[Any]:
     """Return a method that is installed here. Raises Invalid that says which there are, and where they are sought."""
     faults = _method_faults({"name": name}, installed=True)
     if faults:
-        raise Invalid(faults[0].detail, remedy="Choose one of them, or install it: docs/writing-a-method.md.")
+        raise Invalid(faults[0].detail, remedy="Choose one of them, or add it (`tessera docs writing-a-method`).")
     return methods()[name]
 
 

@@ -24,7 +24,7 @@ HEAD = """\
 #   tessera run preview FILE --model model
 #   tessera run create FILE --model model
 #
-# A line such as `# seed = 0` shows a default: remove its `#` to change it. Every key is in docs/runs.md.
+# A line such as `# seed = 0` shows a default: remove its `#` to change it. Every key is in `tessera docs runs`.
 """
 
 APART = (
@@ -66,7 +66,7 @@ def _tables(method: Method[Any]) -> Iterator[str]:
     yield "# [privacy]"
     yield from _keys(keys_of(Privacy), examples=PRIVATE)
     yield _comment(
-        "The table client_privacy, for each site as a whole, needs other settings too: see docs/privacy.md."
+        "The table client_privacy, for each site as a whole, needs other settings too: see `tessera docs privacy`."
     )
     yield ""
 
@@ -83,7 +83,7 @@ def _unions() -> Iterator[str]:
     for name, tag, union in (("server_optimizer", "kind", ServerOptimizer), ("robust", "rule", Robust)):
         field = RunSpec.model_fields[name]
         choices = ", ".join(member.model_fields[tag].default for member in get_args(get_args(union)[0]))
-        yield _comment(f"{_sentence(field.description or '')} ({choices}). docs/runs.md has the keys of each.")
+        yield _comment(f"{_sentence(field.description or '')} ({choices}). `tessera docs runs` has the keys of each.")
         yield f"# [{name}]\n# {tag} = {toml(getattr(field.default, tag))}\n"
 
 

@@ -88,6 +88,6 @@ def test_the_wheel_has_every_file_that_is_no_code(wheel: Path) -> None:
         for side in ("coordinator", "migrations", "shared", "worker")
         for path in (ROOT / side).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
-    }
+    } | {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     with ZipFile(wheel) as archive:
         assert files - {name.removeprefix("tessera/") for name in archive.namelist()} == set()

@@ -97,7 +97,7 @@ class UnknownArchitecture(ValueError):
     def __init__(self, problem: str, tensors: Iterable[str]) -> None:
         self.tensors = tuple(sorted(tensors))
         shown = ", ".join(self.tensors[:12]) + (", ..." if len(self.tensors) > 12 else "")
-        super().__init__(f"{problem}: {shown}. Describe it in a mapping file (docs/blockmap.md)")
+        super().__init__(f"{problem}: {shown}. Describe it in a mapping file (`tessera docs blockmap`)")
 
 
 @dataclass(frozen=True)

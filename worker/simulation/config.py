@@ -47,7 +47,7 @@ else:
     virtual_sites = Deferred("tessera.worker.simulation.virtual_sites")
 
 REMEDY = "Fix the named settings and try again."
-NO_TABLE = "Add one with `sites`, and the data to divide in [simulation.data]: docs/simulating.md has both."
+NO_TABLE = "Add one with `sites`, and the data to divide in [simulation.data]: `tessera docs simulating` has both."
 
 
 class Pool(BaseModel):

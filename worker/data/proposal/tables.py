@@ -50,8 +50,8 @@ def add_table(
     if image is None and text is None:
         raise DataError(
             f"{table.where} has no column of texts or images among {shown_columns(table)}: if single words are "
-            "the texts, name their column with --text; or write kind and the column's name by hand, as docs/data.md "
-            "describes"
+            "the texts, name their column with --text; or write kind and the column's name by hand, as "
+            "`tessera docs data` describes"
         )
     kind, column = ("images", image) if image else ("text", text)
     proposal.add("kind", kind, f"column {column} contains {kind.removesuffix('s')}s")

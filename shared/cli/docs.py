@@ -1,0 +1,41 @@
+"""`tessera docs`: the documentation, which each installation has."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import tessera
+from tessera.shared.cli.render.output import AsJson, print_json, show, table
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.problems import NotFound
+
+FOLDER = Path(tessera.__file__).with_name("docs")
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(name="docs")
+def command(
+    page: Annotated[str | None, typer.Argument(help="The page's name, such as site or operating/tls.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the pages of the documentation, or print one as Markdown."""
+    found = sorted(FOLDER.rglob("*.md"), key=lambda file: (file.parent != FOLDER, file))
+    files = {file.relative_to(FOLDER).with_suffix("").as_posix(): file for file in found}
+    if page is None:
+        titles = {
+            name: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, file in files.items()
+        }
+        show(titles, table(("page", "title"), titles.items()), as_json=as_json)
+        return
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in files:
+        raise NotFound(
+            f"there is no page {page!r}{did_you_mean(name, files)}", remedy="List the pages: `tessera docs`."
+        )
+    text = files[name].read_text(encoding="utf-8")
+    if as_json:
+        print_json({"page": name, "text": text})
+    else:
+        typer.echo(text, nl=False)
