@@ -336,6 +336,11 @@ def _hand_over_first_token(services: Services) -> None:
         secret = first_token(session, services.database.now())
         path = services.settings.admin_token_file
         if secret is None:
+            if path is not None and not path.exists():
+                remedy = (
+                    "The database has an administrator already. `tessera coordinator token` issues another token."
+                )
+                log.warning("coordinator.admin_token_not_written", path=str(path), remedy=remedy)
             return
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ def assemble(
         every_seconds=settings.gc_interval_seconds,
     )
     memory = Memory(settings.memory_limit_bytes)
-    needs = partial(alerts, liveness_seconds=settings.liveness_seconds, disk=disk, memory=memory)
+    needs = partial(alerts, settings=settings, disk=disk, memory=memory)
     page_url = f"{(settings.public_url or '').rstrip('/')}/page"
     people, sign_in = _open_id(settings) if duty != "conduct" else (None, None)
 

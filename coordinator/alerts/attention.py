@@ -1,18 +1,22 @@
 """The conditions that need a person."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from rich.filesize import decimal
 from sqlalchemy import exists, func, select
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.alerts.certificate import outdated
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import WATERMARK, Memory
+from tessera.coordinator.settings import CoordinatorSettings
 
 MAX_RUNS = 20
 """Runs that are looked at in each state, and sites; the latest changed runs first."""
@@ -54,9 +58,11 @@ class Alert:
     """Time for which it must last before people are notified of it."""
 
 
-def alerts(session: Session, now: float, liveness_seconds: float, disk: DiskSpace, memory: Memory) -> Iterator[Alert]:
+def alerts(
+    session: Session, now: float, settings: CoordinatorSettings, disk: DiskSpace, memory: Memory
+) -> Iterator[Alert]:
     """Yield everything that needs a person now. Disk and memory are those of this process."""
-    live = live_workers(session, now - liveness_seconds)
+    live = live_workers(session, now - settings.liveness_seconds)
     yield from _of_runs(session, live)
     yield from _of_sites(session, now)
     pending = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
@@ -93,6 +99,12 @@ def alerts(session: Session, now: float, liveness_seconds: float, disk: DiskSpac
     if (share := memory.share()) > WATERMARK:
         detail = f"{share:.0%} are in use: no upload starts."
         yield Alert("memory-low", "Memory is low", detail, "Give the process more memory.", weight="bad")
+    # `doctor` and the log tell what is wrong with a file that cannot be read.
+    with suppress(OSError, ValueError):
+        for found in outdated(settings, datetime.fromtimestamp(now, UTC)):
+            title = f"A certificate {'expires soon' if found.verdict == 'warn' else 'is not valid'}"
+            weight = "warn" if found.verdict == "warn" else "bad"
+            yield Alert("certificate", title, f"{found.detail}.", found.remedy, weight=weight, key=found.verdict)
 
 
 def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:

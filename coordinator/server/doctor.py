@@ -15,13 +15,13 @@ from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.alerts.attention import Alert
+from tessera.coordinator.alerts.certificate import examine
 from tessera.coordinator.alerts.channels import Undelivered
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import DatabaseInUse, reason_of
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
-from tessera.coordinator.server.certificate import examine
 from tessera.coordinator.server.http_limits import (
     OTHER_FILES,
     BadCertificate,

@@ -8,9 +8,9 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from tessera.coordinator.alerts.certificate import CertificateFiles
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
-from tessera.coordinator.server.certificate import CertificateFiles
 from tessera.coordinator.server.http_limits import configuration, raise_file_limit
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans

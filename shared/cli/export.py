@@ -21,6 +21,10 @@ from tessera.shared.updates.base_folder import base_blocks, write_with_base
 
 CONFIG_FILE = "config.json"
 
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"}
+"""Endings of files with weights. Beside a version they would belong to another one."""
+OTHER_FORMATS = {".onnx", ".ckpt", ".pkl", ".npz", ".tflite", ".zip", ".tar", ".gz"}
+
 Progress = Callable[[int], None]
 
 
@@ -61,8 +65,7 @@ def export_folder(
     Other files of the folder `like` are copied too; `base` is as in `export_file`. Raises Invalid if `out` exists,
     and for unsafe settings of the model, its tokenizer or image processor.
     """
-    if out.exists():
-        raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
+    require_new_folder(out)
     model = source.model(run.spec.model)
     require_safe(model.config)
     with in_place_of(out) as partial:
@@ -78,6 +81,18 @@ def export_folder(
         if like:
             copy_rest(like, partial)
         partial.rename(out)
+
+
+def require_new_folder(out: Path) -> None:
+    """Raise Invalid if a model folder of this name would replace something, or be taken for a file."""
+    if out.exists():
+        raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
+    if out.suffix in WEIGHTS | OTHER_FORMATS:
+        raise Invalid(
+            f"{out} is a file's name, and a model folder would be written",
+            remedy=f"Choose a name without {out.suffix}; `tessera run export` writes one file if the name ends in "
+            ".safetensors and --model is left out.",
+        )
 
 
 def _export(
@@ -123,10 +138,8 @@ def copy_rest(like: Path, folder: Path) -> None:
     """Copy what a model folder has besides a model, such as a tokenizer, to a new one. Raises Invalid."""
     if not (like / CONFIG_FILE).is_file():
         raise Invalid(f"{like} is not a model folder: it has no {CONFIG_FILE}", remedy="Name the run's model folder.")
-    # Weights in any format would belong to another version.
-    weights = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"}
     for file in sorted(like.iterdir()):
-        if file.is_file() and file.suffix not in weights and not (folder / file.name).exists():
+        if file.is_file() and file.suffix not in WEIGHTS and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 
 

@@ -16,7 +16,7 @@ import typer
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from tessera.shared.cli.export import CONFIG_FILE, copy_rest
+from tessera.shared.cli.export import CONFIG_FILE, copy_rest, require_new_folder
 from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
@@ -150,8 +150,7 @@ def init(
     A tokenizer and an image processor beside the config are saved there too.
     """
     with exits(ERRORS):
-        if out.exists():
-            raise ValueError(f"{out} exists already: remove it or choose another name")
+        require_new_folder(out)
         mapping = read_mapping(mapping_file) if mapping_file else None
         settings = _settings(config, head, labels, dtype, hub=pretrained)
         caption = caption_ids(text_prompt_from, config)
@@ -247,8 +246,7 @@ def merge(
 ) -> None:
     """Add the adapters of a model folder to its matrices: transformers alone can run the result."""
     with exits(ERRORS):
-        if out.exists():
-            raise ValueError(f"{out} exists already: remove it or choose another name")
+        require_new_folder(out)
         folder = ModelFolder.open(source)
         if not folder.model.lora or folder.model.prompts:
             raise ValueError(f"{source} has no adapters, or prompts too, which cannot become part of any matrix")

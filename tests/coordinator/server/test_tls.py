@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tessera.coordinator.server.certificate import CertificateFiles, examine
+from tessera.coordinator.alerts.certificate import CertificateFiles, examine
 from tessera.coordinator.server.http_limits import BadCertificate, InsecureBindError, require_private
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.client import Client
@@ -132,6 +132,22 @@ def test_an_expired_certificate_is_not_called_well(
     (found,) = examine(settings, NOW)
     assert (found.name, found.verdict) == ("tls", verdict)
     assert said in found.detail
+
+
+def test_a_certificate_that_ends_is_a_condition_that_needs_a_person(
+    serving: LiveCoordinator, authority: Authority
+) -> None:
+    chain = x509.load_pem_x509_certificates(authority.server.read_bytes())
+    ends = min(one.not_valid_after_utc for one in chain)
+
+    def told(at: datetime) -> list[tuple[str, str]]:
+        with serving.services.database.snapshot() as session:
+            found = serving.services.alerts(session, at.timestamp())
+            return [(alert.title, alert.weight) for alert in found if alert.code == "certificate"]
+
+    assert told(ends - timedelta(days=31)) == []
+    assert ("A certificate expires soon", "warn") in told(ends - timedelta(days=29))
+    assert ("A certificate is not valid", "bad") in told(ends)
 
 
 def test_a_chain_in_the_wrong_order_and_an_expired_client_ca_are_found(tmp_path: Path) -> None:

@@ -27,17 +27,21 @@ def examine(settings: CoordinatorSettings, now: datetime) -> Iterator[Finding]:
     chain = x509.load_pem_x509_certificates(settings.tls_cert.read_bytes())
     names = _names(chain[0])
     findings = [
-        *(each for one in chain for each in _dates(settings.tls_cert, one, now)),
         *_uses(settings.tls_cert, chain[0], names),
         *_order(settings.tls_cert, chain),
+        *outdated(settings, now),
     ]
-    if settings.tls_client_ca:
-        for one in x509.load_pem_x509_certificates(settings.tls_client_ca.read_bytes()):
-            findings += _dates(settings.tls_client_ca, one, now)
     ends = min(one.not_valid_after_utc for one in chain)
     yield from findings or [
         ok("tls", f"served with {settings.tls_cert} for {', '.join(names)} until {ends:%Y-%m-%d}")
     ]
+
+
+def outdated(settings: CoordinatorSettings, now: datetime) -> Iterator[Finding]:
+    """Yield the served certificates and CAs of clients that end soon or are not valid. Raises OSError, ValueError."""
+    for file in filter(None, (settings.tls_cert, settings.tls_client_ca)):
+        for one in x509.load_pem_x509_certificates(file.read_bytes()):
+            yield from _dates(file, one, now)
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
