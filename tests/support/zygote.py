@@ -30,18 +30,20 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 SANDBOX = "tessera.worker.model.sandbox"
+_COORDINATORS = (
+    "tessera.coordinator.cli",
+    "tessera.coordinator.app",
+    "tessera.coordinator.server.http_limits",
+)
+# `tessera coordinator serve` is among the commands.
 _WORKERS = (
+    *_COORDINATORS,
     "tessera.worker.cli.worker",
     "tessera.worker.agent",
     "tessera.worker.doctor",
     "tessera.worker.data.kinds.digits",
     "tessera.worker.ranks.rank",
     "transformers.modeling_utils",
-)
-_COORDINATORS = (
-    "tessera.coordinator.cli",
-    "tessera.coordinator.app",
-    "tessera.coordinator.server.http_limits",
 )
 NEEDS = {
     "tessera.coordinator": _COORDINATORS,
@@ -267,10 +269,11 @@ def _fork_ahead(owner: str, *, answers: bool) -> bool:
 
 def _called(module: str, arguments: list[str]) -> tuple[str, list[str]]:
     """What this process is to run: what was asked for, or what that starts."""
-    if module == "tessera.coordinator" and arguments[:1] == ["serve"] and "--no-conduct" not in arguments:
+    serves = (module, *arguments[:1]) == ("tessera.coordinator", "serve") or arguments[:2] == ["coordinator", "serve"]
+    if serves and "--no-conduct" not in arguments:
         child_process = "tessera.coordinator.conductor.child_process"
         if _fork_ahead(child_process, answers=False):
-            return module, list(sys.modules[child_process].COMMAND[3:])
+            return "tessera.coordinator", list(sys.modules[child_process].COMMAND[3:])
     if arguments[:2] == ["worker", "run"] and _fork_ahead(SANDBOX, answers=True):
         return SANDBOX, []
     return module, arguments
