@@ -13,8 +13,8 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -47,6 +47,9 @@ class InMemory:
 
     def size(self, digest: str) -> int:
         return len(self._blobs[digest])
+
+    def reading_ahead(self, digests: Sequence[str]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def expect(self, digests: Collection[str]) -> None:
         """They are here."""

@@ -259,7 +259,7 @@ class AdvertisedPolicy(Message):
 
     @cached_property
     def judgements(self) -> dict[Hashable, Any]:
-        """What a planner has found out about this policy, kept as long as the policy is."""
+        """A planner's findings about this policy, kept as long as the policy is."""
         return {}
 
     @property
@@ -418,8 +418,8 @@ class Task(Message):
     receipt: Receipt | None = None
     """Of the last update that was accepted from this worker in this run."""
     audit_head: Annotated[AuditHead | None, Shown] = None
-    """What the worker reported with its last accepted result, of any run: its own audit has that entry, unless it is
-    an older copy."""
+    """The head that the worker reported with its last accepted result, of any run: its own audit has that entry,
+    unless it is an older copy."""
     inline_blobs: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""

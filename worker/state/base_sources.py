@@ -127,8 +127,13 @@ class BaseSources:
         self, url: str, missing: Mapping[str, Block], check: Callable[[], None], places: dict[str, Place]
     ) -> None:
         verify = self.tls or tls_context()
-        options = {"headers": {"Accept-Encoding": "identity"}, "timeout": MIRROR_SECONDS, "trust_env": False}
-        with httpx.Client(verify=verify, proxy=proxy_of(url), **options) as client:
+        with httpx.Client(
+            verify=verify,
+            proxy=proxy_of(url),
+            headers={"Accept-Encoding": "identity"},
+            timeout=MIRROR_SECONDS,
+            trust_env=False,
+        ) as client:
             for digest, block in missing.items():
                 check()
                 with client.stream("GET", f"{url.rstrip('/')}/{digest.replace(':', '-')}") as response:
