@@ -19,6 +19,7 @@ if not os.environ.get("TESSERA_TEST_GPU"):
 
 import pytest
 import structlog
+from execnet import gateway_base
 from hypothesis import settings
 
 from tests.support import databases, leftovers, zygote
@@ -83,6 +84,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="make test-long runs it"))
         if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    # Each process would import for ten seconds what tests need, and so would its zygote.
+    gateway_base.ThreadExecModel.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.testing})
 
 
 # What is imported and collected stays: to look through it for garbage takes seconds.

@@ -10,6 +10,7 @@ import array
 import atexit
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -22,14 +23,15 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 SANDBOX = "tessera.worker.model.sandbox"
+TESTS = "execnet"
 _COORDINATORS = (
     "tessera.coordinator.cli",
     "tessera.coordinator.app",
@@ -49,6 +51,7 @@ NEEDS = {
     "tessera.coordinator": _COORDINATORS,
     "tessera.shared.cli": _WORKERS,
     SANDBOX: _WORKERS,
+    TESTS: _WORKERS,
     "tessera.worker.ranks.launcher": _WORKERS,
     "tests.support.code": _WORKERS,
     "tests.support.demo": _WORKERS,
@@ -58,6 +61,7 @@ NEEDS = {
 }
 """What is imported before, by the module that is run."""
 
+_ZYGOTES: dict[Sequence[str], socket.socket] = {}
 _TURN = threading.Lock()
 _ADOPTS = 36
 """PR_SET_CHILD_SUBREAPER: whether what loses its parent becomes a child of this process."""
@@ -116,9 +120,18 @@ def start(
 
 def piped(command: Sequence[str], *, env: Mapping[str, str], **_: object) -> Forked:
     """In place of `subprocess.Popen` of `python -m module`, with pipes for its standard input and output."""
-    (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
     with open(os.devnull, "wb") as nothing:  # noqa: PTH123 (a device)
-        forked = start(command[2], command[3:], env, reads=theirs_in, writes=theirs_out, errors=nothing.fileno())
+        return _piped(command[2], command[3:], env, nothing.fileno())
+
+
+def testing(*_: object, **__: object) -> Forked:
+    """In place of the `subprocess.Popen` by which pytest-xdist starts a process of tests."""
+    return _piped(TESTS, [], os.environ, 2)
+
+
+def _piped(module: str, arguments: Sequence[str], environment: Mapping[str, str], errors: int) -> Forked:
+    (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+    forked = start(module, arguments, environment, reads=theirs_in, writes=theirs_out, errors=errors)
     os.close(theirs_in)
     os.close(theirs_out)
     forked.stdin, forked.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
@@ -133,21 +146,26 @@ def passing(
         return start(command[2], command[3:], env, reads=nothing.fileno(), writes=1, errors=2, more=pass_fds)
 
 
-@cache
 def _zygote(needs: Sequence[str]) -> socket.socket:
+    if needs in _ZYGOTES:
+        return _ZYGOTES[needs]
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "tests.support.zygote", str(there.fileno()), *needs]
     # The first test that needs it may have gone to another folder.
     root = Path(__file__).parents[2]
     process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True, cwd=root)
     there.close()
+    return _keep(needs, here, process)
 
+
+def _keep(needs: Sequence[str], line: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:
     def end() -> None:
-        here.close()
+        line.close()
         process.wait()
 
     atexit.register(end)
-    return here
+    _ZYGOTES[needs] = line
+    return line
 
 
 def _read(line: socket.socket, length: int) -> bytes:
@@ -165,7 +183,7 @@ def _serve(line: socket.socket) -> dict[str, object]:
     while True:
         head, descriptors, _, _ = socket.recv_fds(line, 8, _DESCRIPTORS)
         if not head:
-            sys.exit()
+            os._exit(0)
         head += _read(line, 8 - len(head))
         wanted: dict[str, object] = json.loads(_read(line, int.from_bytes(head, "big")))
         told, telling = os.pipe()
@@ -267,6 +285,19 @@ def _fork_ahead(owner: str, *, answers: bool) -> bool:
     return False
 
 
+def _test() -> dict[str, object]:
+    """Runs tests, beside a zygote of their own; what that is asked for, in the child that is to do it."""
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        here.close()
+        return _serve(there)
+    there.close()
+    importlib.import_module("tests.support.zygote")._keep(_WORKERS, here, Forked(pid))
+    sys.modules["__main__"] = ModuleType("__main__")
+    _run(lambda: exec(eval(sys.stdin.readline()), {}))  # noqa: S102, S307  (as execnet starts a process)
+
+
 def _called(module: str, arguments: list[str]) -> tuple[str, list[str]]:
     """What this process is to run: what was asked for, or what that starts."""
     serves = (module, *arguments[:1]) == ("tessera.coordinator", "serve") or arguments[:2] == ["coordinator", "serve"]
@@ -286,10 +317,15 @@ def _seed() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in sys.argv[2:]:
+            importlib.import_module(name)
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for those who were started
     given = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if given["module"] == TESTS:
+        given = _test()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(str(given["folder"]))
     os.environ.clear()
