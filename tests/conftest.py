@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ if not os.environ.get("TESSERA_TEST_GPU"):
 
 import pytest
 import structlog
+from _pytest.logging import catching_logs
 from execnet import gateway_base
 from hypothesis import settings
 
@@ -84,6 +86,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="make test-long runs it"))
         if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))
+
+
+def _attach_to_root(self: catching_logs[logging.Handler]) -> logging.Handler:
+    """Attaches a handler to the root alone: to look for loggers that tell it nothing, six times a test, takes longer
+    than many tests."""
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = logging.root.level
+        logging.root.setLevel(min(self.orig_level, self.level))
+    logging.root.addHandler(self.handler)
+    self.attached_loggers.append(logging.root)
+    return self.handler
+
+
+catching_logs.__enter__ = _attach_to_root  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(optionalhook=True)
