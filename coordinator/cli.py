@@ -331,10 +331,14 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Print the first administrator's token, then commit it: after a crash in between, another is issued."""
+    """Print the first administrator's token, then commit it: after a crash in between, another is issued.
+
+    Without a file, only a terminal gets it: a log would keep it.
+    """
+    path = services.settings.admin_token_file
+    admins_sign_in = "admin" in services.settings.oidc_roles.values()
     with services.database.transaction() as session:
-        secret = first_token(session, services.database.now())
-        path = services.settings.admin_token_file
+        secret = first_token(session, services.database.now(), admins_sign_in=admins_sign_in)
         if secret is None:
             if path is not None and not path.exists():
                 remedy = (
@@ -342,10 +346,21 @@ def _hand_over_first_token(services: Services) -> None:
                 )
                 log.warning("coordinator.admin_token_not_written", path=str(path), remedy=remedy)
             return
+        if path is None and not sys.stderr.isatty():
+            session.rollback()
+            log.warning(
+                "coordinator.no_administrator",
+                remedy="No administrator has a valid token. Set TESSERA_ADMIN_TOKEN_FILE and start again.",
+            )
+            return
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(secret + "\n")
             log.info("coordinator.admin_token_written", path=str(path))
         else:
-            print(f"first admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
+            print(
+                f"first admin token (shown only this once, valid for a day: create your own with it): {secret}",
+                file=sys.stderr,
+                flush=True,
+            )

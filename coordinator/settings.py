@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -61,6 +62,20 @@ def _to_mail_server(url: str) -> str:
     return url
 
 
+def _secrets_in_files(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings whose values are in files: users who may inspect a container see its variables. Raise
+    ValueError."""
+    for name in ("database_url", "webhook_url"):
+        if (file := given.get(f"{name}_file")) is None:
+            continue
+        if name in given:
+            raise ValueError(f"{name} and {name}_file are both set; unset one of them")
+        try:
+            yield name, Path(file).read_text(encoding="utf-8-sig").strip()
+        except OSError as fault:
+            raise ValueError(f"{name}_file: {file} cannot be read: {fault.strerror}") from None
+
+
 def data_dir() -> Path:
     """Return the default folder of a coordinator's data, which is the same wherever the coordinator is started.
 
@@ -94,6 +109,7 @@ class CoordinatorSettings(BaseSettings):
         default_factory=lambda: f"sqlite:///{data_dir()}/tessera.db",
         description="database of runs, rounds and tasks: SQLite, or postgresql://...",
     )
+    database_url_file: Path | None = Field(default=None, description="file with the database's URL, in place of it")
     database_connections: PositiveInt = Field(
         default=20, description="maximum PostgreSQL connections of one process, not counting a few for signals"
     )
@@ -120,7 +136,9 @@ class CoordinatorSettings(BaseSettings):
         default=False, description="a proxy terminates TLS; permits other addresses without TLS"
     )
     admin_token_file: Path | None = Field(
-        default=None, description="file for the first administrator token; if unset, the token is printed"
+        default=None,
+        description="file for the first administrator token, which is valid for a day; if unset, it is printed on a "
+        "terminal",
     )
     oidc_issuer: str | None = Field(
         default=None, description="OpenID provider whose tokens are accepted, spelled exactly as in its iss claim"
@@ -154,6 +172,7 @@ class CoordinatorSettings(BaseSettings):
     webhook_url: Annotated[SecretStr, AfterValidator(_to_https)] | None = Field(
         default=None, description="https:// URL to which a notice is posted when something needs a person"
     )
+    webhook_url_file: Path | None = Field(default=None, description="file with this URL, in place of it")
     webhook_secret_file: Path | None = Field(
         default=None, description="file with the key that signs these notices: whsec_ and base64; read at each notice"
     )
@@ -317,7 +336,7 @@ class CoordinatorSettings(BaseSettings):
         names = {f"{prefix}{old}".upper(): f"{prefix}{new}".upper() for old, new in renamed_keys.COORDINATOR.items()}
         renamed_keys.refuse_old({name.upper(): value for name, value in os.environ.items()}, names)
         refuse_misspelt(os.environ, cls.model_fields)
-        return given
+        return {**given, **dict(_secrets_in_files(given))}
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -332,14 +351,22 @@ class CoordinatorSettings(BaseSettings):
         ):
             if bool(getattr(self, one)) != bool(getattr(self, other)):
                 raise ValueError(f"{one} and {other} require each other")
+        self._has_provider()
+        return self
+
+    def _has_provider(self) -> None:
         if self.oidc_issuer is None:
-            return self
+            return
         if not (self.oidc_audience and self.oidc_roles):
             raise ValueError("oidc_issuer requires oidc_audience, the audience of its tokens, and oidc_roles")
+        if self.oidc_audience == self.oidc_client_id:
+            raise ValueError(
+                "oidc_audience and oidc_client_id are the same: the ID tokens of every sign-in would be valid as "
+                "tokens of the API; register an API of its own at the provider, and name that as the audience"
+            )
         if self.oidc_client_id and not self.public_url:
             raise ValueError("oidc_client_id requires public_url, to which the provider redirects people")
         for url in filter(None, (self.oidc_issuer, self.oidc_keys_url, self.oidc_token_url, self.public_url)):
             parts = urlsplit(url)
             if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
                 raise ValueError(f"{url} is not an https:// URL: forged responses would let an attacker sign in")
-        return self

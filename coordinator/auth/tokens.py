@@ -163,8 +163,10 @@ def is_known(session: Session, secret_hash: str) -> bool:
     return bool(session.scalar(select(exists().where(either))))
 
 
-def first_token(session: Session, now: float) -> str | None:
-    """Return the secret of a new first admin token; None if there has ever been one."""
-    if session.scalar(select(exists().where(TokenRow.role == "admin"))):
+def first_token(session: Session, now: float, *, admins_sign_in: bool = False) -> str | None:
+    """Return the secret of a new admin token for one day; None if there is a valid one, or there has ever been one
+    and `admins_sign_in` elsewhere."""
+    if session.scalar(select(exists().where(TokenRow.role == "admin", *(() if admins_sign_in else _valid(now))))):
         return None
-    return issue_token(session, now, "coordinator", TokenSpec(name="first-admin", role="admin"))[1]
+    spec = TokenSpec(name="first-admin", role="admin", expires_in_days=1)
+    return issue_token(session, now, "coordinator", spec)[1]

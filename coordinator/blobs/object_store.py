@@ -50,6 +50,9 @@ AGAIN_SECONDS = 2.0
 TIMES: Any = {"connect_timeout": "3s", "timeout": "30s"}
 """Limits of one request, which carries a few megabytes at most."""
 
+SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Variables that may be in a file each, which the same name with `_FILE` names."""
+
 RETRIES: Any = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=5),
@@ -290,7 +293,13 @@ def _opened(url: str) -> ObjectStore:
     # Options given here replace all those of the environment.
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
     options: Any = {**TIMES, "allow_http": plain}
-    return S3Store.from_url(url, client_options=options, retry_config=RETRIES)
+    return S3Store.from_url(url, config=_keys_in_files(), client_options=options, retry_config=RETRIES)
+
+
+def _keys_in_files() -> Any:
+    """Return the store's keys that files hold. Raises OSError."""
+    files = {name: os.environ[f"{name}_FILE"] for name in SECRETS if f"{name}_FILE" in os.environ}
+    return {name.lower(): Path(file).read_text(encoding="utf-8-sig").strip() for name, file in files.items()}
 
 
 @contextmanager

@@ -17,7 +17,12 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs t
 
 KUBERNETES = ("1.25", "1.30", "1.34")
 
-LEAST: dict[str, Any] = {"database": {"existingSecret": "database"}, "store": {"url": "s3://bucket/prefix"}}
+INGRESS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}
+LEAST: dict[str, Any] = {
+    "database": {"existingSecret": "database"},
+    "store": {"url": "s3://bucket/prefix"},
+    "networkPolicy": {"from": [INGRESS]},
+}
 MOST: dict[str, Any] = {
     **LEAST,
     "store": {"url": "s3://b", "endpoint": "http://store", "existingSecret": "store", "allowHttp": True},
@@ -150,8 +155,14 @@ def test_secrets_are_named_and_never_written(chart: Any) -> None:
     for pod in pods(documents).values():
         (container,) = pod["spec"]["containers"]
         given = {variable["name"]: variable for variable in container["env"]}
-        for name in ("TESSERA_DATABASE_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            assert "secretKeyRef" in given[name]["valueFrom"], name
+        # In files: a variable is shown to whoever may inspect a container.
+        assert not any("valueFrom" in variable for variable in given.values())
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        for name in ("TESSERA_DATABASE_URL_FILE", "AWS_ACCESS_KEY_ID_FILE", "AWS_SECRET_ACCESS_KEY_FILE"):
+            assert str(Path(given[name]["value"]).parent) in mounted, name
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in pod["spec"]["volumes"]
+        }
         ours = {name[8:].lower() for name in given if name.startswith("TESSERA_")}
         assert ours <= set(CoordinatorSettings.model_fields)
 
@@ -171,6 +182,7 @@ def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
     assert closed["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert "ingress" not in closed["spec"]
     assert opened["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "coordinator"
+    assert opened["spec"]["ingress"][0]["from"] == [INGRESS]
     assert opened["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 8470}]
 
 
@@ -186,6 +198,8 @@ def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
         ({**LEAST, "serviceMonitor": {"enabled": True}}, "tokenSecret"),
         ({**LEAST, "settings": {"LEASE_SECONDS": 120}}, "LEASE_SECONDS"),
         ({**LEAST, "forwardedAllowIps": "*"}, "forwardedAllowIps"),
+        ({**LEAST, "networkPolicy": {}}, "networkPolicy.from"),
+        ({**LEAST, "networkPolicy": {"from": [{"namespaceSelector": {}}]}}, "selects every namespace"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -285,6 +285,16 @@ def test_keys_on_another_host_are_used_if_the_settings_name_them() -> None:
         ({"oidc_issuer": "https://login.example", "oidc_roles": ROLES}, "requires oidc_audience"),
         ({"oidc_issuer": "https://login.example", "oidc_audience": "t"}, "oidc_roles"),
         ({"oidc_roles": {"x": "site"}}, "viewer"),
+        (
+            {
+                "oidc_issuer": "https://login.example",
+                "oidc_audience": "t",
+                "oidc_client_id": "t",
+                "oidc_roles": ROLES,
+                "public_url": "https://tessera.example",
+            },
+            "oidc_audience and oidc_client_id are the same",
+        ),
     ],
 )
 def test_settings_that_would_admit_anybody_are_refused(given: dict[str, Any], told: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -144,6 +145,17 @@ def test_one_that_is_replaced_while_it_is_read_is_not_read_on(blobs: Blobs, buck
         bucket.replace(stored.digest, spoilt(data))
         with pytest.raises(StoreSpoilt, match="no longer has the bytes"):
             file.read()
+
+
+def test_the_keys_of_a_store_may_be_in_files(
+    blobs: Blobs, bucket: Bucket, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = blobs.save([DATA])
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        (tmp_path / name).write_text(f"{os.environ[name]}\n")
+        monkeypatch.setenv(f"{name}_FILE", str(tmp_path / name))
+        monkeypatch.delenv(name)
+    assert opened(tmp_path, database, bucket).read(stored.digest) == DATA
 
 
 def test_an_object_that_was_hashed_is_not_hashed_again_after_a_restart(

@@ -48,16 +48,10 @@ securityContext:
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
 env:
-  - name: TESSERA_DATABASE_URL
-    valueFrom:
-      secretKeyRef: {name: {{ required "database.existingSecret: the secret that holds the database URL" .Values.database.existingSecret | quote }}, key: {{ .Values.database.key | quote }}}
-  {{- with .Values.store.existingSecret }}
-  - name: AWS_ACCESS_KEY_ID
-    valueFrom:
-      secretKeyRef: {name: {{ . | quote }}, key: access-key}
-  - name: AWS_SECRET_ACCESS_KEY
-    valueFrom:
-      secretKeyRef: {name: {{ . | quote }}, key: secret-key}
+  - {name: TESSERA_DATABASE_URL_FILE, value: {{ printf "/run/secrets/database/%s" .Values.database.key | quote }}}
+  {{- if .Values.store.existingSecret }}
+  - {name: AWS_ACCESS_KEY_ID_FILE, value: /run/secrets/store/access-key}
+  - {name: AWS_SECRET_ACCESS_KEY_FILE, value: /run/secrets/store/secret-key}
   {{- end }}
   - {name: TESSERA_BLOB_URL, value: {{ required "store.url: where blobs are, s3://bucket/prefix" .Values.store.url | quote }}}
   - {name: AWS_REGION, value: {{ .Values.store.region | quote }}}
@@ -87,6 +81,10 @@ env:
 volumeMounts:
   - {name: data, mountPath: /data}
   - {name: scratch, mountPath: /tmp}
+  - {name: database, mountPath: /run/secrets/database, readOnly: true}
+  {{- if .Values.store.existingSecret }}
+  - {name: store, mountPath: /run/secrets/store, readOnly: true}
+  {{- end }}
   {{- if .Values.oidcClientSecret }}
   - {name: oidc, mountPath: /run/secrets/oidc, readOnly: true}
   {{- end }}
@@ -110,6 +108,16 @@ volumeMounts:
   {{- end }}
 - name: scratch
   emptyDir: {sizeLimit: 1Gi}
+{{ include "tessera.secrets" . }}
+{{- end -}}
+
+{{- define "tessera.secrets" -}}
+- name: database
+  secret: {secretName: {{ required "database.existingSecret: the secret that holds the database URL" .Values.database.existingSecret | quote }}}
+{{- with .Values.store.existingSecret }}
+- name: store
+  secret: {secretName: {{ . | quote }}}
+{{- end }}
 {{- with .Values.oidcClientSecret }}
 - name: oidc
   secret: {secretName: {{ . | quote }}}
