@@ -39,3 +39,8 @@ def no_formula(cell: T) -> T | str:
     """Return a cell of a table for spreadsheets, with a quotation mark before each part of a text that they would
     compute. Numbers stay as they are."""
     return FORMULA.sub(r"\1'", cell) if isinstance(cell, str) else cell
+
+
+def fit_for_table(cell: T) -> T | str:
+    """Return a cell of a table for spreadsheets without formulas and without characters that are not to be seen."""
+    return fit_to_show(no_formula(cell))

@@ -38,7 +38,7 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import AuditEntry
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.problems import Fault, Invalid
-from tessera.shared.sanitize import no_formula
+from tessera.shared.sanitize import fit_for_table
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -96,7 +96,7 @@ def as_csv(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(columns)
-    writer.writerows(map(no_formula, row) for row in rows)
+    writer.writerows(map(fit_for_table, row) for row in rows)
     return download(file.getvalue(), f"{name}.csv", "text/csv")
 
 

@@ -10,7 +10,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import Spread, spreads
-from tessera.shared.sanitize import no_formula
+from tessera.shared.sanitize import fit_for_table
 
 
 class MetricRow(NamedTuple):
@@ -104,4 +104,4 @@ def write_csv(rows: Iterable[MetricRow], file: TextIO) -> None:
     """
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(MetricRow._fields)
-    writer.writerows(map(no_formula, row) for row in rows)
+    writer.writerows(map(fit_for_table, row) for row in rows)

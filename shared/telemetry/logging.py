@@ -1,9 +1,12 @@
 """Structured logs: lines for people on a terminal, JSON elsewhere, on a stream that may fail."""
 
 from contextlib import suppress
-from typing import TextIO
+from io import StringIO
+from typing import Any, TextIO
 
 import structlog
+
+from tessera.shared.sanitize import fit_to_show
 
 
 class Lines(structlog.WriteLogger):
@@ -19,10 +22,17 @@ class Lines(structlog.WriteLogger):
     fatal = failure = err = error = critical = exception = msg
 
 
+def _traceback(stream: TextIO, fault: Any) -> None:
+    """Write a traceback; the message of the error may be another's text."""
+    written = StringIO()
+    structlog.dev.plain_traceback(written, fault)
+    stream.write(fit_to_show(written.getvalue()))
+
+
 def configure(stream: TextIO, *, console: bool, level: int = 0) -> None:
     """Write this process's logs to `stream`, those of `level` and above."""
     # The default traceback shows local values, tokens among them, and takes seconds to draw.
-    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=_traceback)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

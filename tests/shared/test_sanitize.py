@@ -10,7 +10,7 @@ import pytest
 
 from tessera.coordinator.dashboard.records import as_csv
 from tessera.shared.metrics.rows import MetricRow, write_csv
-from tessera.shared.sanitize import no_formula
+from tessera.shared.sanitize import fit_for_table, no_formula
 
 PAYLOAD = "=cmd|' /C calc'!A0"
 
@@ -32,6 +32,10 @@ def test_no_piece_of_a_text_begins_a_formula(separator: str, begin: str) -> None
 )  # fmt: skip
 def test_numbers_dates_and_other_texts_stay_as_they_are(cell: object) -> None:
     assert no_formula(cell) == cell
+
+
+def test_a_cell_of_a_table_has_no_escapes() -> None:
+    assert fit_for_table("=a\x1b[2Jb\u202ec") == "'=a\ufffd[2Jb\ufffdc"
 
 
 def test_a_table_split_at_any_separator_has_no_formula() -> None:

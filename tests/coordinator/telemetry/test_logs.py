@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
+
+import structlog
+
+from tessera.shared.telemetry.logging import configure
 
 SCRIPT = """
 import logging, structlog
@@ -34,6 +39,18 @@ def test_what_libraries_log_is_json_with_the_trace_too() -> None:
     assert "ValueError: a fault" in failed["exception"]
     assert ours["event"] == "ours"
     assert {line["trace"] for line in (warned, failed, ours)} == {"abc"}
+
+
+def test_a_traceback_on_a_terminal_has_no_escapes_of_others() -> None:
+    stream = StringIO()
+    before = structlog.get_config()
+    try:
+        configure(stream, console=True)
+        structlog.get_logger().error("failed", exc_info=ValueError("\x1b]0;title\x07 \u202e"))
+    finally:
+        structlog.configure(**before)
+    # The renderer's own colours stay.
+    assert "ValueError: \ufffd]0;title\ufffd \ufffd" in stream.getvalue()
 
 
 def test_a_log_on_a_full_disk_loses_lines_and_nothing_else() -> None:
