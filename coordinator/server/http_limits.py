@@ -72,6 +72,10 @@ def configuration(app: ASGIApp, settings: CoordinatorSettings) -> uvicorn.Config
         ssl_keyfile=settings.tls_key,
         ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
         ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
+        # Of TLS 1.2, the suites with authenticated encryption; all of TLS 1.3 have it.
+        ssl_ciphers="ECDHE+AESGCM:ECDHE+CHACHA20",
+        # Any process of this machine could name another address.
+        proxy_headers=settings.behind_proxy,
     )
 
 

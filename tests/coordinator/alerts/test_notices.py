@@ -279,6 +279,7 @@ def test_a_private_address_is_refused_before_a_connection(tmp_path: Path, receiv
         "127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",  # noqa: S104 (nothing is bound)
         "255.255.255.255", "192.0.2.1", "::1", "::", "fe80::1", "fe80::1%lo", "fc00::1", "fec0::1", "ff0e::1",
         "::ffff:10.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1",
+        "192.88.99.1", "3fff::1",
     ],
 )  # fmt: skip
 def test_an_address_that_is_not_of_the_public_internet_is_known(address: str) -> None:

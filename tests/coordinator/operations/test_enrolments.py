@@ -202,7 +202,8 @@ def ask_from(coordinator: LiveCoordinator, address: str) -> int:
 
 
 def test_one_customer_of_ipv6_does_not_close_joining_for_others(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, pending_enrolments=20, enrolments_per_minute=100) as coordinator:
+    settings = {"pending_enrolments": 20, "enrolments_per_minute": 100, "behind_proxy": True}
+    with LiveCoordinator(tmp_path, **settings) as coordinator:
         # A tenth of the places for all addresses of a /64;
         asked = [ask_from(coordinator, f"2001:db8:0:1::{number}") for number in range(3)]
         assert asked == [201, 201, 503]
@@ -219,6 +220,11 @@ def test_one_customer_of_ipv6_does_not_close_joining_for_others(tmp_path: Path) 
         assert waiting[-4] == "2001:db8:0:16::1"
 
 
+def test_no_process_of_this_machine_names_another_address_unless_it_is_a_proxy(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, enrolments_per_minute=2) as coordinator:
+        assert [ask_from(coordinator, f"192.0.2.{number}") for number in range(3)] == [201, 201, 429]
+
+
 def test_of_networks_with_one_place_each_none_makes_way() -> None:
     waiting = [(str(number), f"192.0.2.{number}") for number in range(3)]
     assert makes_way(waiting, "198.51.100.1") is None
@@ -227,7 +233,8 @@ def test_of_networks_with_one_place_each_none_makes_way() -> None:
 
 
 def test_guesses_from_many_addresses_of_one_network_are_bounded_together(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), auth_failures_per_minute=2) as coordinator:
+    limits = {"auth_failures_per_minute": 2, "behind_proxy": True}
+    with LiveCoordinator(tmp_path, clock=Clock(), **limits) as coordinator:
 
         def guess(address: str) -> int:
             wrong = {"X-Forwarded-For": address, "Authorization": "Bearer wrong"}

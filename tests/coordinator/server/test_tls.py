@@ -77,6 +77,24 @@ def strict(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> It
         yield live
 
 
+@pytest.mark.parametrize(
+    ("suite", "taken"), [("ECDHE-ECDSA-AES128-SHA256", False), ("ECDHE-ECDSA-AES128-GCM-SHA256", True)]
+)
+def test_suites_without_authenticated_encryption_are_refused(
+    serving: LiveCoordinator, authority: Authority, suite: str, taken: bool
+) -> None:
+    context = ssl.create_default_context(cafile=authority.ca)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(suite)
+    address = ("127.0.0.1", serving._socket.getsockname()[1])
+    with socket.create_connection(address) as raw:
+        try:
+            with context.wrap_socket(raw, server_hostname="127.0.0.1") as secured:
+                assert taken, secured.cipher()
+        except ssl.SSLError:
+            assert not taken
+
+
 def reached(live: LiveCoordinator, *files: Path | None) -> str:
     """The version that a coordinator tells a client with these files. Raises Problem."""
     with Client(live.url, live.token("admin"), verify=tls_context(*files), patience_seconds=0) as client:
