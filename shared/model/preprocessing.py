@@ -17,6 +17,9 @@ MAX_FILE_BYTES = 64 << 20
 
 MAX_SETTINGS_BYTES = 1 << 16
 
+MAX_ADDED_TOKENS = 1 << 14
+"""Tokens beside a tokenizer's vocabulary: loading many of them takes minutes. Published ones have up to 7,000."""
+
 MAX_SPECIAL_TOKENS = 64
 """Special tokens that a tokenizer may add to a text or a pair. Published ones add up to four."""
 
@@ -137,6 +140,8 @@ def require_file(name: FileName, raw: bytes) -> None:
         ) from None
     except ValueError as fault:
         raise Invalid(f"{name} is not JSON that can be read: {fault}", remedy=REMEDY) from None
+    if settings is None and isinstance(document, dict) and len(document.get("added_tokens") or ()) > MAX_ADDED_TOKENS:
+        raise Invalid(f"{name} has more than {MAX_ADDED_TOKENS} added_tokens", remedy=REMEDY)
     if settings is None and (added := _special_tokens(document)) > MAX_SPECIAL_TOKENS:
         raise Invalid(
             f"{name} adds {added} special tokens to a text; at most {MAX_SPECIAL_TOKENS} are taken",

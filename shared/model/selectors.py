@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase, translate
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Self, get_args
 
 from pydantic import Field, model_validator
@@ -15,6 +15,9 @@ from tessera.shared.schema import Frozen
 MAX_PATTERNS = 16_384
 """The most names in a selector: each is compared with each block, which for more would take minutes."""
 
+MAX_WILD = 256
+"""The most shell patterns with wildcards among them: exact names are looked up, patterns are compared one by one."""
+
 MAX_RESOLVED = 256
 """Number of selectors whose blocks of a table are remembered: those of the last rounds of a few runs."""
 
@@ -22,6 +25,8 @@ FURTHER_NAMES = ("decoder", "embed_out", "embed_tokens", "lm_head", "shared", "v
 """Parts of further names that transformers gives to tied tensors. A table of blocks has a tensor's first name."""
 
 MAX_SHOWN = 5
+
+_WILDCARD = re.compile(r"[*?\[]")
 
 _resolved: "dict[tuple[int, Selector], tuple[tuple[Block, ...], tuple[Block, ...]]]" = {}
 """By the table's identity and the selector: the table, which must not be freed before, and the selected blocks."""
@@ -42,8 +47,17 @@ class Match(Frozen):
             (self.roles is None or block.role in self.roles)
             and (self.adapts is None or any(role in self.adapts for role in block.adapts))
             and (self.layers is None or block.layer in self.layers)
-            and (self.names is None or any(fnmatchcase(block.name, pattern) for pattern in self.names))
+            and (self.names is None or block.name in self.exact or any(fnmatchcase(block.name, p) for p in self.wild))
         )
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        return frozenset(self.names or ())
+
+    @cached_property
+    def wild(self) -> tuple[str, ...]:
+        """The names with wildcards."""
+        return tuple(name for name in self.names or () if _WILDCARD.search(name))
 
 
 _ANY = Match()
@@ -60,6 +74,8 @@ class Selector(Frozen):
         conditions = (*self.include, *self.exclude)
         if len(conditions) + sum(len(match.names or ()) for match in conditions) > MAX_PATTERNS:
             raise ValueError(f"a selector has at most {MAX_PATTERNS} conditions and names")
+        if sum(len(match.wild) for match in conditions) > MAX_WILD:
+            raise ValueError(f"a selector has at most {MAX_WILD} names with wildcards")
         return self
 
     def holds(self, block: Block) -> bool:

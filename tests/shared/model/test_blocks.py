@@ -127,3 +127,19 @@ def test_a_table_that_does_not_is_refused_and_the_tensor_is_named(blocks: list[B
 def test_every_fault_of_a_table_is_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"a: .*; b: "):
         check_table([block("b"), block("b"), block("a"), block("a")])
+
+
+def test_exact_names_of_a_selector_are_looked_up_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(name: str, pattern: str) -> bool:
+        raise AssertionError(pattern)
+
+    monkeypatch.setattr("tessera.shared.model.selectors.fnmatchcase", compared)
+    table = tuple(Block(tensor=f"t{number}", role="head", shape=(1,), dtype="F32") for number in range(2000))
+    chosen = Selector(include=(Match(names=tuple(block.name for block in table[::2])),)).resolve(table)
+    assert chosen == table[::2]
+
+
+def test_a_selector_has_few_names_with_wildcards() -> None:
+    Selector(include=(Match(names=("a*",) * 256),))
+    with pytest.raises(ValueError, match="at most 256 names with wildcards"):
+        Selector(include=(Match(names=("a*",) * 200),), exclude=(Match(names=("[ab]",) * 57),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from tessera.shared.model.spec import Model
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.config import UnsafeConfig, check_config
-from tessera.worker.model.sandbox import FORK_SERVER, Sandbox, TokenizerRequest
+from tessera.worker.model.sandbox import FORK_SERVER, ForkServer, Sandbox, TokenizerRequest
 from tests.support.pretrained import bert_tokenizer
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
@@ -67,6 +68,44 @@ def test_a_tokenizer_first_converts_the_texts_in_the_child(tmp_path: Path) -> No
         asked = {"tokenizer": json.dumps(bomb), "texts": (text if by_word else (text,),), "by_word": by_word}
         with pytest.raises(UnsafeConfig, match="converting the texts with it takes more than 128 MiB"):
             Sandbox(memory_bytes=128 << 20).require_tokenizer(good.model_copy(update=asked), lambda: None)
+
+
+def test_the_child_knows_no_secret_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSERA_WORKER_TOKEN", "tessera_site_secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    server = ForkServer()
+    try:
+        known = Path(f"/proc/{server._started().pid}/environ").read_bytes()
+    finally:
+        server.close()
+    assert b"PATH=" in known
+    assert b"secret" not in known.lower()
+
+
+CONFINED = """
+import os, socket, sys
+from tessera.worker.model.sandbox import confine
+inside, outside = os.readlink("/proc/self/ns/net"), int(sys.argv[1])
+confine()
+os.write(1, b"a verdict")
+if os.readlink("/proc/self/ns/net") == inside:
+    sys.exit(77)
+try:
+    socket.create_connection(("127.0.0.1", outside), 5)
+except OSError:
+    sys.exit(0)
+sys.exit(1)
+"""
+
+
+def test_the_child_reaches_no_network_and_writes_no_verdict_on_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        done = subprocess.run([sys.executable, "-c", CONFINED, port], stdout=subprocess.PIPE, check=False)
+    assert done.stdout == b""
+    if done.returncode == 77:
+        pytest.skip("this system lets no user create a namespace")
+    assert done.returncode == 0
 
 
 def test_verdicts_that_nobody_used_for_thirty_days_are_removed(tmp_path: Path) -> None:

@@ -323,6 +323,11 @@ CASES = [
         "16384 conditions",
         plan={"upload": named(*["a*b*"] * 20_000)},
     ),
+    garbled(
+        "a plan of patterns that would take minutes to compare",
+        "256 names with wildcards",
+        plan={"upload": named(*["a*b*"] * 300)},
+    ),
     garbled("a plan with a number that is none", "/plan/scalars", plan={"scalars": {"x": float("nan")}}),
     garbled("a plan with code in it", "/plan/code", plan={"code": "import os"}),
     garbled("a stage that writes to a terminal", "/plan/stage", plan={"stage": "\x1b[2J"}),

@@ -246,6 +246,13 @@ def test_a_tokenizer_with_many_special_tokens_does_not_travel(tmp_path: Path, ne
         require_file("tokenizer.json", with_special_tokens(raw, 66, nested=nested))
 
 
+def test_a_tokenizer_with_very_many_added_tokens_does_not_travel(tmp_path: Path) -> None:
+    document = json.loads(files(tmp_path)["tokenizer.json"])
+    document["added_tokens"] = [{"id": 8, "content": "x"}] * ((1 << 14) + 1)
+    with pytest.raises(Invalid, match="more than 16384 added_tokens"):
+        require_file("tokenizer.json", json.dumps(document).encode())
+
+
 def test_bytes_that_are_others_or_too_many_are_refused(tmp_path: Path) -> None:
     held, dataset = files(tmp_path), texts(tmp_path, "the cat", "dog")
     with pytest.raises(DigestMismatch):
