@@ -230,7 +230,7 @@ def show(
         output.print_json({"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best})
         return
     console = output.out()
-    warnings = (("warning", warning) for warning in versions[-1].warnings)
+    warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))
     facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
     console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)

@@ -85,6 +85,9 @@ DEFAULT_URL = "http://127.0.0.1:8470"
 
 _FILES = ("token_file", "ca_bundle", "client_cert", "client_key")
 
+MAX_PAGES = 20_000
+"""Pages of a collection. The audit of years has fewer; a malicious coordinator could go on for ever."""
+
 MAX_CHANGES = 10
 """Attempts at a change of a resource that something else changes in between each time."""
 
@@ -483,12 +486,15 @@ class Client:
     def _pages(self, path: str, kind: type[T], **query: int | str) -> Iterator[T]:
         page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
         params = {name: str(value) for name, value in query.items()}
-        while True:
+        for _ in range(MAX_PAGES):
             page = _read(page_of, self._transport.request("GET", path, params=params).content)
             yield from page.items
             if page.next_cursor is None:
                 return
+            if not page.items:
+                break
             params["cursor"] = page.next_cursor
+        raise NotUnderstood(f"the pages of {path} do not end")
 
 
 def despite_changes(change: Callable[[], C]) -> C:

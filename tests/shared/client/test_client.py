@@ -313,6 +313,17 @@ def test_an_answer_is_not_unpacked() -> None:
     assert asked[0].headers["Accept-Encoding"] == "identity"
 
 
+@pytest.mark.parametrize("empty", [True, False])
+def test_pages_without_an_end_are_given_up(monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
+    monkeypatch.setattr("tessera.shared.client.client.MAX_PAGES", 5)
+    site = {"id": "s", "name": "north", "created_at": "2026-01-01T00:00:00Z"}
+    body = json.dumps({"items": [] if empty else [site], "next_cursor": "again"}).encode()
+    refused = refusing("answer-not-understood", "do not end")
+    with answering(Answer(body=body)) as (url, asked), client_of(url) as client, refused:
+        list(client.sites())
+    assert len(asked) == (1 if empty else 5)
+
+
 @pytest.mark.parametrize("method", ["export", "fetch_blob", "copy_blobs", "about"])
 def test_no_body_is_taken_in_an_encoding(method: str) -> None:
     # 64 MiB of zeros.
