@@ -43,7 +43,7 @@ async function fetchPart() {
     if (answer.type === "opaqueredirect") return location.reload(); // signed out meanwhile
     if (!answer.ok) return showState("away", `error ${answer.status}`);
     const text = await answer.text();
-    if (source?.readyState === EventSource.OPEN) showState("live", "live");
+    if (!leave || source?.readyState === EventSource.OPEN) showState("live", "live");
     put(text);
   } catch {
     showState("away", "reconnecting");
@@ -117,9 +117,43 @@ function pathTo(element, top) {
   return `:scope > ${steps.join(" > ")}`;
 }
 
-// A browser has six connections to a host, so a hidden page leaves its own to others.
-function listen() {
-  if (document.hidden || (source && source.readyState !== EventSource.CLOSED)) return;
+// A browser has six connections to a host, so a hidden page leaves its own to others, and of the pages in sight three
+// listen: each holds one of three locks meanwhile. The others look now and then.
+let leave = null;
+let again = null;
+let taking = false;
+
+async function takePlace() {
+  if (!navigator.locks) return () => {};
+  for (const place of [0, 1, 2]) {
+    const taken = await new Promise((tell) => {
+      const hold = (lock) => (lock ? new Promise((release) => tell(release)) : tell(null));
+      navigator.locks.request(`tessera-events-${place}`, { ifAvailable: true }, hold);
+    });
+    if (taken) return taken;
+  }
+  return null;
+}
+
+function leavePlace() {
+  source?.close();
+  leave?.();
+  leave = null;
+}
+
+async function listen() {
+  if (taking || document.hidden || (source && source.readyState !== EventSource.CLOSED)) return;
+  clearTimeout(again);
+  leavePlace();
+  taking = true;
+  leave = await takePlace();
+  taking = false;
+  if (!leave || document.hidden) {
+    leavePlace();
+    look(SOON);
+    again = setTimeout(listen, 10000);
+    return;
+  }
   source = new EventSource(document.body.dataset.events);
   source.addEventListener("open", () => {
     showState("live", "live");
@@ -180,8 +214,8 @@ if (current) current.closest(".menu").scrollLeft = current.offsetLeft - innerWid
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();
-  document.addEventListener("visibilitychange", () => (document.hidden ? source?.close() : listen()));
-  addEventListener("pagehide", () => source?.close());
+  document.addEventListener("visibilitychange", () => (document.hidden ? leavePlace() : listen()));
+  addEventListener("pagehide", leavePlace);
   setInterval(() => look(0), ANYWAY);
   addEventListener("pageshow", (event) => event.persisted && location.reload());
 }

@@ -393,6 +393,19 @@ def test_a_hidden_page_keeps_no_connection_open(browser: Browser, coordinator: L
         visit.nothing_amiss()
 
 
+def test_as_many_pages_as_anybody_opens_are_answered(browser: Browser, coordinator: LiveCoordinator) -> None:
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        first = visit.sign_in(coordinator.token("viewer"))
+        expect(first.locator("#pulse")).to_have_text("live")
+        # A browser opens six connections to a host.
+        for _ in range(7):
+            page = context.new_page()
+            page.goto(first.url)
+            expect(page.locator("#pulse")).to_have_text("live")
+        visit.nothing_amiss()
+
+
 def test_colours_are_chosen_and_stay_without_any_script(browser: Browser, scene: Scene) -> None:
     with browser.new_context(java_script_enabled=False, color_scheme="light") as context:
         visit = visiting(context, scene.coordinator)
