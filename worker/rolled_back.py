@@ -1,4 +1,4 @@
-"""Adoption of a worker's state that is an older copy: what was lost is charged as the coordinator names it."""
+"""Adoption of what a restore left: of a worker's older state, or of a run of a coordinator that was restored."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tessera.worker.state.audit import NO_HEAD, ROLLED_BACK_FILE, Audit
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerPage
 from tessera.worker.state.vault import Vault
-from tessera.worker.stores import run_history_of
+from tessera.worker.stores import audit_of, run_history_of
 
 
 def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) -> dict[str, int]:
@@ -52,6 +52,17 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
     audit.record("chain.adopt", None, head=head, charged=dict(charged))
     note.unlink()
     return charged
+
+
+def adopt_restored_run(settings: WorkerSettings, named: str) -> str:
+    """Let a run go on after its coordinator was restored, with the tensors that it keeps here; return its id.
+
+    The ledgers keep what they have charged. Raises ValueError unless one run here has this name or id.
+    """
+    run = run_history_of(settings).adopt(named)
+    Vault(settings.state_dir / "vault").adopt(run, None)
+    audit_of(settings).record_of_run("chain.adopt", run, named)
+    return run
 
 
 def _datasets(run: Run, task: TaskView, settings: WorkerSettings) -> Iterator[str]:

@@ -29,13 +29,16 @@ from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import BlobRow, RoundRow, RunRow, Table, TaskRow, VersionRow
+from tessera.coordinator.db.transitions import move_run
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.registry import keeps_nothing
 from tessera.shared.model.spec import Model
 from tessera.shared.privacy.noise import secret_key
 from tessera.shared.problems import NotFound, Problem, StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
+from tessera.shared.updates.codecs import pipeline
 
 NAME = "tessera.db"
 PARTIAL = ".partial-"
@@ -129,7 +132,25 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
                 _require_empty(session)
                 copied.rows = _copy_rows(source.connection(), session)
                 _renew_noise_keys(session)
+                _pause_runs(session, database.now())
     return copied
+
+
+RESTORED = (
+    "the coordinator was restored from a backup, and sites may have sent later rounds: run `tessera worker adopt "
+    "--run NAME` at each of them, then resume; a method that keeps tensors at the sites needs a new run"
+)
+
+
+def _pause_runs(session: Session, now: float) -> None:
+    """Pause the live runs that their workers may refuse from here on: those whose repeated rounds would show more
+    than privacy or sums let through, or find a later state at the sites. The others go on by themselves."""
+    for run in session.scalars(select(RunRow).where(RunRow.state == "running")).all():
+        spec = RunSpec.model_validate(run.spec)
+        covered = spec.privacy or spec.client_privacy or spec.secure_sums
+        lossless = pipeline.parse(spec.codec).lossless and not (spec.upload_budget or spec.upload_seconds)
+        if covered or spec.training.keep_moments or not (lossless and keeps_nothing(spec.method)):
+            move_run(session, now, "restore", run.id, "pause", RESTORED)
 
 
 def _renew_noise_keys(session: Session) -> None:

@@ -230,6 +230,13 @@ def sticky(chosen: MethodSpec) -> bool:
     return method is not None and method.coordinator.sticky
 
 
+def keeps_nothing(chosen: MethodSpec) -> bool:
+    """Return whether a method surely keeps no tensors at the sites; False if it is not installed."""
+    method = methods().get(chosen.name)
+    parts = ("private", "setup", "collect")
+    return method is not None and all(getattr(method.worker, name) is getattr(WorkerHalf, name) for name in parts)
+
+
 def charts(chosen: MethodSpec) -> tuple[Chart, ...]:
     """Return the method's charts; none if it is not installed."""
     method = methods().get(chosen.name)

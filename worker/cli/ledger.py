@@ -1,8 +1,9 @@
 """`tessera worker ledger` and `adopt`: the privacy that runs have spent, and recovery of audit and ledgers."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import JsonValue
 
 from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
@@ -12,7 +13,7 @@ from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
-from tessera.worker.rolled_back import adopt_rolled_back
+from tessera.worker.rolled_back import adopt_restored_run, adopt_rolled_back
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
@@ -44,7 +45,13 @@ def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
     show(shown, table(columns, _rows(shown), right=right), as_json=as_json)
 
 
-def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
+def adopt(
+    config: ConfigFile,
+    run: Annotated[
+        str, typer.Option(metavar="NAME", help="A run whose coordinator was restored: go on from its earlier round.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
     """Accept audit and ledgers as they are: without a key, under a lost key, cut off or missing.
 
     Stop the worker, and compare the files with a copy first. The lost spending of a ledger counts as unbounded. After
@@ -52,8 +59,12 @@ def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
 
     Exit code 0: both are reliable from now on, 1: they are not, 2: invalid settings.
     """
-    with exits({BAD_SETTINGS: (SettingsError,), 1: (ChainError, OSError, Problem)}):
+    with exits({BAD_SETTINGS: (SettingsError,), 1: (ChainError, OSError, Problem, ValueError)}):
         settings = read_settings(config)
+        if run:
+            run_id = adopt_restored_run(settings, run)
+            note(f"run {run_id} may go on from any round") if not as_json else print_json({"run": run_id})
+            return
         audit, ledger = audit_of(settings), ledger_of(settings)
         adopted = audit.adopt()
         ledger.expect(audit.ledger_heads(audit.check()))

@@ -38,6 +38,10 @@ SUMS_FOLDER = "sums"
 
 VERSIONS_KEPT = 64
 
+MAX_RESTORES = 3
+"""Times that a worker follows a run back to an earlier round by itself, as after a restore of its coordinator. So a
+run gets at most four times the updates that its rounds and attempts allow."""
+
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", *MERGING,
@@ -57,6 +61,8 @@ class Handed(Frozen):
     version: int
     seed: int
     times: PositiveInt
+    restores: NonNegativeInt = 0
+    """Times that the run went back to an earlier round."""
     kept: str = ""
     """The id of the task, if tensors that its run keeps at the site are of it."""
 
@@ -180,6 +186,17 @@ class RunHistory:
         handed = self._read(run).handed.get(self._worker)
         return handed is not None and handed.kept == task
 
+    def adopt(self, named: str) -> str:
+        """Let a run go on from any round, once: its coordinator was restored. Return its id. Its terms, and what it
+        has sent, stay. Raises ValueError unless one run has this name or id."""
+        runs = {path.stem for path in self._folder.glob("*.json") if "_" not in path.stem}
+        found = [run for run in sorted(runs) if named in (run, self._read(run).terms.get("run_name"))]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} runs here are called {named!r}: give the id of one that took part")
+        with alone(self._folder, wait=True), written_whole(self._path(found[0])) as file:
+            file.write(canonical(self._read(found[0]).model_copy(update={"handed": {}, "versions": {}})))
+        return found[0]
+
     def spent_of_site(self) -> float:
         """Return the zCDP of all sums to which this site has sent noisy updates. Raises PolicyViolation."""
         path = self._folder / SITE_FILE
@@ -278,15 +295,28 @@ class RunHistory:
         ]
         if changed := [name for name in stated if before[name] != terms.get(name)]:
             raise PolicyViolation("run", f"run {snapshot.run} has changed its {', '.join(changed)}")
-        versions = _with_version(record.versions, snapshot)
-        handed = dict(record.handed)
+        handed, known_versions = dict(record.handed), record.versions
+        last = handed.get(self._worker)
+        if last and _is_restored(last, record, snapshot):
+            last = last.model_copy(update={"round": 0, "version": -1, "restores": last.restores + 1})
+            known_versions = {number: known for number, known in known_versions.items() if number < snapshot.version}
+        versions = _with_version(known_versions, snapshot)
         if snapshot.kind == "train":
-            handed[self._worker] = _next_round(record.handed.get(self._worker), snapshot, policy.max_attempts)
+            handed[self._worker] = _next_round(last, snapshot, policy.max_attempts)
         total_bytes = record.upload_bytes + upload_bytes
         policy.check_run_upload(total_bytes)
         known = {**before, **terms}
         update = {"terms": known, "versions": versions, "handed": handed, "upload_bytes": total_bytes}
         return record.model_copy(update=update)
+
+
+def _is_restored(last: Handed, record: Record, snapshot: RunSnapshot) -> bool:
+    """Return whether a task may be of a run that went back with its coordinator: one that keeps nothing at the site,
+    and whose single updates the coordinator sees in any case, without privacy or sums."""
+    covered = any(snapshot.terms.get(name) for name in ("privacy", "client_privacy", "secure_sums"))
+    keeps = any(one.kept for one in record.handed.values())
+    goes_back = snapshot.kind == "train" and snapshot.round < last.round
+    return goes_back and not covered and not keeps and last.restores < MAX_RESTORES
 
 
 def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict[int, Digest]:
@@ -301,14 +331,16 @@ def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict
 
 def _next_round(last: Handed | None, snapshot: RunSnapshot, max_attempts: int) -> Handed:
     """Return the record of a training task; repeating the last round on the same version and seed is a retry."""
-    current = Handed(round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1)
+    restores = last.restores if last else 0
+    current = Handed(round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1, restores=restores)
     if last is None or (current.round > last.round and current.version > last.version):
         return current
     if (current.round, current.version, current.seed) != (last.round, last.version, last.seed):
         raise PolicyViolation(
             "round",
             f"round {current.round} on version {current.version} does not come after round {last.round} on version "
-            f"{last.version}, which was already submitted",
+            f"{last.version}, which was already submitted. If the coordinator was restored from a backup: "
+            f"`tessera worker adopt --run {snapshot.run}` at the site goes on",
         )
     if last.times >= max_attempts:
         raise PolicyViolation(

@@ -169,10 +169,11 @@ class Vault:
             return receipt.state == "merged" and kept
         return _task_of(current) not in ("", f"{receipt.task} {receipt.token}")
 
-    def adopt(self, run: str, receipt: Receipt) -> None:
-        """Let the run's current tensors be those of a merged task, as they are; none if they are gone."""
-        path = self._of_run(run) / CURRENT
-        _write(path, self.load(run), durable=self._durable, of_task=f"{receipt.task} {receipt.token}")
+    def adopt(self, run: str, receipt: Receipt | None) -> None:
+        """Let the run's current tensors (none, if they are gone) be those of a merged task, or of an unknown one."""
+        path, of_task = self._of_run(run) / CURRENT, f"{receipt.task} {receipt.token}" if receipt else ""
+        if receipt or path.exists():
+            _write(path, self.load(run), durable=self._durable, of_task=of_task)
 
     def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
         """Commit, keep or discard each pending file, oldest first, by the outcome of its task.

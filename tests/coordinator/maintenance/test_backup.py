@@ -25,7 +25,9 @@ from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, DatabaseNotEmpty
 from tessera.shared.api.runs import Run
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import StoreSpoilt
+from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import digest_of
 from tests.coordinator.maintenance.test_retention import MODEL, START, at_rest, exported, play, played
 from tests.support import databases
@@ -46,6 +48,25 @@ def faults(live: LiveCoordinator) -> list[str]:
 def begun(live: LiveCoordinator) -> Run:
     """A run with its first version, which is all that it ever has."""
     return start_run(live.client(), MODEL, START, dataset="none")
+
+
+def test_a_restore_pauses_the_runs_that_their_sites_would_refuse_and_says_how_they_go_on(tmp_path: Path) -> None:
+    bound: dict[str, dict[str, Any]] = {
+        "private": {"privacy": Privacy(epsilon=8.0, delta=1e-5, clip_norm=1.0)},
+        "kept": {"method": MethodSpec(name="fedper")},
+        "lossy": {"codec": "delta+int8"},
+        "plain": {},
+    }
+    with LiveCoordinator(tmp_path / "one") as live:
+        for name, more in bound.items():
+            start_run(live.client(), MODEL, START, dataset="none", name=name, **more)
+        saved(live, tmp_path / "backup")
+    with LiveCoordinator(tmp_path / "two") as other:
+        backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
+        found = {run.spec.name: run for run in other.client().runs()}
+        assert {name for name, run in found.items() if run.state == "paused"} == {"private", "kept", "lossy"}
+        assert "`tessera worker adopt --run NAME` at each of them" in str(found["private"].reason)
+        assert faults(other) == []
 
 
 def test_a_restored_coordinator_is_the_same_and_goes_on(tmp_path: Path) -> None:

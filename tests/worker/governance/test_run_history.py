@@ -12,10 +12,10 @@ from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.privacy.noise_shares import rho_for
-from tessera.shared.run_settings import Budget, ClientPrivacy
+from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy
 from tessera.shared.secure_sums.messages import Agreement, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import SUMS_FOLDER, VERSIONS_KEPT, RunHistory, RunSnapshot
+from tessera.worker.governance.run_history import MAX_RESTORES, SUMS_FOLDER, VERSIONS_KEPT, RunHistory, RunSnapshot
 from tests.support.secure_sums import Federation
 from tests.support.task_document import task_of
 
@@ -77,12 +77,64 @@ def test_a_run_may_not_weaken_the_client_privacy_that_it_stated(tmp_path: Path) 
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
-    RunHistory(tmp_path, "w").add(task(3), Policy(max_attempts=10))
+    RunHistory(tmp_path, "w").add(task(3), Policy(max_attempts=10), kept="t")
     again = RunHistory(tmp_path, "w")
-    refused(again, task(2), "round")
+    assert "tessera worker adopt --run r" in refused(again, task(2), "round")
     refused(again, task(3, seed=6), "round")
     refused(again, task(4, DIGESTS[2], version=VersionRef(number=2, digest=DIGESTS[2])), "round")
     assert refused(again, task(4, training=Training(epochs=2), codec="delta+int8"), "run").endswith("training, codec")
+
+
+def other(number: int) -> RunSnapshot:
+    """A round on a version that a restored coordinator made anew."""
+    return task(number, DIGESTS[number + 40])
+
+
+def test_a_plain_run_of_a_restored_coordinator_goes_on_and_not_without_end(tmp_path: Path) -> None:
+    seen, policy = RunHistory(tmp_path, "w"), Policy(max_attempts=10)
+    for number in (1, 2, 3, 4, 5):
+        seen.add(task(number), policy)
+    # From the version that the backup has. Those after it are made anew.
+    for asked in (task(3), other(4), other(5), other(6)):
+        seen.add(asked, policy)
+    refused(seen, task(6), "version")
+    for _ in range(MAX_RESTORES - 1):
+        seen.add(task(3), policy)
+        seen.add(other(4), policy)
+    refused(seen, task(3), "round")
+
+
+@pytest.mark.parametrize(
+    "covered",
+    [
+        {"privacy": Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)},
+        {"secure_sums": SUMS, "sums": SumTask(terms=DIGESTS[9])},
+        {"client_privacy": ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)},
+        {},
+    ],
+    ids=["privacy", "sums", "client privacy", "state at the site"],
+)
+def test_a_run_that_privacy_or_state_binds_goes_back_only_if_a_person_adopts_it(
+    tmp_path: Path, covered: dict[str, Any]
+) -> None:
+    seen, policy, kept = RunHistory(tmp_path, "w"), Policy(max_attempts=10), "" if covered else "t"
+    for number in (1, 2, 3, 4):
+        seen.add(task(number, **covered), policy, upload_bytes=5, kept=kept)
+    refused(seen, task(2, **covered), "round")
+    with pytest.raises(ValueError, match="0 runs here are called 'no-such'"):
+        seen.adopt("no-such")
+    assert seen.adopt(str(task(1).terms["run_name"])) == seen.adopt("r") == "r"
+    seen.add(task(2, **covered), policy)
+    seen.add(task(3, DIGESTS[50], **covered), policy)
+    # What it has sent, and its terms, stay.
+    assert "max_run_upload_bytes" in refused_bytes(seen, task(4, **covered))
+    refused(seen, task(4, codec="bits", **covered), "run")
+
+
+def refused_bytes(seen: RunHistory, asked: RunSnapshot) -> str:
+    with pytest.raises(PolicyViolation) as violation:
+        seen.check(asked, Policy(max_run_upload_bytes=20))
+    return violation.value.rule
 
 
 def test_two_workers_of_a_site_are_not_shown_two_versions(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK_FILE, Audit, Sta
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
-from tests.support.coordinator import LiveCoordinator
+from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET
@@ -415,13 +415,12 @@ def test_a_state_folder_that_was_put_back_stops_its_worker_until_a_person_adopts
     state, copy = settings.state_dir, tmp_path / "copy"
 
     def round_(agent: Agent) -> TaskView:
-        task = agent._next()
-        assert task
+        task = until(agent._next)
         agent._run_task(task)
         return client.task(task.id)
 
     agent = Agent(settings, Hasty())
-    assert round_(agent).state == "accepted"
+    assert round_(agent).is_accepted
     agent.close()
     shutil.copytree(state, copy)
     agent = Agent(settings, Hasty())
@@ -452,7 +451,7 @@ def test_a_state_folder_that_was_put_back_stops_its_worker_until_a_person_adopts
     first, second = ledger_of(settings).read("digits")
     assert (second.task, second.events, second.target) == (lost.id, first.events, first.target)
     agent = Agent(settings, Hasty())
-    assert round_(agent).state == "accepted"
+    assert round_(agent).is_accepted
     agent.close()
     assert client.run(run.id).state == "running"
 
