@@ -25,6 +25,12 @@ ACCESS = {errno.EIO, errno.ESTALE, errno.EPERM, errno.EACCES, errno.EMFILE, errn
 PROBE_BYTES = 1 << 20
 
 
+def is_of_disk(error: BaseException) -> bool:
+    """Return whether an error at a worker's start is of its disk, and not of its settings."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (WRITES | ACCESS) - {errno.EACCES, errno.EPERM}
+
+
 @dataclass(frozen=True)
 class _Fault:
     folder: Path

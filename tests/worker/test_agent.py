@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import signal
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ import typer
 from safetensors.torch import save_file
 from sqlalchemy import func, select
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db.tables import UploadRow
@@ -57,6 +59,7 @@ from tessera.worker.agent import ALIVE_FILE, Agent
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.cli import worker as worker_command
 from tessera.worker.cli.exits import DEVICE_FAILED
+from tessera.worker.cli.exits import DISK_FULL as DISK_FULL_AT_START
 from tessera.worker.data.dataset import DataError
 from tessera.worker.disk import DISK_FULL
 from tessera.worker.enrolment import rotate
@@ -722,6 +725,25 @@ def test_a_worker_that_may_not_write_claims_nothing_until_it_may(tmp_path: Path)
     assert "No space left on device" in str(agent._closed)
     assert not agent._is_closed()
     agent.close()
+
+
+def test_a_worker_that_starts_on_a_full_disk_ends_with_a_status_that_starts_it_again(tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text(
+        f'url = "http://127.0.0.1:1"\ntoken = "t"\nname = "w"\nstate_dir = "{tmp_path}/state"\n'
+        '[datasets.digits]\nkind = "digits"\n'
+    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        ended = CliRunner().invoke(worker_command.app, ["run", "--config", str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.exit_code == DISK_FULL_AT_START
+    assert "File too large" in ended.stderr
 
 
 def test_an_unreadable_data_set_is_no_full_disk(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Exit codes of the commands at a site, and the `--config` option that they share."""
 
+import atexit
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ from tessera.shared.cli.render.output import complain
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
 DEVICE_FAILED = 4
+DISK_FULL = 5
 
 Errors = Mapping[int, tuple[type[Exception], ...]]
 """Exit codes, and the errors that end a command with each."""
@@ -23,6 +27,17 @@ def fail(sentence: str, code: int) -> NoReturn:
     """Report an error on stderr, and exit with a code."""
     complain(sentence)
     raise typer.Exit(code)
+
+
+def end() -> None:
+    """End the process now. Torch is taken apart for seconds of CPU, in which a supervisor may lose its patience.
+
+    What is registered for the end is done, such as ending other processes, and all files are closed.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 (the module has no other way)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager

@@ -20,10 +20,21 @@ from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
 from tessera.worker.cli import cache
 from tessera.worker.cli.approval import COMMANDS
-from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED, ConfigFile, Errors, exits, fail
+from tessera.worker.cli.exits import (
+    BAD_SETTINGS,
+    DEVICE_FAILED,
+    DISK_FULL,
+    NOT_ADMITTED,
+    ConfigFile,
+    Errors,
+    end,
+    exits,
+    fail,
+)
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
+from tessera.worker.disk import is_of_disk
 from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
@@ -52,8 +63,8 @@ app = typer.Typer(
 def run(config: ConfigFile) -> None:
     """Claim tasks and do them until SIGTERM or SIGINT; a second one ends the process at once.
 
-    Exit code 1: the coordinator refuses the worker, 2: invalid settings, 3: the token is not admitted, 4: the GPU
-    failed, and the worker has to be started again.
+    Exit code 1: the coordinator refuses the worker, 2: invalid settings, 3: the token is not admitted. To be started
+    again: 4: the GPU failed, 5: the worker's folders could not be written at its start.
     """
     stop = Stop()
 
@@ -70,7 +81,14 @@ def run(config: ConfigFile) -> None:
         with alone_or(lambda reason: SettingsError(f"state_dir: {reason}"), settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
-            _run(agent.Agent(settings, stop, file), settings)
+            try:
+                worker = agent.Agent(settings, stop, file)
+            except (SettingsError, OSError) as fault:
+                if not is_of_disk(fault):
+                    raise
+                fail(f"the worker's folders cannot be written: {fault}", DISK_FULL)
+            _run(worker, settings)
+    end()
 
 
 def _run(worker: agent.Agent, settings: WorkerSettings) -> None:

@@ -37,7 +37,8 @@ def task_failures(rounds: Sequence[Round]) -> Iterator[TaskFailureRow]:
 
 def _failure(round_: Round, task: TaskView) -> TaskFailureRow | None:
     if problem := task.problem:
-        end = {"cancelled": "withheld", "rejected": "refused"}.get(task.state, task.state)
+        ended = "withheld" if problem.code == Withheld.code else "no update"
+        end = {"cancelled": ended, "rejected": "refused", "offered": "given back"}.get(task.state, task.state)
         reason = problem.detail if problem.code in SITE_CODES else f"{problem.code}: {problem.detail}"
         return TaskFailureRow(task.worker, round_, end, reason, problem.remedy, problem.errors)
     if task.state == "expired":

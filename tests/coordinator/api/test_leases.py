@@ -210,7 +210,7 @@ def test_a_full_disk_at_a_site_costs_no_attempt_and_is_said_where_people_look(
     client, run, (full, good), (task, other) = begun(live, "a", "b", cohort=cohort)
     full.client.release(task.id, task.token, "disk-full", "/state: No space left on device")
     (failure,) = task_failures(list(client.rounds(run.id)))
-    assert (failure.worker, failure.end) == ("a/w", "offered")
+    assert (failure.worker, failure.end) == ("a/w", "given back")
     assert failure.reason == "disk-full: /state: No space left on device"
     assert "free some space" in failure.remedy
     # Once there is room, nothing is left of it.
