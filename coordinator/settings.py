@@ -12,7 +12,6 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SecretStr,
@@ -25,6 +24,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tessera.shared import renamed_keys
 from tessera.shared.environment import refuse_misspelt
+from tessera.shared.schema import Bytes, BytesOrZero
 from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]
@@ -213,10 +213,10 @@ class CoordinatorSettings(BaseSettings):
     evaluation_seconds: PositiveFloat = Field(
         default=600.0, description="time that a finished run waits for live workers to evaluate its last version"
     )
-    inline_bytes: PositiveInt = Field(default=65_536, description="blobs up to this size are stored in the database")
-    max_upload_bytes: PositiveInt = Field(default=64 << 30, description="maximum size of a blob")
-    max_body_bytes: PositiveInt = Field(default=1 << 20, description="maximum size of a JSON body")
-    submission_bytes: NonNegativeInt = Field(
+    inline_bytes: Bytes = Field(default=65_536, description="blobs up to this size are stored in the database")
+    max_upload_bytes: Bytes = Field(default=64 << 30, description="maximum size of a blob")
+    max_body_bytes: Bytes = Field(default=1 << 20, description="maximum size of a JSON body")
+    submission_bytes: BytesOrZero = Field(
         default=65_536,
         le=1 << 19,
         description="an update up to this size may travel inside its submission, and the changes of a version "
@@ -225,7 +225,7 @@ class CoordinatorSettings(BaseSettings):
     idle_timeout_seconds: PositiveFloat = Field(
         default=120.0, description="maximum pause within an upload or a response before the connection is closed"
     )
-    max_header_bytes: PositiveInt = Field(default=65_536, description="maximum size of a request's head")
+    max_header_bytes: Bytes = Field(default=65_536, description="maximum size of a request's head")
     header_timeout_seconds: PositiveFloat = Field(
         default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )
@@ -279,14 +279,14 @@ class CoordinatorSettings(BaseSettings):
     site_unfinished_uploads: PositiveInt = Field(
         default=1_000, description="maximum number of a site's unfinished uploads"
     )
-    disk_reserve_bytes: NonNegativeInt = Field(
+    disk_reserve_bytes: BytesOrZero = Field(
         default=1 << 30, description="disk space to keep free; an upload or merge that would use it does not start"
     )
-    memory_limit_bytes: PositiveInt | None = Field(
+    memory_limit_bytes: Bytes | None = Field(
         default=None,
         description="memory of this process; if unset, the limit of its control group. Above 85 % no upload starts",
     )
-    merge_readahead_bytes: PositiveInt = Field(
+    merge_readahead_bytes: Bytes = Field(
         default=128 << 20,
         description="memory for reading ahead in an object store; a merge divides it among its updates, and reads at "
         "most 8 MiB of each at a time",

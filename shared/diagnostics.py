@@ -3,8 +3,10 @@
 import json
 import re
 import ssl
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import SecretStr
@@ -42,6 +44,57 @@ def reason_of(fault: Exception) -> str:
     if isinstance(fault, ssl.SSLError):
         return fault.reason.replace("_", " ").lower() if fault.reason else "it is no PEM file of this kind"
     return getattr(fault, "strerror", None) or str(fault)
+
+
+def pem_fault(fault: OSError, certificate: Path, key: Path | None) -> str:
+    """Return which file of a certificate and its key cannot be used, and why."""
+    if isinstance(fault, ssl.SSLError) and fault.reason == "KEY_VALUES_MISMATCH":
+        first = f"the first certificate in {certificate}, which has to be the own one"
+        return f"{key or certificate} has not the key of {first}"
+    for file, kind in ((certificate, "CERTIFICATE"), (key or certificate, "PRIVATE KEY")):
+        try:
+            text = file.read_bytes()
+        except OSError as unread:
+            return f"{file} cannot be read: {reason_of(unread)}"
+        if f"{kind}-----".encode() not in text:
+            return f"{file} has no {kind.lower()} in PEM, which begins with -----BEGIN {kind}-----"
+        if kind == "PRIVATE KEY" and b"ENCRYPTED" in text:
+            return f"{file} is encrypted; `openssl pkey -in {file} -out NEW` writes it without a passphrase"
+    return f"{certificate}{f' and {key}' if key else ''}: {reason_of(fault)}"
+
+
+_PLACE = re.compile(r"at line (\d+), column \d+")
+
+_TOML_HINTS = (
+    (
+        "[\u201c-\u201f\u2018-\u201b\u00ab\u00bb]",
+        "that line has the quotation marks of a word processor: write the plain one of the keyboard",
+    ),
+    (r'"[^"]*\\', "write \\ in a path as /, or put the path between single quotes"),
+    (r"=\s*(True|False|TRUE|FALSE|None|yes|no|on|off)\b", "write true or false"),
+    (r"=\s*-?\d+,\d", "write a decimal number with a point"),
+    (r"^\s*[\w.-]+\s*:", "write key = value, with = between them"),
+    (r'^[^"]*"([^"]*"[^"]*")*[^"]*$', "a quotation mark is missing"),
+    (r"=\s*[^\s\d\"'\[{+-]", "put text between double quotes"),
+)
+"""Mistakes by what the line has where parsing stopped."""
+
+
+def toml_of(raw: bytes) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises TOMLDecodeError that names the place and the likely remedy."""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise tomllib.TOMLDecodeError(f"byte {fault.start} is not UTF-8; save the file as UTF-8") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as fault:
+        if place := _PLACE.search(str(fault)):
+            line = text.split("\n")[int(place[1]) - 1]
+            for pattern, remedy in _TOML_HINTS:
+                if re.search(pattern, line):
+                    raise tomllib.TOMLDecodeError(f"{fault}; {remedy}") from None
+        raise
 
 
 def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:

@@ -33,6 +33,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; it can be {', '.join(names)}" if 0 < len(names) <= MAX_LISTED else ""
 
 
+def unread(path: Path | None, fault: Exception) -> str:
+    """Return why a file cannot be read; if it is missing, with the nearest name."""
+    if path and isinstance(fault, FileNotFoundError):
+        return absent(path)
+    return "it is not text" if isinstance(fault, UnicodeError) else getattr(fault, "strerror", None) or str(fault)
+
+
 def absent(path: Path, remedy: str = "check the path") -> str:
     """Return the message for a path where nothing is, with the nearest name in its folder or else the remedy."""
     near = nearest(path.name, (file.name for file in path.parent.glob("*")), MISSPELT)

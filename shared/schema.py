@@ -85,7 +85,9 @@ every version that they show."""
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """Resources of a worker for a task, as declared by its site."""
 
-Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0, lt=1 << 53)]
+_SIZE = BeforeValidator(TypeAdapter(ByteSize).validate_python)
+Bytes = Annotated[int, _SIZE, Field(gt=0, lt=1 << 53)]
+BytesOrZero = Annotated[int, _SIZE, Field(ge=0, lt=1 << 53)]
 """A number of bytes; also taken with its unit, as in '5 MB'."""
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]

@@ -276,7 +276,7 @@ MISTAKES = {
     "model exists": Mistake(
         "model init model --config plain --head features --random",
         ("model exists already",),
-        "remove it or choose another name",
+        "Remove it or choose another name",
     ),
     "no weights": Mistake(
         "model init m --config bare --head features", ("there are no weights beside bare",), "--random"
@@ -322,7 +322,7 @@ MISTAKES = {
     ),
     "no token file": Mistake(
         "run list",
-        ("the token in none cannot be read: No such file or directory",),
+        ("the token in none cannot be read: there is no file or folder none",),
         "--token-file",
         environment={"TESSERA_TOKEN": "", "TESSERA_TOKEN_FILE": "none"},
     ),
@@ -347,6 +347,26 @@ MISTAKES = {
     # ------------------------------------------------------------ commands, runs, sites and tokens
     "command": Mistake("runs list", ("there is no command 'runs'",), "did you mean `run`?"),
     "command of a group": Mistake("admin token creat", ("there is no command 'creat'",), "did you mean `create`?"),
+    "delete a run": Mistake("run delete test", ("there is no command 'delete'",), "did you mean `cancel`?"),
+    "stop a run": Mistake("run stop test", ("there is no command 'stop'",), "did you mean `pause` or `cancel`?"),
+    "logs of a run": Mistake("run logs test", ("there is no command 'logs'",), "did you mean `show` or `watch`?"),
+    "clone a run": Mistake("run clone test", ("there is no command 'clone'",), "did you mean `create`"),
+    "edit a run": Mistake("run edit test", ("there is no command 'edit'",), "did you mean `annotate`"),
+    "remove a site": Mistake("admin site remove x", ("there is no command 'remove'",), "did you mean `suspend`?"),
+    "command of another group": Mistake(
+        "status", ("there is no command 'status'",), "did you mean `tessera admin status`?"
+    ),
+    "command of two other groups": Mistake(
+        "approve x",
+        ("there is no command 'approve'",),
+        "did you mean `tessera admin join approve` or `tessera worker approve`?",
+    ),
+    "folder named like a file": Mistake(
+        "run export test out.pt", ("out.pt is a file's name, and a model folder would be written",), "without .pt"
+    ),
+    "model named like a file": Mistake(
+        "model init m.onnx --config plain --head features", ("m.onnx is a file's name",), "without .onnx"
+    ),
     "option": Mistake("run list --jsn", ("No such option: --jsn",), "--json"),
     "number": Mistake(
         "admin audit --limit many", ("'--limit': must be a whole number",), "tessera admin audit --help"
@@ -512,6 +532,31 @@ MISTAKES = {
         ("there is no file or folder nobody.toml",),
         "`tessera worker join` writes one",
     ),
+    "no --config": Mistake(
+        "worker inbox", ("Missing option '--config'",), "for the settings that lie here, add --config worker.toml"
+    ),
+    "quotation marks of Word": worker(
+        'name = "gpu-1"', "name = \u201cgpu-1\u201d", "is not TOML", "at line 4", remedy="plain one of the keyboard"
+    ),
+    "text without quotation marks": worker(
+        'name = "gpu-1"', "name = gpu-1", "is not TOML", "at line 4", remedy="put text between double quotes"
+    ),
+    "path of Windows": worker(
+        '"state"', '"C:\\state"', "is not TOML", "at line 5", remedy="or put the path between single quotes"
+    ),
+    "decimal comma": worker(
+        "max_length = 16", "held_out = 0,2", "is not TOML", remedy="write a decimal number with a point"
+    ),
+    "True in a policy": worker("approve_runs = true", "approve_runs = True", "is not TOML", remedy="true or false"),
+    "colon for =": worker("approve_runs = true", "approve_runs: true", "is not TOML", remedy="write key = value"),
+    "quotation mark left out": worker('"state"', '"state', "is not TOML", remedy="a quotation mark is missing"),
+    "file of Word": run('"trial"', "\u201etrial\u201c", "run.toml is not TOML", remedy="plain one of the keyboard"),
+    "token file": worker(
+        'token = "secret"',
+        'token_file = "notes.tmol"',
+        "token_file: notes.tmol cannot be read as a token",
+        remedy="did you mean `notes.toml`?",
+    ),
     "worker key": worker("device", "devise", "worker.toml: devise: unknown key", remedy="did you mean `device`?"),
     "device": worker('"cpu"', '"gpu"', "device: must be auto, cpu, cuda", remedy="such as cuda:0"),
     "policy key": worker(
@@ -581,12 +626,12 @@ MISTAKES = {
         HOST="0.0.0.0",  # noqa: S104 (it is refused)
     ),
     "no certificate": serve(
-        "TLS cannot be served with none.pem: No such file or directory",
+        "TLS cannot be served: none.pem cannot be read: No such file or directory",
         remedy="Name PEM files that this user may read in TESSERA_TLS_CERT",
         TLS_CERT="none.pem",
     ),
     "broken certificate": serve(
-        "TLS cannot be served with notes.csv: it is no PEM file of this kind",
+        "TLS cannot be served: notes.csv has no certificate in PEM",
         remedy="Name PEM files",
         TLS_CERT="notes.csv",
     ),

@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import time
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from typing import Any
 from tessera.shared.api.admin import Enrolment, EnrolmentSpec, Rotated
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
-from tessera.shared.diagnostics import reason_of
+from tessera.shared.diagnostics import reason_of, toml_of
+from tessera.shared.near_names import unread
 from tessera.shared.problems import Unauthenticated
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import replace, write_secret
@@ -160,7 +160,7 @@ def _secret_in(file: Path) -> str:
     try:
         secret = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as fault:
-        raise SettingsError(f"{file} cannot be read as a token") from fault
+        raise SettingsError(f"{file} cannot be read as a token: {unread(file, fault)}") from fault
     if not secret.isprintable() or not secret:
         raise SettingsError(f"{file} holds no token")
     return secret
@@ -168,7 +168,7 @@ def _secret_in(file: Path) -> str:
 
 def _read(config: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(config.read_text(encoding="utf-8-sig"))
+        return toml_of(config.read_bytes())
     except (OSError, ValueError) as fault:
         raise SettingsError(f"{config} cannot be read: {reason_of(fault)}") from fault
 

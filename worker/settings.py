@@ -43,11 +43,11 @@ from pydantic_settings import SettingsError as SourceError
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.token_format import TOKEN_TEXT
 from tessera.shared.client.transport import Credential, tls_context
-from tessera.shared.diagnostics import Setting, effective
+from tessera.shared.diagnostics import Setting, effective, toml_of
 from tessera.shared.environment import PREFIX, refuse_misspelt
-from tessera.shared.near_names import absent, did_you_mean
+from tessera.shared.near_names import absent, did_you_mean, unread
 from tessera.shared.problems import Invalid
-from tessera.shared.schema import Frozen, Label, Resources, TaskKind
+from tessera.shared.schema import Bytes, Frozen, Label, Resources, TaskKind
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, MAX_SITE_WEIGHT, Fingerprint
 from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import messages_of
@@ -204,7 +204,7 @@ class WorkerSettings(DataSettings):
         "so that its duration reveals little of an example",
     )
     compute: Compute = Compute()
-    cache_bytes: PositiveInt = 20 * GIB
+    cache_bytes: Bytes = 20 * GIB
     base_sources: tuple[str, ...] = Field(
         default=(),
         description="folders of snapshots, names on the hub at a commit (NAME@COMMIT), or addresses of mirrors, for "
@@ -324,14 +324,14 @@ NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see `tess
 def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
     _require_known_variables()
     try:
-        given = tomllib.loads(raw.decode("utf-8-sig"))
+        given = toml_of(raw)
         if unknown := sorted(given.keys() - WorkerSettings.model_fields):
             faults = "; ".join(
                 f"{key}: unknown key{did_you_mean(key, WorkerSettings.model_fields)}" for key in unknown
             )
             raise SettingsError(f"{path}: {faults}")
         return kind(**given)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+    except tomllib.TOMLDecodeError as fault:
         raise SettingsError(f"{path} is not TOML: {fault}") from fault
     except SourceError as fault:
         raise SettingsError(f"environment: {fault}") from fault
@@ -356,7 +356,7 @@ def _require_known_variables() -> None:
 def effective_settings(path: Path) -> list[Setting]:
     """Return every setting of a worker that starts now, and its origin. Raises SettingsError."""
     settings = read_settings(path)
-    file = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    file = toml_of(path.read_bytes())
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
@@ -379,7 +379,7 @@ def token_of(settings: WorkerSettings) -> str:
         try:
             token = settings.token_file.read_text(encoding="utf-8-sig").strip() if settings.token_file else ""
         except (OSError, UnicodeDecodeError) as fault:
-            raise SettingsError(f"{where} cannot be read as a token") from fault
+            raise SettingsError(f"{where} cannot be read as a token: {unread(settings.token_file, fault)}") from fault
     if not token:
         raise SettingsError(f"{where} is empty")
     if not TOKEN_TEXT.fullmatch(token):

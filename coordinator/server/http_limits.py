@@ -28,7 +28,7 @@ from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.server.bulk_bodies import BulkHTTPProtocol
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import CONNECTIONS, PROBLEMS_TOTAL
-from tessera.shared.diagnostics import reason_of
+from tessera.shared.diagnostics import pem_fault, reason_of
 from tessera.shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
 from tessera.shared.urls import is_loopback
 
@@ -103,15 +103,15 @@ def require_private(settings: CoordinatorSettings) -> None:
         return
     try:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.tls_client_ca)
+    except OSError as fault:
+        authorities = f"TESSERA_TLS_CLIENT_CA: {settings.tls_client_ca} cannot be used: {reason_of(fault)}"
+        raise BadCertificate(f"{authorities}. Name a PEM file with the CAs of clients") from fault
+    try:
         context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except OSError as fault:
-        files = ", ".join(str(file) for file in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if file)
-        # OpenSSL's message about a file without a key does not mention the key.
-        hint = "" if settings.tls_key else "; the key must be in the same file, or in that of TESSERA_TLS_KEY"
-        remedy = f"Name PEM files that this user may read in TESSERA_TLS_CERT{hint}."
-        if isinstance(fault, ssl.SSLError) and fault.reason == "KEY_VALUES_MISMATCH":
-            remedy = "The key is another certificate's: the server's own certificate must be the first in its file."
-        raise BadCertificate(f"TLS cannot be served with {files}: {reason_of(fault)}. {remedy}") from fault
+        remedy = "Name PEM files that this user may read in TESSERA_TLS_CERT, and the key perhaps in TESSERA_TLS_KEY."
+        reason = pem_fault(fault, settings.tls_cert, settings.tls_key)
+        raise BadCertificate(f"TLS cannot be served: {reason}. {remedy}") from fault
 
 
 def require_free(settings: CoordinatorSettings) -> None:

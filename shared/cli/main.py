@@ -9,9 +9,11 @@ import errno
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +25,7 @@ from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import complain, show_problem, wants_json
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import MISSPELT, did_you_mean, nearest
 from tessera.shared.problems import Invalid, Problem, Unauthenticated
 from tessera.shared.validation_errors import message_of
 from tessera.shared.version import VERSION, install_line
@@ -45,6 +47,26 @@ SUMMARIES = {
     "simulate": "Run a whole federation in this process.",
     "worker": "Train for a coordinator with this site's data.",
 }
+
+_END, _SHOW, _NEW = ("cancel", "revoke", "suspend", "remove"), ("show", "watch", "status"), ("create", "add", "init")
+MEANT = {
+    **dict.fromkeys(("delete", "remove", "rm", "destroy", "drop"), _END),
+    **dict.fromkeys(("stop", "abort", "kill", "end", "disable"), ("pause", *_END)),
+    **dict.fromkeys(("logs", "log", "status", "info", "describe", "get", "view", "inspect", "open"), _SHOW),
+    **dict.fromkeys(
+        ("new", "make", "add", "start", "submit", "launch", "begin", "clone", "copy", "fork", "issue"), _NEW
+    ),
+    **dict.fromkeys(("edit", "change", "update", "rename", "modify"), ("annotate", "create")),
+    **dict.fromkeys(("follow", "tail", "monitor"), ("watch", "show")),
+    **dict.fromkeys(("download", "save", "fetch"), ("export",)),
+    **dict.fromkeys(("continue", "unpause", "restart", "enable"), ("resume",)),
+    **dict.fromkeys(("accept", "admit", "allow"), ("approve",)),
+    **dict.fromkeys(("reject", "deny", "refuse"), ("decline",)),
+    **dict.fromkeys(("ls", "all"), ("list",)),
+}
+"""Words of other programs, with the commands that may be meant by each."""
+
+WORKER_TOML = Path("worker.toml")
 
 # Packages of this project, each with the extra that it needs.
 PARTS = {"shared": "", "coordinator": "coordinator", "worker": "worker"}
@@ -103,14 +125,36 @@ class Installed(TyperGroup):
 def _reworded(refusal: Any) -> str:
     """Return the message for a line that cannot be parsed, without pydantic's words and with the nearest name."""
     if unknown := re.match("No such command '(.*?)'", refusal.message):
-        known = refusal.ctx.command.list_commands(refusal.ctx)
-        return f"there is no command {unknown[1]!r}{did_you_mean(unknown[1], known)}"
+        name, known = unknown[1], refusal.ctx.command.list_commands(refusal.ctx)
+        meant = [each for each in MEANT.get(name, ()) if each in known]
+        if nearest(name, known, MISSPELT) is None and (meant := meant or _elsewhere(name, refusal.ctx.command_path)):
+            return f"there is no command {name!r}; did you mean {' or '.join(f'`{each}`' for each in meant)}?"
+        return f"there is no command {name!r}{did_you_mean(name, known)}"
+    if getattr(refusal, "param", None) is not None and refusal.param.name == "config" and WORKER_TOML.exists():
+        return f"Missing option '--config': for the settings that lie here, add --config {WORKER_TOML}"
     if not isinstance(refusal.__cause__, ValidationError):
         return str(refusal.message)
     error: dict[str, Any] = {**refusal.__cause__.errors()[0]}
     if names := error["msg"].partition(" is not one of ")[2]:
         error |= {"type": "enum", "ctx": {"expected": names}}
     return message_of(error)
+
+
+def _elsewhere(name: str, path: str) -> list[str]:
+    """Return the commands of this name in other groups, at most four; those of the nearest groups first."""
+    found: list[str] = []
+
+    def search(command: Any, words: str) -> None:
+        for each, inner in getattr(command, "commands", {}).items():
+            if each == name:
+                found.append(f"{words} {each}")
+            search(inner, f"{words} {each}")
+
+    for group, entry in installed().items():
+        # A part that is not installed has no commands here.
+        with suppress(ModuleNotFoundError):
+            search(get_command(entry.load()), f"tessera {group}")
+    return sorted(found, key=lambda words: not words.startswith(f"{path} "))[:4]
 
 
 @cache

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.cli.render.output import note
+from tessera.shared.diagnostics import toml_of
 from tessera.shared.methods.base import Method, MethodSpec
 from tessera.shared.methods.registry import (
     MethodsUnusable,
@@ -51,7 +52,7 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     Raises Invalid for a file that is missing or not TOML, and for a malformed setting.
     """
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        given = toml_of(file.read_bytes())
     except FileNotFoundError:
         raise Invalid(
             absent(file, "check the path"), remedy=f"To write one: `tessera run init METHOD --out {file}`."

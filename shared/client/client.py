@@ -63,10 +63,10 @@ from tessera.shared.client.transport import (
     may_pass,
     tls_context,
 )
-from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.near_names import unread
 from tessera.shared.problems import (
     Forbidden,
     Invalid,
@@ -511,7 +511,7 @@ def read_token(text: str | None, file: Path | None) -> str | None:
         try:
             text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as fault:
-            detail = f"the token in {file} cannot be read: {reason_of(fault)}"
+            detail = f"the token in {file} cannot be read: {unread(file, fault)}"
             raise Invalid(
                 detail, remedy="Give --token, or another file (--token-file, TESSERA_TOKEN_FILE)."
             ) from fault

@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
 from tessera.shared.client.bulk import BULK, PIECE_BYTES, BulkTransport, FilePart
-from tessera.shared.diagnostics import reason_of
+from tessera.shared.diagnostics import pem_fault, reason_of
 from tessera.shared.problems import (
     MEDIA_TYPE,
     Invalid,
@@ -114,9 +114,14 @@ class IntermediaryFault(ServerFault):
             detail += f": {words!r}"
         detail += f"; the request had a body of {size / 1e6:.1f} MB" if size >= SHOWN_BYTES else ""
         after = _retry_after(answer)
+        before, is_page, _ = answer.request.partition("/page")
+        if is_page:
+            remedy = f"Use {before.partition(' ')[2]} as the URL: the path of a page is for browsers."
+        else:
+            remedy = _INTERMEDIARIES.get(300 if 300 <= status < 400 else status)
         super().__init__(
             detail,
-            remedy=_INTERMEDIARIES.get(300 if 300 <= status < 400 else status),
+            remedy=remedy,
             retry_after_seconds=None if after is None else min(after, MAX_PAGE_SECONDS),
             headers=dict(answer.headers),
         )
@@ -455,9 +460,11 @@ def tls_context(
     if client_key and not client_cert:
         raise Invalid("client_key: it is set without a client_cert", remedy=PEM_FILES)
     if client_cert:
-        named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
-        with _usable_files(f"client_cert: {named}"):
+        try:
             context.load_cert_chain(client_cert, client_key)
+        except OSError as fault:
+            reason = pem_fault(fault, client_cert, client_key)
+            raise Invalid(f"client_cert: {reason}", remedy=PEM_FILES) from fault
     return context
 
 

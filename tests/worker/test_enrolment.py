@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -67,6 +69,21 @@ def decided(live: LiveCoordinator, folder: Path, approve: bool) -> Result:
         done = joined.result(20)
     assert asked.code in done.output
     return done
+
+
+def test_an_interrupted_join_says_that_the_same_command_continues(live: LiveCoordinator, tmp_path: Path) -> None:
+    admin, main_thread = live.client(), threading.get_ident()
+
+    def interrupt() -> Enrolment:
+        asked = until(lambda: next(iter(admin.enrolments()), None))
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        return asked
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(interrupt)
+        done = say("join", live.url, "--site", "north", "--config", str(tmp_path / "worker.toml"), code=130)
+    admin.decline(asked.result().id)
+    assert "stopped; the same command continues" in done.stderr
 
 
 def secret_in(folder: Path) -> str:
@@ -296,7 +313,7 @@ def test_an_enrolment_token_that_has_expired_is_for_an_administrator_to_replace(
         (tmp_path / "ticket").write_text(secret)
         config = str(tmp_path / "worker.toml")
         done = say("join", live.url, "--token-file", str(tmp_path / "ticket"), "--config", config, code=3)
-    assert "this token has expired [unauthenticated] Ask an administrator for another.\n" in done.output
+    assert "this token has expired. Ask an administrator for another.\n" in done.output
 
 
 # ---------------------------------------------------------------- TLS

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
-from tessera.worker.governance.policy import Allowance
+from tessera.worker.governance.policy import Allowance, Policy
 from tessera.worker.inventory import check_deltas, datasets_of, device_of, devices_of, mappings_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, token_of
 from tests.support.cli import forked
@@ -55,6 +56,20 @@ def test_a_byte_order_mark_before_settings_and_tokens_is_not_read(tmp_path: Path
     path.write_text(mark + text, encoding="utf-8")
     assert token_of(read_settings(path)) == "tsr_secret"
     assert effective_settings(path) == effective_settings(written(tmp_path, text))
+
+
+def test_a_size_may_have_its_unit_in_each_setting_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run's `upload_budget` may."""
+    policy = [name for name in Policy.model_fields if name.endswith("_bytes")]
+    text = 'cache_bytes = "3 GB"\n' + GOOD + "\n[policy]\n" + "".join(f'{name} = "50 MB"\n' for name in policy)
+    settings = read_settings(written(tmp_path, text))
+    assert settings.cache_bytes == 3_000_000_000
+    assert {getattr(settings.policy, name) for name in policy} == {50_000_000}
+    assert len(policy) >= 3
+    own = [name for name in CoordinatorSettings.model_fields if name.endswith("_bytes")]
+    for name in own:
+        monkeypatch.setenv(f"TESSERA_{name.upper()}", "128 KiB")
+    assert {getattr(CoordinatorSettings(), name) for name in own} == {1 << 17}
 
 
 def refusal(folder: Path, text: str) -> str:
@@ -146,7 +161,7 @@ def test_a_token_is_shown_to_no_other_machine_in_plain_http_unless_that_is_said_
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "worker.toml"
     path.write_bytes(GOOD.replace("north-1", "närd").encode("latin-1"))
-    with pytest.raises(SettingsError, match=r"worker\.toml is not TOML: 'utf-8' codec can't decode"):
+    with pytest.raises(SettingsError, match=r"worker\.toml is not TOML: byte \d+ is not UTF-8; save"):
         read_settings(path)
 
 

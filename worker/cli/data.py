@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
-from tessera.shared.diagnostics import reason_of
+from tessera.shared.diagnostics import reason_of, toml_of
 from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.validation_errors import message_of
 from tessera.shared.version import install_line
@@ -155,9 +155,9 @@ def init(
 def _append(file: Path, name: str, text: str) -> None:
     """Append a data set's table to settings. Raises SettingsError if they have one of this name, or cannot grow."""
     try:
-        before = file.read_text(encoding="utf-8-sig") if file.exists() else ""
-        settings = tomllib.loads(before)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+        before = file.read_bytes() if file.exists() else b""
+        settings = toml_of(before)
+    except tomllib.TOMLDecodeError as fault:
         raise SettingsError(f"{file} cannot be read: {fault}") from fault
     datasets = settings.get("datasets", {})
     if not isinstance(datasets, dict):

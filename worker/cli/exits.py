@@ -11,11 +11,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from tessera.shared.cli.render.output import complain
+from tessera.shared.problems import Problem
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
 DEVICE_FAILED = 4
 DISK_FULL = 5
+INTERRUPTED = 130
 
 Errors = Mapping[int, tuple[type[Exception], ...]]
 """Exit codes, and the errors that end a command with each."""
@@ -47,4 +49,5 @@ def exits(errors: Errors) -> Iterator[None]:
         yield
     except tuple(kind for kinds in errors.values() for kind in kinds) as fault:
         code = next(code for code, kinds in errors.items() if isinstance(fault, kinds))
-        fail(" ".join(str(fault).split()), code)
+        sentence = f"{fault.detail}. {fault.advice}" if isinstance(fault, Problem) else str(fault)
+        fail(" ".join(sentence.split()), code)

@@ -1,6 +1,8 @@
 """`tessera worker join` and `tessera worker rotate`."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +16,7 @@ from tessera.shared.client.transport import tls_context
 from tessera.shared.problems import Forbidden, Problem, Unauthenticated
 from tessera.shared.urls import require_private
 from tessera.shared.version import VERSION
-from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
+from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.enrolment import prepare, request, wait_for
 from tessera.worker.enrolment import rotate as rotate_secret
 from tessera.worker.settings import SettingsError, read_settings, tls_of
@@ -28,6 +30,15 @@ ClientCert = Annotated[
 ClientKey = Annotated[
     Path | None, typer.Option(envvar="TESSERA_WORKER_CLIENT_KEY", help="Its key, if in another file.")
 ]
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("stopped; the same command continues")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def join(
@@ -62,7 +73,7 @@ def join(
     fresh = not config.exists()
     tls = {"ca_bundle": ca_bundle, "client_cert": client_cert, "client_key": client_key}
     chosen = {key: file for key, file in tls.items() if file}
-    with exits(ERRORS):
+    with exits(ERRORS), _resumable():
         # Refuse an unusable file before its path is written into new settings, which a repetition would keep.
         tls_context(**chosen)
         place = prepare(config, url, name, chosen)

@@ -24,7 +24,7 @@ from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
 from tessera.shared.problems import Invalid
 from tessera.shared.telemetry.logging import configure
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.cli.exits import BAD_SETTINGS, fail
+from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, fail
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation.config import SimulationFile, read_file
 from tessera.worker.simulation.summary import (
@@ -43,7 +43,6 @@ else:
     simulation = Deferred("tessera.worker.simulation")
 
 STALLED = 3
-INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False)
 

@@ -24,7 +24,7 @@ from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective, ma
 from tessera.shared.privacy.noise_shares import epsilon_of
 from tessera.shared.run_settings import MAX_EPSILON, Budget, Privacy, Span, Training, Unit, UnitBudget
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
-from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
+from tessera.shared.schema import MAX_NUMBER, Bytes, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.messages import NoiseTerms
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
@@ -336,13 +336,13 @@ class Policy(Frozen):
         "predictions and hits, and of each bin of confidence the predictions, hits and sum of confidences; never "
         "under privacy",
     )
-    max_model_bytes: PositiveInt = Field(
+    max_model_bytes: Bytes = Field(
         default_factory=lambda: available_bytes() // 2,
         description="largest model; half of the worker's memory limit if left out",
     )
-    max_upload_bytes: PositiveInt = 16 * GIB
+    max_upload_bytes: Bytes = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
-    max_run_upload_bytes: PositiveInt | None = Field(
+    max_run_upload_bytes: Bytes | None = Field(
         default=None,
         description="largest total upload of one run over all rounds, counted over the workers that share runs_dir",
     )

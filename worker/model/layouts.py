@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
+from tessera.shared.diagnostics import toml_of
 from tessera.shared.model.blocks import Role
 from tessera.shared.schema import Frozen
 from tessera.shared.validation_errors import in_one_line
@@ -311,10 +312,10 @@ class MappingFile(Frozen):
 def read_mapping(path: Path) -> MappingFile:
     """Return the mapping in a TOML file. Raises MappingError if it cannot be read or is invalid."""
     try:
-        return MappingFile(**tomllib.loads(path.read_text(encoding="utf-8-sig")))
+        return MappingFile(**toml_of(path.read_bytes()))
     except OSError as fault:
         raise MappingError(f"{path} cannot be read: {fault.strerror}") from fault
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+    except tomllib.TOMLDecodeError as fault:
         raise MappingError(f"{path} is not valid TOML: {fault}") from fault
     except ValidationError as fault:
         raise MappingError(f"{path}: {in_one_line(fault, 'mapping', MappingFile)}") from fault

@@ -390,6 +390,24 @@ def test_serve_begins_nothing_where_something_listens_already(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_which_of_a_certificate_and_its_key_is_wrong_is_told(tmp_path: Path, authority: Authority) -> None:
+    words, locked = tmp_path / "words.pem", tmp_path / "locked.key"
+    words.write_text("no PEM\n")
+    locked.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n")
+    for certificate_file, key, told in (
+        (authority.client, authority.server, "server.pem has not the key of the first certificate in .*client.pem"),
+        (authority.client, words, "words.pem has no private key in PEM"),
+        (words, authority.key, "words.pem has no certificate in PEM"),
+        (authority.client, None, "client.pem has no private key in PEM"),
+        (authority.client, tmp_path / "none.key", "none.key cannot be read: No such file"),
+        (authority.client, locked, "locked.key is encrypted; `openssl pkey"),
+    ):
+        with pytest.raises(BadCertificate, match=told):
+            require_private(CoordinatorSettings(tls_cert=certificate_file, tls_key=key))
+        with pytest.raises(Invalid, match=told):
+            tls_context(None, certificate_file, key)
+
+
 def test_a_certificate_without_its_key_serves_nothing(authority: Authority) -> None:
     with pytest.raises(BadCertificate, match=r"client\.pem.*TESSERA_TLS_KEY"):
         require_private(CoordinatorSettings(tls_cert=authority.client))

@@ -51,6 +51,19 @@ def test_what_may_pass_is_tried_again(code: str) -> None:
     assert len(pauses) == 2
 
 
+def test_the_address_of_a_page_is_refused_with_that_of_the_coordinator() -> None:
+    for answer in (
+        Answer(303, headers={"Location": "/page/sign-in"}),
+        Answer(404, headers={"Content-Type": "text/html"}),
+    ):
+        with answering(answer) as (url, _):
+            http = transport(f"{url}/page", [])
+            with pytest.raises(IntermediaryFault) as refused:
+                http.request("GET", "/v1/runs")
+            http.close()
+        assert refused.value.advice.startswith(f"Use {url} as the URL")
+
+
 def test_a_broken_line_is_tried_again_once_something_has_answered() -> None:
     pauses: list[float] = []
     with answering(Answer(), Answer(body=b"cut", breaks_after=1), Answer(body=b"done")) as (url, asked):
