@@ -109,6 +109,7 @@ image-check: install ## what the images install and start, as nobody on a read-o
 fresh-check: ## both commands of the README on a bare Debian; as root, with mmdebstrap, an hour and 10 GB
 	@command -v mmdebstrap >/dev/null && test "$$(id -u)" = 0 || { echo "this needs root, and: apt-get install mmdebstrap"; exit 1; }
 	mmdebstrap --variant=apt --format=null --include=python3,python3-venv,make,git $(FRESH) \
+	  --customize-hook='mount -o remount,rw "$$1/proc"; echo 127.0.0.1 localhost > "$$1/etc/hosts"' \
 	  --customize-hook='git clone --quiet --no-hardlinks "$(CURDIR)" "$$1/tessera"' \
 	  --customize-hook='chroot "$$1" make -C /tessera demo test' \
 	  "$$(. /etc/os-release && echo "$$VERSION_CODENAME")" /dev/null \

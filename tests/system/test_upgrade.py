@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -27,8 +25,8 @@ def old(tmp_path: Path) -> Path:
     found = subprocess.run(["git", "archive", OLD], cwd=root, capture_output=True, check=False)
     if found.returncode:
         pytest.skip(f"this checkout has no history with {OLD}")
-    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as tree:
-        tree.extractall(tmp_path / "old", filter="tar")
+    (tmp_path / "old").mkdir()
+    subprocess.run(["tar", "--extract", "--directory", tmp_path / "old"], input=found.stdout, check=True)
     return tmp_path / "old"
 
 
