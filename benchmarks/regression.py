@@ -148,7 +148,7 @@ def unpack(commit: str, folder: Path) -> Path:
     archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     folder.mkdir(parents=True)
     # `tarfile` has had its filters since Python 3.11.4.
-    extract = ["tar", "--extract", "--directory", folder]
+    extract = ["tar", "--extract", "--directory", str(folder)]
     subprocess.run(extract, input=archive, check=True)
     return folder
 

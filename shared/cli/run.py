@@ -18,7 +18,7 @@ from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
 from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.failures import print_failures
+from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
@@ -475,4 +475,8 @@ def _warn_if_too_few(client: Client, spec: RunSpec) -> None:
         for sentence in preview_notes(found):
             output.note(sentence)
         if found.eligible < found.quorum:
-            output.note("`tessera run preview` gives the reason of each worker; the run waits for them.")
+            lacking = [one for one in found.workers if one.ineligibilities]
+            for one in lacking[:MAX_SHOWN]:
+                output.note(f"{one.worker}: {'; '.join(reason.detail for reason in one.ineligibilities)}")
+            more = f" {len(lacking) - MAX_SHOWN} more have such reasons." if len(lacking) > MAX_SHOWN else ""
+            output.note(f"The run waits for workers.{more}")

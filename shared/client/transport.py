@@ -115,10 +115,9 @@ class IntermediaryFault(ServerFault):
         detail += f"; the request had a body of {size / 1e6:.1f} MB" if size >= SHOWN_BYTES else ""
         after = _retry_after(answer)
         before, is_page, _ = answer.request.partition("/page")
+        remedy = _INTERMEDIARIES.get(300 if 300 <= status < 400 else status)
         if is_page:
             remedy = f"Use {before.partition(' ')[2]} as the URL: the path of a page is for browsers."
-        else:
-            remedy = _INTERMEDIARIES.get(300 if 300 <= status < 400 else status)
         super().__init__(
             detail,
             remedy=remedy,

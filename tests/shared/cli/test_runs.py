@@ -198,6 +198,9 @@ def test_a_run_that_waits_says_what_for(commands: Commands, coordinator: LiveCoo
     run = commands.create(folder)
     told = "0 would take part now, fewer than the quorum of 1"
     assert told in " ".join(commands.say("run", "show", run).stderr.split())
+    other = ScriptedWorker(coordinator.client("site", "south"), datasets={"elsewhere": 4})
+    other.enrol()
+    assert "south/w: it has no data set data" in " ".join(commands.say("run", "show", run).stderr.split())
     worker = ScriptedWorker(coordinator.client("site", "north"))
     worker.enrol()
     worker.take()
