@@ -150,10 +150,12 @@ def _elsewhere(name: str, path: str) -> list[str]:
                 found.append(f"{words} {each}")
             search(inner, f"{words} {each}")
 
-    for group, entry in installed().items():
+    # The coordinator's take longest to import.
+    for group, entry in sorted(installed().items(), key=lambda pair: pair[0] == "coordinator"):
         # A part that is not installed has no commands here.
         with suppress(ModuleNotFoundError):
-            search(get_command(entry.load()), f"tessera {group}")
+            if not found or group != "coordinator":
+                search(get_command(entry.load()), f"tessera {group}")
     return sorted(found, key=lambda words: not words.startswith(f"{path} "))[:4]
 
 
