@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from pydantic import ValidationError
-
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan
@@ -65,7 +63,7 @@ def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
 @lru_cache(maxsize=4096)
 def _mirror(text: str) -> AdvertisedPolicy | None:
     # One that an earlier version stored may exceed today's bounds. Its worker judges each task itself.
-    with suppress(ValidationError):
+    with suppress(ValueError):
         return AdvertisedPolicy.model_validate_json(text)
     return None
 
