@@ -103,6 +103,9 @@ MAX_PATTERN_STARS = 8
 
 MAX_WITHHELD = 256
 
+MAX_HELD = 32
+"""Updates that one worker holds for release at most: each keeps a lease."""
+
 MAX_CLAIM_BYTES = 1 << 16
 """The longest claim, as JSON."""
 
@@ -145,7 +148,7 @@ def canonical(value: BaseModel) -> bytes:
     return json.dumps(value.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
 
-Phase = Literal["waiting", "fetching", "training", "evaluating", "uploading"]
+Phase = Literal["waiting", "fetching", "training", "evaluating", "held", "uploading"]
 
 Counted = Annotated[int, Field(ge=0, lt=1 << 53)]
 Measured = Annotated[float, Field(ge=0, lt=1 << 53)]

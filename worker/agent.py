@@ -1,8 +1,10 @@
 """The worker's loop: claim a task, run it, report its result, and repeat."""
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -27,6 +29,7 @@ from tessera.shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
+from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
@@ -51,8 +54,12 @@ from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.atomic_files import write_secret
 from tessera.worker.state.audit import ROLLED_BACK_FILE, Action, StateRolledBack
 from tessera.worker.state.hash_chain import ChainError, TaskRef
-from tessera.worker.stores import own_folders, state_id_of
-from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Renewal, Stop, Stopped
+from tessera.worker.state.vault import outcome_of
+from tessera.worker.stores import airlock_of, own_folders, state_id_of
+from tessera.worker.task.environment import wait_until
+from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Holding, Renewal, Stop, Stopped
+from tessera.worker.task.resumption import ending
+from tessera.worker.task.upload import HeldUpdate
 from tessera.worker.training.progress import Report
 
 MIN_POLL_SECONDS = 1.0
@@ -102,6 +109,8 @@ class Agent:
         self._connect = partial(bounded, patience_seconds=0)
         # One for all claims, so that a round soon after another needs no new connection.
         self._claims = self._connect()
+        self._holding = Holding()
+        self._sender = partial(bounded, sleep=self._nap)
         self._asking = False
         self._poll_seconds = settings.poll_seconds
         self._file = file
@@ -141,8 +150,6 @@ class Agent:
         self._policy = settings.policy
         self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
         self._runner = with_rules(self._runner, settings)
-        if self._runner.airlock:
-            self._runner.airlock.waits = self._opening.rest
         allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
         claimed = {
             "datasets": {name: self._runner.declared_units(name) for name in allowed},
@@ -188,7 +195,8 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        """Close the connections to the coordinator."""
+        """Give back the leases of held updates, and close the connections to the coordinator."""
+        self._holding.end()
         self._client.close()
         # A claim that was abandoned closes its own when it ends.
         if not self._asking:
@@ -242,6 +250,7 @@ class Agent:
         vault.settle(self._client.task)
         if self._runner.checkpoints:
             self._runner.checkpoints.settle(self._client.task)
+        self._remove_unheld()
         if time.monotonic() < self._removes_at:
             return
         self._removes_at = time.monotonic() + REMOVAL_SECONDS
@@ -257,13 +266,25 @@ class Agent:
                     vault.remove(run)
                     self._log.info("vault-removed", run=about.spec.name, unused_days=days)
 
+    def _remove_unheld(self) -> None:
+        """Remove updates that another process held and whose tasks no worker can claim any more."""
+        airlock = airlock_of(self._settings)
+        for summary in airlock.held():
+            if summary.task in self._holding.tasks:
+                continue
+            task = outcome_of(summary.task, self._client.task)
+            if task is None or task.state not in LIVE_TASKS:
+                airlock.remove(summary)
+                self._runner.vault.forget(summary.run, summary.task)
+                self._log.info("held-update-removed", run=summary.run_name, round=summary.round, id=summary.id)
+
     def _is_closed(self) -> bool:
         """Return whether the site lets the worker claim nothing now. Log each change."""
         try:
             closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
         except OSError as fault:
             closed = self._disk.note(fault) or str(fault)
-        closed = closed or self._disk.full()
+        closed = closed or self._disk.full() or self._holding.full()
         if self._rolled_back.exists():
             closed = f"{StateRolledBack.code}: `tessera worker adopt` goes on with the state as it is"
         if closed and not self._closed:
@@ -335,7 +356,8 @@ class Agent:
         try:
             task = self._claims.claim(self._current_claim(), self._poll_seconds)
             self._client.frames_blobs = self._claims.frames_blobs
-            return task
+            # A coordinator of an earlier version offers a held task again, and no other.
+            return None if task and task.id in self._holding.tasks else task
         finally:
             self._asking = False
             if self._stop.requested:
@@ -357,21 +379,27 @@ class Agent:
         if party and party.embeddings:
             advertised_policy = advertised_policy.model_copy(update={"embeddings_in_sums": True})
         site_keys = party.keys.public(party.site, party.weight) if party else None
-        return self._claim.model_copy(
-            update={"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
-        ).shortened()
+        now = {"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
+        return self._claim.model_copy(update={**now, "holding": self._holding.tasks}).shortened()
 
     def _run_task(self, task: Task) -> str:
         """Execute a task and report its failure, if any. Return its outcome. Raises DeviceFailed after its report."""
+        report = Report()
+        self._client.trace(traceparent_of(task.run, task.round))
+        try:
+            return self._outcome(task, report, partial(self._under_lease, task, report))
+        finally:
+            self._client.trace(None)
+
+    def _outcome(self, task: Task, report: Report, work: Callable[[], HeldUpdate | None]) -> str:
+        """Do a task's work and report its failure, as `_run_task` does. An update that it returns is held."""
         trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
-        self._client.trace(traceparent_of(task.run, task.round))
-        report = Report()
         started_at = time.monotonic()
         outcome = "given-back"
         try:
             with _spanning(task):
-                self._under_lease(task, report)
+                held = work()
         except Stopped:
             # An update may have begun to leave.
             self._note("task.drop", task, code="stopped")
@@ -398,17 +426,8 @@ class Agent:
             if is_device_failure(fault):
                 raise DeviceFailed from fault
         else:
-            outcome = "done"
-            log.info(
-                "task-done",
-                examples=report.examples,
-                metrics=report.metrics,
-                download_bytes=report.download_bytes,
-                upload_bytes=report.upload_bytes,
-                seconds=round(time.monotonic() - started_at, 2),
-            )
+            outcome = self._done(task, report, held, log, time.monotonic() - started_at)
         finally:
-            self._client.trace(None)
             self._live.ended(task, report, outcome)
             self._figures.ended(
                 task.kind,
@@ -419,7 +438,23 @@ class Agent:
             )
         return outcome
 
-    def _under_lease(self, task: Task, report: Report) -> None:
+    def _done(self, task: Task, report: Report, held: HeldUpdate | None, log: Any, seconds: float) -> str:
+        """Log that a task is done, or that its update is held, which a thread of its own then sends."""
+        outcome = "held" if held else "done"
+        log.info(
+            f"task-{outcome}",
+            examples=report.examples,
+            metrics=report.metrics,
+            download_bytes=report.download_bytes,
+            upload_bytes=report.upload_bytes,
+            seconds=round(seconds, 2),
+        )
+        if held:
+            send = partial(self._send_when_released, task, held)
+            self._holding.add(task.id, partial(self._outcome, task, report, send))
+        return outcome
+
+    def _under_lease(self, task: Task, report: Report) -> HeldUpdate | None:
         def heartbeat() -> Lease:
             return client.heartbeat(task.id, task.token, report.progress(), self._live.sample(task, report))
 
@@ -442,9 +477,44 @@ class Agent:
             ):
                 # Another thread sends the heartbeats, and has no span of its own.
                 client.trace(spans.present() or traceparent_of(task.run, task.round))
-                self._runner.run(task, check, report)
+                return self._runner.run(task, check, report)
         finally:
             self._opening.end()
+
+    def _send_when_released(self, task: Task, held: HeldUpdate) -> None:
+        """Keep the lease of a held update, and send the update once it is released. Neither counts as work."""
+
+        def heartbeat() -> Lease:
+            return client.heartbeat(task.id, task.token, held.report.progress(), self._live.sample(task, held.report))
+
+        def check() -> None:
+            self._holding.check()
+            renewal.check()
+            self._policy.check_duration((datetime.now(UTC) - held.summary.held_at).total_seconds())
+
+        longest = self._policy.max_lease_seconds
+        with ending(held), self._connect() as client, self._sender() as sender:
+            sender.trace(spans.present() or traceparent_of(task.run, task.round))
+            sender.frames_blobs = self._client.frames_blobs
+            # At once, so that people see what the update waits for.
+            with suppress(Problem):
+                heartbeat()
+            with Renewal(heartbeat, task.lease_seconds, longest) as renewal:
+                held.wait(check)
+                with self._holding.sending:
+                    check()
+                    # Nothing is recorded as leaving for a round that closed meanwhile.
+                    sender.heartbeat(task.id, task.token, held.report.progress())
+                    held.send(replace(self._runner, coordinator=sender), check)
+
+    def _nap(self, seconds: float) -> None:
+        """Wait as `Stop.sleep` does, in any thread. Raises Stopped."""
+
+        def check() -> None:
+            self._stop.check()
+            self._holding.check()
+
+        wait_until(time.monotonic() + seconds, check, time.monotonic, time.sleep)
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> str:
         """Report a failure, or give the task back on a full disk. Return the task's outcome."""
@@ -490,7 +560,9 @@ class Agent:
 
     def _send_failure(self, task: Task, failure: Failure, log: Any) -> None:
         try:
-            self._client.fail(task.id, failure)
+            with self._sender() as client:
+                client.trace(spans.present() or traceparent_of(task.run, task.round))
+                client.fail(task.id, failure)
         except Problem as problem:
             log.warning("failure-not-reported", reason=problem.code)
 

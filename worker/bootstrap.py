@@ -43,7 +43,6 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     sweep(settings.state_dir)
-    airlock_of(settings).clear()
     audit, ledger, party = audit_of(settings), ledger_of(settings), sum_party_of(settings)
     try:
         entries = audit.check()

@@ -21,7 +21,7 @@ class Pace:
 
     def after(self, outcome: str, seconds: float) -> None:
         """Pause after a task that took `seconds`. Raises Stopped."""
-        if outcome == "done":
+        if outcome in ("done", "held"):
             self._pause_seconds = FIRST_PAUSE_SECONDS
         elif outcome == "dropped":
             # A round closes without a late worker also at an honest coordinator, and its next task may be there: only

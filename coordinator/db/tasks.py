@@ -92,6 +92,7 @@ _OWN_ROWS_BY_ID = _OWN_ROWS.where(TaskRow.id == given("id"))
 # After a lost response, the process gets the same task again.
 _HELD = (TaskRow.state == "leased") & (TaskRow.instance == given("instance"))
 _OPEN_TO = (TaskRow.worker_id == given("worker")) & (_HELD | (TaskRow.state == "offered"))
+_OPEN_TO &= TaskRow.id.not_in(given("holding", expanding=True))
 _CLAIMABLE = (
     RECORDS.where(_OPEN_TO)
     .order_by(_HELD.desc(), TaskRow.held_out.desc(), TaskRow.created_at.asc(), TaskRow.id.asc())
@@ -135,19 +136,20 @@ def note_withheld(record: TaskRecord, reason: str) -> None:
     worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MAX_WITHHELD:])}
 
 
-def claimable(session: Session, worker_id: str, instance: str) -> TaskRecord | None:
-    """Return the task that this process of the worker holds already, or else the oldest that is offered to the
-    worker.
+def claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> TaskRecord | None:
+    """Return the task that this process of the worker has already, or else the oldest that is offered to the worker.
+    Those of which it is `holding` a finished update are left out.
 
     A site's own evaluation comes before training, which would change its state.
     """
-    row = session.execute(_CLAIMABLE, {"worker": worker_id, "instance": instance}).first()
+    row = session.execute(_CLAIMABLE, {"worker": worker_id, "instance": instance, "holding": holding}).first()
     return record_of(row) if row else None
 
 
-def is_claimable(session: Session, worker_id: str, instance: str) -> bool:
+def is_claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> bool:
     """Return whether `claimable` finds a task."""
-    return session.scalars(_IS_CLAIMABLE, {"worker": worker_id, "instance": instance}).first() is not None
+    given_here = {"worker": worker_id, "instance": instance, "holding": holding}
+    return session.scalars(_IS_CLAIMABLE, given_here).first() is not None
 
 
 def known_to_worker(session: Session, task: TaskRow) -> tuple[str | None, bool, str | None]:

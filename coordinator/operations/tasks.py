@@ -74,7 +74,8 @@ async def claim(
         try:
             while not watcher.done():
                 wakeup.clear()
-                next_task = partial(lease, services, caller, worker_id, request.instance, woken=woken)
+                about = (worker_id, request.instance, request.holding)
+                next_task = partial(lease, services, caller, *about, woken=woken)
                 if task := await to_thread.run_sync(next_task):
                     return task
                 with suppress(TimeoutError):
@@ -107,12 +108,20 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
     return worker_id
 
 
-def lease(services: Services, caller: Principal, worker_id: str, instance: str, *, woken: bool) -> Task | None:
+def lease(
+    services: Services,
+    caller: Principal,
+    worker_id: str,
+    instance: str,
+    holding: Sequence[str] = (),
+    *,
+    woken: bool,
+) -> Task | None:
     """Lease the worker's next task, if there is one; `woken` means that there should be."""
     if not woken:
         # A worker that polls repeatedly must not block writers.
         with services.database.snapshot() as session:
-            if not tasks.is_claimable(session, worker_id, instance):
+            if not tasks.is_claimable(session, worker_id, instance, holding):
                 return None
     settings, now = services.settings, services.database.now()
     seconds = settings.lease_seconds
@@ -121,7 +130,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         if woken:
             # Revoking a token also wakes the claims that wait with it.
             tokens.principal_for_token(session, now, caller.token_id)
-        record = tasks.claimable(session, worker_id, instance)
+        record = tasks.claimable(session, worker_id, instance, holding)
         if record is None:
             return None
         try:

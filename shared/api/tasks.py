@@ -40,6 +40,7 @@ from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Tr
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
+    MAX_HELD,
     MAX_INLINE_BLOBS,
     MAX_LOG_EVENTS,
     MAX_PATTERN_STARS,
@@ -90,6 +91,8 @@ class Progress(Message):
     total_bytes: Counted | None = None
     phase_seconds: dict[Phase, Annotated[float, Field(ge=0, lt=1 << 31)]] = {}
     """Time in each phase so far, in the order in which they began."""
+    held_since: datetime | None = None
+    """The instant from which on the finished update has waited for a person at its site to release it."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -307,6 +310,8 @@ class Claim(Message):
     """The site's public keys for secure sums, if it takes part in them."""
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
+    holding: tuple[Identifier, ...] = Field(default=(), max_length=MAX_HELD)
+    """Tasks whose finished updates wait for release: their leases last, and it asks for another task."""
 
     def document(self) -> str:
         """Return the claim as JSON without defaults, except for the protocol's, which differ between versions."""

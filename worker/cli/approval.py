@@ -1,6 +1,8 @@
 """A person's decisions at a site: `tessera worker inbox`, `approve`, `decline`, `airlock`, `release`, `withhold`."""
 
 import getpass
+from collections.abc import Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,7 @@ import typer
 from tessera.shared.cli.render.output import AsJson, ago, note, out, print_json, size, table
 from tessera.shared.run_settings import with_meaning
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
-from tessera.worker.governance.airlock import AirlockError, Summary
+from tessera.worker.governance.airlock import Airlock, AirlockError, Summary
 from tessera.worker.governance.approvals import ApprovalDecision, InboxError, Request
 from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.state.hash_chain import ChainError
@@ -95,12 +97,23 @@ def _decide(config: Path, run: str, decision: ApprovalDecision, terms: str = "",
                 "run.approve" if decision.approved else "run.decline", request.run, request.run_name, **about
             )
         decided = box.decide(requests, decision)
+        if not decision.approved:
+            _withhold_of(airlock_of(settings), {request.run for request in requests}, decision)
     if as_json:
         print_json({"runs": [request.model_dump(mode="json") for request in decided]})
         return
     for request in decided:
         out().print(f"{request.run_name} ({request.run}): {_standing(request, decision.at)}", markup=False)
     note("the worker applies it with its next claim, within half a minute")
+
+
+def _withhold_of(place: Airlock, runs: Collection[str], decision: ApprovalDecision) -> None:
+    """Withhold the undecided updates of runs that a person declines."""
+    for held in place.held():
+        if held.run in runs:
+            # Another person's decision on the update stands.
+            with suppress(AirlockError):
+                place.decide(held.id, "withhold", decision.by, f"declined: {decision.reason}")
 
 
 # ---------------------------------------------------------------- updates

@@ -1,21 +1,27 @@
 """Finished updates held until a person at the site releases them.
 
-Each update has its own folder with the file, its summary and, later, the decision. Only the process that made the
-update sends it, and only the exact bytes released. If that process is killed nothing leaves, and the next process
-clears the folder.
+Each update has its own folder with the file, its summary, its task and, later, the decision. The worker goes on with
+other tasks meanwhile. Only the exact bytes released leave. A restarted worker continues to hold what the one before
+held, once the coordinator offers it the same task again.
 """
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
+from tessera.shared.api.tasks import Task
+from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Privacy, Unit
 from tessera.shared.schema import Digest, Frozen, canonical
+from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.hash_chain import TaskRef
 
@@ -24,7 +30,14 @@ AIRLOCK_FOLDER = "airlock"
 
 UPDATE_FILE = "update.safetensors"
 SUMMARY_FILE = "summary.json"
+HELD_TASK_FILE = "task.json"
 DECISION_FILE = "decision.json"
+
+OF_A_LEASE = {
+    "token", "lease_seconds", "receipt", "audit_head", "inline_blobs", "inline_bytes", "stream_bytes",
+    "decode_seconds_per_byte",
+}  # fmt: skip
+"""Fields of a task that another lease of the same task may change."""
 
 LOOK_SECONDS = 0.25
 
@@ -84,6 +97,22 @@ class ReleaseDecision(Frozen):
     reason: str = ""
 
 
+class HeldTask(Frozen):
+    """The rest of what it takes to send a held update, also after a restart of the worker."""
+
+    work: Digest
+    """Of the task without the fields of its lease: another lease of the same work has the same."""
+    blocks: tuple[Block, ...]
+    """The worker's own block table of the model."""
+    envelope: str | None = None
+    """Of a masked update."""
+    download_bytes: int = 0
+    checkpoint: str = ""
+    """The digest of the key under which the ledger has the reserved privacy."""
+    private: dict[str, JsonValue] | None = None
+    """The progress of a private task, without its noise."""
+
+
 class Airlock:
     """The updates held in one worker's `folder`."""
 
@@ -93,46 +122,59 @@ class Airlock:
         self._folder = folder
         self._clock = clock
         self._pause = pause
-        self.waits: Callable[[], None] = lambda: None
-        """Called at each poll while an update waits."""
 
-    def clear(self) -> None:
-        """Remove updates of a killed process: their leases are lost."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def hold(self, path: Path, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
-        """Wait until a person releases the file. Raises UpdateWithheld and the exceptions of `check`."""
+    def hold(self, path: Path, summary: Summary, task: HeldTask) -> Path:
+        """Move a finished update into the folder, and return its new path. It is on disk when this returns."""
         place = self._folder / summary.id
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            shutil.copyfile(path, place / UPDATE_FILE)
-            # The summary is written last: a folder with one is complete.
-            with written_whole(place / SUMMARY_FILE) as file:
-                file.write(canonical(summary))
-            decision = self._awaited(place, summary, check)
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-        if decision.verdict == "withhold":
-            raise UpdateWithheld(decision.reason or "a person at the site withheld the update")
-        return decision
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        path.rename(place / UPDATE_FILE)
+        self.note(summary, task)
+        # The summary is written last: a folder with one is complete.
+        with written_whole(place / SUMMARY_FILE) as file:
+            file.write(canonical(summary))
+        return place / UPDATE_FILE
 
-    def _awaited(self, place: Path, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
+    def note(self, summary: Summary, task: HeldTask) -> None:
+        """Replace what is stored of a held update's task."""
+        with written_whole(self._folder / summary.id / HELD_TASK_FILE, mode=0o600) as file:
+            file.write(canonical(task))
+
+    def find(self, task: Task) -> tuple[Summary, HeldTask] | None:
+        """Return the held update of a task that was leased again, and what is stored of the task."""
+        for summary in self.held():
+            with suppress(OSError, ValidationError):
+                stored = HeldTask.model_validate_json((self._folder / summary.id / HELD_TASK_FILE).read_bytes())
+                if (summary.task, stored.work) == (task.id, work_of(task)):
+                    return summary, stored
+        return None
+
+    def wait(self, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
+        """Wait until a person releases the update. Raises UpdateWithheld and the exceptions of `check`."""
+        place = self._folder / summary.id
         while True:
             check()
             decision = _decision(place)
             if decision and decision.update == summary.update:
-                return decision
-            self.waits()
+                break
+            if not place.exists():
+                raise UpdateWithheld("its folder was removed from the airlock")
             time.sleep(self._pause)
+        if decision.verdict == "withhold":
+            raise UpdateWithheld(decision.reason or "a person at the site withheld the update")
+        return decision
+
+    def remove(self, summary: Summary) -> None:
+        """Remove an update that was sent, or is no longer wanted."""
+        shutil.rmtree(self._folder / summary.id, ignore_errors=True)
 
     def held(self) -> list[Summary]:
         """Return the held updates, oldest first."""
         summaries = []
         for path in self._folder.glob(f"*/{SUMMARY_FILE}"):
-            try:
+            with suppress(FileNotFoundError, ValidationError):
                 summaries.append(Summary.model_validate_json(path.read_bytes()))
-            except FileNotFoundError:
-                continue
         return sorted(summaries, key=lambda summary: (summary.held_at, summary.id))
 
     def path(self, held: Summary) -> Path:
@@ -151,6 +193,12 @@ class Airlock:
         with written_whole(self._folder / held.id / DECISION_FILE) as file:
             file.write(canonical(decision))
         return held
+
+
+def work_of(task: Task) -> Digest:
+    """Return the digest of a task without the fields of its lease."""
+    fields = task.model_dump(mode="json", exclude=OF_A_LEASE)
+    return digest_of(json.dumps(fields, sort_keys=True).encode())
 
 
 def summary_of(

@@ -123,6 +123,14 @@ class Inbox:
         if (standing := request.standing(now)) != "approved":
             raise Unapproved(standing, request.reason(now))
 
+    def require_still(self, snapshot: RunSnapshot) -> None:
+        """Raise Unapproved unless the run is still approved, as `require` does, without a new request."""
+
+        def missing(_: str) -> Request:
+            raise Unapproved("awaiting-approval", "awaiting-approval: its request was removed from the inbox")
+
+        self.require(snapshot, missing)
+
     def _require_room(self) -> None:
         """Raise Unapproved if too many requests await a decision."""
         if sum(request.decision is None for request in self.requests()) >= MAX_UNDECIDED:

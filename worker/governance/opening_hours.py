@@ -68,10 +68,6 @@ class Opening:
         """Start counting work."""
         self._noted_at = self._clock()
 
-    def rest(self) -> None:
-        """Exclude the time since the last entry: the worker was waiting for a person."""
-        self._noted_at = self._clock()
-
     def check(self) -> None:
         """Record work periodically. Raises PolicyViolation once the day's limit is used up."""
         if self._policy.max_minutes_per_day is not None and self._clock() - self._noted_at >= NOTED_SECONDS:

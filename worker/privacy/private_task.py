@@ -114,7 +114,7 @@ class PrivateTask:
         self._limits = SiteLimits(
             task.dataset, privacy.unit, budget, weekly, total, partial(ledger.elsewhere, task.dataset)
         )
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._reserved: list[int] = []
         self._started = False
         """True once the task has read data, or a result may have left the site."""
@@ -251,6 +251,16 @@ class PrivateTask:
         )
         return progress.model_dump(mode="json")
 
+    def progress_without_noise(self) -> dict[str, JsonValue]:
+        """Return the progress of a finished task, whose noise is in its update: what is left of it is a secret that
+        nothing needs any more."""
+        return {**self.progress(), "noise_key": bytes(KEY_BYTES).hex()}
+
+    def resume_leaving(self) -> None:
+        """Take over what a finished task has reserved, to leave under another lease. Raises PolicyViolation."""
+        self.begin(0)
+        self._looked = bool(self._resumed and self._resumed.chosen)
+
     def fit(self, local: LocalTraining, freeze: Freeze, dataset: Dataset, size: PieceSize) -> None:
         """Set `size` to the number of examples of a phase that fit into memory together, without any of the data.
         Raises ExampleTooLarge."""
@@ -365,7 +375,7 @@ class PrivateTask:
         self, page: LedgerPage, events: Sequence[NoisySteps | NoisyChoice], replaces: Sequence[int] = ()
     ) -> LedgerEntry:
         unit = self._privacy.unit
-        return page.spend(self._task, self.units, self._target, events, self._checkpoint, unit, replaces)
+        return page.spend(self._task, self.units, self._target, events, self.checkpoint, unit, replaces)
 
     def _reserve_again(self, resumed: PrivateProgress) -> None:
         """Take over what the ledger has under the checkpoint's key. Reserve it again if the process that reserved it
@@ -389,7 +399,7 @@ class PrivateTask:
     def _is_own(self, entry: LedgerEntry) -> bool:
         """Return whether a resumed task reserved this entry before."""
         resumed = self._resumed
-        return resumed is not None and entry.seq in resumed.reserved and entry.checkpoint == self._checkpoint
+        return resumed is not None and entry.seq in resumed.reserved and entry.checkpoint == self.checkpoint
 
     def _others(self, entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
         return [entry for entry in entries if not self._is_own(entry)]

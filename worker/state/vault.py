@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 
 import numpy as np
 
@@ -41,6 +43,9 @@ _DTYPES: dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
+_SETTLING = RLock()
+"""Held while files are renamed: another thread may send an update that was held for release."""
+
 
 TASK = "task"
 """The entry of a file's metadata with its task and token: of the task whose merged update made it current."""
@@ -66,7 +71,9 @@ class Staged:
         """Mark its update as accepted, and return the renamed file, which waits for the round's end."""
         if self.path and self.path.name.startswith(STAGED):
             accepted = self.path.with_name(ACCEPTED + self.path.name.removeprefix(STAGED))
-            replace(self.path, accepted, durable=self.durable)
+            # Settled meanwhile, it has gone.
+            with _SETTLING, suppress(FileNotFoundError):
+                replace(self.path, accepted, durable=self.durable)
             return Staged(accepted, self.durable)
         return self
 
@@ -88,7 +95,8 @@ class Staged:
 
     def discard(self) -> None:
         if self.path:
-            self.path.unlink(missing_ok=True)
+            with _SETTLING:
+                self.path.unlink(missing_ok=True)
 
 
 class Vault:
@@ -123,6 +131,21 @@ class Vault:
         path = folder / name
         _write(path, keep, durable=self._durable, of_task=f"{task} {token}")
         return Staged(path, self._durable)
+
+    def set_aside(self, run: str, task: str, keep: Mapping[str, Array]) -> None:
+        """Write the tensors of a task whose update is held for release, to be staged when it leaves."""
+        _write(self._set_aside(run, task), keep, durable=self._durable)
+
+    def read_aside(self, run: str, task: str) -> dict[str, Array]:
+        """Return the tensors that were set aside for a task. Raises OSError if there are none."""
+        return _read(self._set_aside(run, task))
+
+    def forget(self, run: str, task: str) -> None:
+        """Remove the tensors that were set aside for a task, if there are any."""
+        self._set_aside(run, task).unlink(missing_ok=True)
+
+    def _set_aside(self, run: str, task: str) -> Path:
+        return self._of_run(run) / f"held-{checked_identifier(task)}.safetensors"
 
     def load_scale(self, run: str) -> dict[str, Array]:
         """Return what `keep_scale` kept of a run. Raises as `load`."""
@@ -180,6 +203,10 @@ class Vault:
 
         Returns False if outcomes are missing: a coordinator without receipts reports an update as accepted for ever.
         """
+        with _SETTLING:
+            return self._settle_alone(folder, pattern, ask)
+
+    def _settle_alone(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
         waiting: list[Staged] = []
         known = True
         for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):

@@ -5,12 +5,13 @@ It fetches documents alone, where it needs them: the model's description, and th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import structlog
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.registry import check as check_method
@@ -25,6 +26,7 @@ from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups, UngroupedExamples
 from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
+from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
@@ -53,6 +55,8 @@ class Admission:
     """The checkpoint to resume from and to write; None if this worker writes none."""
     terms: Terms | None = None
     """The terms of the round's secure sum; None for a run without one."""
+    held: tuple[Summary, HeldTask] | None = None
+    """The task's update, if it is finished and waits for a release."""
 
 
 def admit(run: TaskRun) -> Admission:
@@ -89,8 +93,9 @@ def admit(run: TaskRun) -> Admission:
     check_overlap(run, dataset)
     if task.kind != "train":
         return Admission(dataset, None, None)
-    checkpoint = checkpoint_of(env, task)
-    return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint, terms)
+    checkpoint, held = checkpoint_of(env, task), env.airlock.find(task) if env.airlock else None
+    private = _private(run, dataset, groups, *_reserved(checkpoint, held))
+    return Admission(dataset, private, checkpoint, terms, held)
 
 
 def _require_own_tokenizer(run: TaskRun, dataset: Dataset) -> None:
@@ -251,10 +256,22 @@ def _groups(run: TaskRun, dataset: Dataset) -> Groups | None:
     return known[task.dataset]
 
 
+def _reserved(
+    checkpoint: TaskCheckpoint | None, held: tuple[Summary, HeldTask] | None
+) -> tuple[str, Mapping[str, JsonValue] | None]:
+    """Return the key under which the ledger may have what a private task has reserved, and its progress, if any."""
+    if held:
+        return held[1].checkpoint, held[1].private
+    if checkpoint is None:
+        return "", None
+    return checkpoint.key.digest, checkpoint.document["private"] if checkpoint.document else None
+
+
 def _private(
-    run: TaskRun, dataset: Dataset, groups: Groups | None, checkpoint: TaskCheckpoint | None
+    run: TaskRun, dataset: Dataset, groups: Groups | None, key: str, progress: Mapping[str, JsonValue] | None
 ) -> PrivateTask | None:
-    """Return the task's privacy accounting, if any. Raises PolicyViolation if the budget does not suffice."""
+    """Return the task's privacy accounting, if any, to continue from the `progress` under a checkpoint's key. Raises
+    PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
     if task.privacy is None:
         return None
@@ -276,8 +293,8 @@ def _private(
         env.policy.max_weekly_privacy,
         env.policy.max_total_privacy,
         env.noise_key(task),
-        checkpoint.key.digest if checkpoint else "",
-        checkpoint.document["private"] if checkpoint and checkpoint.document else None,
+        key,
+        progress,
         groups,
     )
     return private

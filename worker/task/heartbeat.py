@@ -10,14 +10,20 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import structlog
+
 from tessera.shared.api.tasks import Lease
 from tessera.shared.client.transport import may_pass
 from tessera.shared.problems import LeaseLost, Problem
+from tessera.shared.schema import MAX_HELD
 
 T = TypeVar("T")
 
 BEATS_PER_LEASE = 4
 GOODBYE_SECONDS = 1.0
+
+END_SECONDS = 10.0
+"""Time that a stopping worker waits for each thread: it gives its lease back."""
 
 ALIVE_SECONDS = 30.0
 """Longest time between two calls of `alive`, apart from a pending heartbeat."""
@@ -179,3 +185,51 @@ class Renewal:
                 if not may_pass(problem):
                     raise
             wait_seconds = self._lease_seconds / BEATS_PER_LEASE
+
+
+class Holding:
+    """The tasks whose updates wait for release: each has a thread that keeps its lease, and then sends the update."""
+
+    def __init__(self) -> None:
+        self.sending = Lock()
+        """Held by the thread that sends: the site's limits of bandwidth are of one upload at a time."""
+        self._ending = Event()
+        self._threads: dict[str, Thread] = {}
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The ids of the tasks."""
+        return tuple(self._threads)
+
+    def full(self) -> str | None:
+        """Return why no task may be claimed now, or None."""
+        if len(self._threads) < MAX_HELD:
+            return None
+        return f"{MAX_HELD} updates wait for a release, as many as may: see `tessera worker airlock`"
+
+    def check(self) -> None:
+        """Raise Stopped if the worker ends."""
+        if self._ending.is_set():
+            raise Stopped
+
+    def add(self, task: str, keep: Callable[[], object]) -> None:
+        """Call `keep` in a thread of its own. Until it returns, the task is held."""
+
+        def kept() -> None:
+            try:
+                keep()
+            except Stopped:
+                pass
+            except Exception as fault:  # noqa: BLE001  (the coordinator's refusals end the worker's next claim too)
+                structlog.get_logger("worker").exception("held-update-dropped", task=task, cause=type(fault).__name__)
+            finally:
+                del self._threads[task]
+
+        self._threads[task] = thread = Thread(target=kept, name="held", daemon=True)
+        thread.start()
+
+    def end(self) -> None:
+        """End all threads. What they hold stays in the airlock, for the next process."""
+        self._ending.set()
+        for thread in list(self._threads.values()):
+            thread.join(END_SECONDS)

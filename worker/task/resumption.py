@@ -16,6 +16,7 @@ from tessera.shared.version import VERSION
 from tessera.worker.state.checkpoints import CheckpointKey, TaskCheckpoint
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.upload import HeldUpdate
 
 SETTINGS = {
     "training",
@@ -67,8 +68,8 @@ def checkpoint_of(env: TaskEnvironment, task: Task) -> TaskCheckpoint | None:
 
 
 @contextmanager
-def ending(checkpoint: TaskCheckpoint | None) -> Iterator[None]:
-    """Remove the checkpoint when the block ends, unless the task may be offered to this worker again."""
+def ending(checkpoint: TaskCheckpoint | HeldUpdate | None) -> Iterator[None]:
+    """Remove what is stored of a task when the block ends, unless the task may be offered to this worker again."""
     try:
         yield
     except OFFERED_AGAIN:

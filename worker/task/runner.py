@@ -36,7 +36,7 @@ from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
 from tessera.worker.task.tokenize import require_apart, tokenize
 from tessera.worker.task.train import train, without_step
-from tessera.worker.task.upload import Egress
+from tessera.worker.task.upload import Egress, HeldUpdate
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.input_mismatch import InputMismatch, explained, require_output, require_own_loss
 from tessera.worker.training.optimization.micro_batch import Indivisible
@@ -84,8 +84,9 @@ class TaskRunner(TaskEnvironment):
     def device_kind(self) -> str:
         return self.ranks.kind if self.ranks else super().device_kind
 
-    def run(self, task: Task, check: Check, report: Report) -> None:
-        """Execute a task; when this returns, the coordinator has accepted the result.
+    def run(self, task: Task, check: Check, report: Report) -> HeldUpdate | None:
+        """Execute a task; when this returns, the coordinator has accepted the result, or the returned update waits
+        for its release.
 
         Raises PolicyViolation before any forbidden step, Unapproved before any work for an unapproved run, Problem
         if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails. Raises
@@ -95,22 +96,25 @@ class TaskRunner(TaskEnvironment):
         run = TaskRun(self, task, check, report, journal, began_at=self.clock())
         report.hides = self.hides(task)
         self._require_state(task.audit_head)
-        if self.audit:
-            run.journal.note(
-                "task.start",
-                kind=task.kind,
-                method=task.method.name,
-                orchestrator=task.orchestrator,
-                dataset=task.dataset,
-                plan=digest_of(canonical(task.plan)),
-                version=task.version.digest,
-                **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
-            )
+        run.journal.note(
+            "task.start",
+            kind=task.kind,
+            method=task.method.name,
+            orchestrator=task.orchestrator,
+            dataset=task.dataset,
+            plan=digest_of(canonical(task.plan)),
+            version=task.version.digest,
+            **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
+        )
         if task.kind in HELPER_KINDS:
             help_open(run)
-            return
+            return None
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
+        held = None
+        if admission.held and self.airlock:
+            # The task was done under an earlier lease.
+            return HeldUpdate.again(Egress(run, private, checkpoint, admission.terms), self.airlock, *admission.held)
         device_failed, in_sum = False, admission.terms is not None
         rounds = task.kind == "evaluate" and self.rounds_figures(task)
         private_errors = in_sum or task.privacy is not None or rounds
@@ -145,10 +149,7 @@ class TaskRunner(TaskEnvironment):
                         raise
                     device_failed = is_device_failure(fault)
                     result, stats = without_step(run, loaded, dataset, private, fault)
-                with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
-                    keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
-                    with spans.span("submit"):
-                        egress.submit(update, keep, stats.examples)
+                held = self._sent(egress, result, loaded, stats.examples)
             else:
                 with spans.span("evaluate"):
                     with _without_cause(rounds=rounds), fitting:
@@ -162,6 +163,18 @@ class TaskRunner(TaskEnvironment):
             raise DeviceFailed
         loaded.context.close()
         self.models.keep(loaded.built)
+        return held
+
+    def _sent(self, egress: Egress, result: LocalResult, loaded: Loaded, examples: int) -> HeldUpdate | None:
+        """Submit an update, or return it held for release."""
+        with spans.span("upload"), egress.checked(result, loaded) as update:
+            keep, blocks = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}, loaded.built.blocks
+            if self.airlock:
+                return HeldUpdate.of(egress, self.airlock, update, keep, examples, blocks)
+            ready = egress.leave(update, examples, blocks, keeps=bool(keep))
+            with spans.span("submit"):
+                egress.submit(ready, keep, examples)
+        return None
 
     def _require_state(self, head: str | None) -> None:
         """Raise StateRolledBack if the audit lacks an entry that the coordinator holds, so that the ledgers may too.

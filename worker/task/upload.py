@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from io import SEEK_END, BytesIO
@@ -29,19 +29,28 @@ from tessera.shared.updates.update_file import (
     read_update,
     write_update,
 )
-from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
+from tessera.worker.governance.airlock import (
+    Airlock,
+    BlockOut,
+    HeldTask,
+    Summary,
+    UpdateWithheld,
+    summary_of,
+    work_of,
+)
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.pieces_file import PiecesFile
-from tessera.worker.task.environment import MAX_INLINE, TaskRun
+from tessera.worker.task.environment import MAX_INLINE, TaskEnvironment, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within
+from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
@@ -58,7 +67,7 @@ class UpdateFile:
     envelope: str | None = None
     """Of a masked update."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         if self.written.digest:
             return self.written.digest
@@ -93,12 +102,9 @@ class Egress:
     """The terms of the secure sum that the update goes into."""
 
     @contextmanager
-    def ready(self, result: LocalResult, loaded: Loaded, examples: int) -> Iterator[ReadyUpdate]:
-        """Yield the update, written, checked and recorded as leaving.
-
-        Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, LedgerError.
-        """
-        env, task, report = self.run.env, self.run.task, self.run.report
+    def checked(self, result: LocalResult, loaded: Loaded) -> Iterator[UpdateFile]:
+        """Yield the update, written and checked. Raises TaskFailure, PolicyViolation, OverBudget."""
+        task, report = self.run.task, self.run.report
         feedback = loaded.feedback
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
@@ -108,31 +114,46 @@ class Egress:
                 report.metrics["codec_error"] = self._settle(update, changes, feedback)
             elif not self.terms:
                 feedback.clear(changes)
-            self._check_egress(update, asked, result.keep)
+            self.check_egress(update, asked, result.keep)
             self.run.check()
-            digest = update.digest
-            summary = self._summary(digest, update, examples) if self._summarized else None
+            # Now, as it takes time for each byte.
+            _ = update.digest
             # Before a person sees it: the coordinator sees how long it waits for them.
             self.run.wait_for_quantum(self.run.check)
-            if env.airlock and update.path and summary:
-                report.begin("waiting")
-                self._hold(env.airlock, update.path, summary)
-            if self.private:
-                if self.checkpoint:
-                    # Another update with the same noise would reveal the sums that differ.
-                    self.checkpoint.remove()
-                self.private.leave()
-            else:
-                self.run.journal.note_exact(examples, "training")
-            if env.history:
-                rho = self.terms.rho if self.terms and self.terms.noise else 0.0
-                keeps = result.keep or feedback.kept() or loaded.moments.values
-                env.history.add(self.run.snapshot, env.policy, update.nbytes, rho, task.id if keeps else "")
-                if self.terms and self.terms.is_exact:
-                    env.history.add_sum(self.terms)
-            head = self._note_leaving(summary) if summary else None
-            report.begin("uploading", total_bytes=update.nbytes)
-            yield ReadyUpdate(update, digest, head)
+            yield update
+
+    def leave(
+        self,
+        update: UpdateFile,
+        examples: int,
+        blocks: Sequence[Block],
+        summary: Summary | None = None,
+        *,
+        keeps: bool,
+    ) -> ReadyUpdate:
+        """Record the update, of the model's `blocks`, as leaving. `keeps`: whether the task has tensors for the vault.
+
+        Raises PolicyViolation, LedgerError.
+        """
+        env = self.run.env
+        if summary is None and env.audit:
+            summary = self.summary(update, examples)
+        if self.private:
+            if self.checkpoint:
+                # Another update with the same noise would reveal the sums that differ.
+                self.checkpoint.remove()
+            self.private.leave()
+        else:
+            self.run.journal.note_exact(examples, "training")
+        if env.history:
+            rho = self.terms.rho if self.terms and self.terms.noise else 0.0
+            kept = self.run.task.id if keeps else ""
+            env.history.add(self.run.snapshot, env.policy, update.nbytes, rho, kept)
+            if self.terms and self.terms.is_exact:
+                env.history.add_sum(self.terms)
+        head = self._note_leaving(summary, blocks) if summary else None
+        self.run.report.begin("uploading", total_bytes=update.nbytes)
+        return ReadyUpdate(update, update.digest, head)
 
     def submit(self, ready: ReadyUpdate, keep: Mapping[str, Array], examples: int) -> None:
         """Submit the update: in the submission if it is small, behind it, or after an upload. `keep` stays staged
@@ -271,11 +292,12 @@ class Egress:
         sent = read_update(update.open, update.nbytes, asked, bases)
         return feedback.settle(changes, sent, self.run.task.round)
 
-    def _check_egress(self, update: UpdateFile, asked: Sequence[Block], keep: Collection[str]) -> None:
+    def check_egress(self, update: UpdateFile, asked: Sequence[Block], keep: Collection[str]) -> None:
         """Check the file itself that is about to leave. Raises PolicyViolation."""
         self.run.env.policy.check_egress(update.entries, update.nbytes, asked, keep)
 
-    def _summary(self, digest: str, update: UpdateFile, examples: int) -> Summary:
+    def summary(self, update: UpdateFile, examples: int) -> Summary:
+        """Return the content of an update, for people."""
         written = update.written
         return summary_of(
             self.run.journal.task,
@@ -283,7 +305,7 @@ class Egress:
             dataset=self.run.task.dataset,
             examples=examples,
             held_at=datetime.now(UTC),
-            update=digest,
+            update=update.digest,
             nbytes=update.nbytes,
             blocks={name: BlockOut(nbytes=written.nbytes[name], norm=norm) for name, norm in written.norms.items()},
             metrics=self.run.report.metrics,
@@ -291,19 +313,7 @@ class Egress:
             privacy=self.run.task.privacy,
         )
 
-    def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:
-        """Wait until a person releases the update. Raises UpdateWithheld."""
-        self.run.journal.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
-        try:
-            decision = airlock.hold(path, summary, self.run.check)
-        except UpdateWithheld as withheld:
-            self.run.journal.note("update.withhold", id=summary.id, update=summary.update, reason=str(withheld))
-            raise
-        self.run.journal.note("update.release", id=summary.id, update=summary.update, by=decision.by)
-        if digest_at(path) != decision.update:
-            raise PolicyViolation("airlock", "the file changed after its release")
-
-    def _note_leaving(self, summary: Summary) -> str | None:
+    def _note_leaving(self, summary: Summary, blocks: Sequence[Block]) -> str | None:
         """Record the update in the audit before it leaves. Return the entry's digest."""
         return self.run.journal.note(
             "update.leave",
@@ -318,6 +328,110 @@ class Egress:
             metrics=list[JsonValue](sorted(summary.metrics)),
             ledger=self.run.journal.ledger_head(),
         )
+
+
+@dataclass(frozen=True)
+class HeldUpdate:
+    """An update in the airlock, and what its worker needs to send it."""
+
+    egress: Egress
+    airlock: Airlock
+    summary: Summary
+    stored: HeldTask
+
+    @property
+    def report(self) -> Report:
+        return self.egress.run.report
+
+    @classmethod
+    def of(
+        cls,
+        egress: Egress,
+        airlock: Airlock,
+        update: UpdateFile,
+        keep: dict[str, Array],
+        examples: int,
+        blocks: tuple[Block, ...],
+    ) -> HeldUpdate:
+        """Move a checked update into the airlock. `keep` waits in the vault."""
+        run, private = egress.run, egress.private
+        summary = egress.summary(update, examples)
+        stored = HeldTask(
+            work=work_of(run.task),
+            blocks=blocks,
+            envelope=update.envelope,
+            download_bytes=run.report.download_bytes,
+            checkpoint=private.checkpoint if private else "",
+            private=private.progress_without_noise() if private else None,
+        )
+        run.journal.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
+        run.env.vault.set_aside(run.task.run, run.task.id, keep)
+        airlock.hold(cast("Path", update.path), summary, stored)
+        return cls(egress, airlock, summary, stored)
+
+    @classmethod
+    def again(cls, egress: Egress, airlock: Airlock, summary: Summary, stored: HeldTask) -> HeldUpdate:
+        """Hold an update under another lease of its task, also in another process. Raises PolicyViolation unless the
+        site's audit records that this update was held."""
+        run = egress.run
+        if run.env.audit and not any(
+            (entry.action, entry.task, entry.detail.get("update")) == ("update.hold", summary.task, summary.update)
+            for entry in run.env.audit.read()
+        ):
+            airlock.remove(summary)
+            raise PolicyViolation("airlock", "the update in the airlock is not the one that the site's audit records")
+        run.report.metrics, run.report.examples = dict(summary.metrics), summary.examples
+        run.report.download_bytes = stored.download_bytes
+        if egress.private:
+            egress.private.resume_leaving()
+        return cls(egress, airlock, summary, stored)
+
+    def __post_init__(self) -> None:
+        self.report.begin("held")
+        self.report.held_since = self.summary.held_at.replace(microsecond=0)
+
+    def wait(self, check: Check) -> None:
+        """Wait for the release. Raises UpdateWithheld, Unapproved and the exceptions of `check`."""
+        journal, about = self.egress.run.journal, {"id": self.summary.id, "update": self.summary.update}
+        try:
+            decision = self.airlock.wait(self.summary, check)
+        except UpdateWithheld as withheld:
+            journal.note("update.withhold", **about, reason=str(withheld))
+            # A run that was declined gets no other task.
+            self._require_approval(self.egress.run.env)
+            raise
+        journal.note("update.release", **about, by=decision.by)
+
+    def send(self, env: TaskEnvironment, check: Check) -> None:
+        """Send the released update under the site's present rules in `env`. Raises PolicyViolation, Unapproved,
+        LedgerError, Problem and the exceptions of `check`."""
+        summary, path = self.summary, self.airlock.path(self.summary)
+        run = replace(self.egress.run, env=env, check=check)
+        egress, task = replace(self.egress, run=run), run.task
+        env.policy.check_task(task, env.kinds)
+        self._require_approval(env)
+        written = WrittenUpdate({}, {}, summary.update)
+        opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
+        update = UpdateFile(written, summary.nbytes, opened, path, self.stored.envelope)
+        if digest_at(path) != summary.update:
+            raise PolicyViolation("airlock", "the file changed after its release")
+        egress.check_egress(update, task.plan.upload.resolve(self.stored.blocks), ())
+        keep = env.vault.read_aside(task.run, task.id)
+        ready = egress.leave(update, summary.examples, self.stored.blocks, summary, keeps=bool(keep))
+        if egress.private:
+            # Sent again under another lease, it is not charged again.
+            private = egress.private.progress_without_noise()
+            self.airlock.note(summary, self.stored.model_copy(update={"private": private}))
+        egress.submit(ready, keep, summary.examples)
+
+    def _require_approval(self, env: TaskEnvironment) -> None:
+        if env.inbox:
+            env.inbox.require_still(self.egress.run.snapshot)
+
+    def remove(self) -> None:
+        """Remove the update, which was sent or is no longer wanted."""
+        self.airlock.remove(self.summary)
+        self.egress.run.env.vault.forget(self.summary.run, self.summary.task)
 
 
 def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[TrainedBlock]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 
 from tessera.shared.api.class_counts import ClassCounts
@@ -45,6 +46,8 @@ class Report:
     """Report neither steps nor durations: they follow from the examples, of which the task may reveal nothing."""
     resumed_seconds: float = 0.0
     """Time in training before the checkpoint from which it resumed, in earlier processes."""
+    held_since: datetime | None = None
+    """The instant from which on the update has waited for its release."""
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 
@@ -82,6 +85,7 @@ class Report:
 
     def progress(self) -> Progress:
         """Return the progress for a heartbeat."""
+        held_since = self.held_since if self.phase == "held" else None
         if self.hides:
             moves = self.phase in ("fetching", "uploading")
             return Progress(
@@ -89,6 +93,7 @@ class Report:
                 activity=f"{self.phase} ({HIDDEN})" if self.phase in ("training", "evaluating") else self.activity,
                 bytes=self._moved() if moves else None,
                 total_bytes=self.total_bytes or None if moves else None,
+                held_since=held_since,
             )
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
@@ -100,6 +105,7 @@ class Report:
             bytes=self._moved(),
             total_bytes=self.total_bytes or None,
             phase_seconds=self.phase_seconds(),
+            held_since=held_since,
         )
 
     def _moved(self) -> int | None:

@@ -71,6 +71,21 @@ def test_two_that_saw_the_same_offer_do_not_both_get_it(database: Database) -> N
     assert outcomes == ["leased", "conflict"]
 
 
+def test_a_task_whose_update_is_held_keeps_its_worker_from_no_other(database: Database) -> None:
+    with database.transaction() as session:
+        add_run(session)
+        add_round(session)
+        add_round(session, number=2, state="committed")
+        add_worker(session)
+        add_task(session, "held", state="leased", instance="a" * 16)
+        session.add(VersionRow(run_id="run", number=1, digest=DIGEST, created_at=NOW))
+        add_task(session, "next", round_id="run-2-1", version_number=1, token=0, attempts=0)
+    with database.snapshot() as session:
+        found = [tasks.claimable(session, "w", "a" * 16, holding) for holding in ((), ("held",), ("held", "next"))]
+        assert [record and record.task.id for record in found] == ["held", "next", None]
+        assert not tasks.is_claimable(session, "w", "a" * 16, ("held", "next"))
+
+
 def test_readers_neither_wait_for_a_writer_nor_see_half_of_what_it_does(database: Database) -> None:
     with database.transaction() as session:
         add_run(session)

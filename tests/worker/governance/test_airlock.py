@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,21 +10,27 @@ from typing import Any
 
 import pytest
 
+from tessera.shared.api.tasks import Task
 from tessera.shared.problems import RoundClosed
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import (
     Airlock,
     AirlockError,
     BlockOut,
+    HeldTask,
     ReleaseDecision,
     Summary,
     UpdateWithheld,
     summary_of,
+    work_of,
 )
-from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.task.upload import Egress
-from tests.support.coordinator import until
+from tessera.worker.task.environment import Journal, TaskRun
+from tessera.worker.task.upload import Egress, HeldUpdate
+from tessera.worker.training.progress import Report
+from tests.support.task_document import task_of
 
 DIGEST = f"sha256:{'0' * 64}"
 BYTES = b"an update"
@@ -40,124 +45,101 @@ def summary(token: int = 1, update: bytes = BYTES) -> Summary:
     )  # fmt: skip
 
 
-class Holding:
-    """An update that is held, in a thread, as the worker that made it does."""
+def held_in(folder: Path, task: Task | None = None) -> Airlock:
+    """An airlock that holds an update."""
+    airlock, made = Airlock(folder / "airlock", pause=0.01), folder / "made"
+    made.write_bytes(BYTES)
+    airlock.hold(made, summary(), HeldTask(work=work_of(task) if task else DIGEST, blocks=()))
+    return airlock
 
-    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, token: int = 1) -> None:
-        self.airlock = Airlock(folder / "airlock", pause=0.01)
-        self.file = folder / "made"
-        self.file.write_bytes(BYTES)
-        self.ended: list[ReleaseDecision | Exception] = []
 
-        def hold() -> None:
-            try:
-                self.ended.append(self.airlock.hold(self.file, summary(token), check))
-            except (RoundClosed, UpdateWithheld) as fault:
-                self.ended.append(fault)
+def closing(after: int = 3) -> Callable[[], None]:
+    """A check of a task whose round closes after some looks."""
+    looks = iter(range(after))
 
-        self.thread = threading.Thread(target=hold)
-        self.thread.start()
+    def check() -> None:
+        if next(looks, None) is None:
+            raise RoundClosed("too late")
 
-    def outcome(self) -> ReleaseDecision | Exception:
-        self.thread.join(10)
-        return self.ended[0]
+    return check
 
 
 def test_an_update_leaves_once_it_is_released(tmp_path: Path) -> None:
-    holding, desk = Holding(tmp_path), Airlock(tmp_path / "airlock")
-    (held,) = until(desk.held)
+    worker, desk = held_in(tmp_path), Airlock(tmp_path / "airlock")
+    (held,) = desk.held()
     assert (held.id, held.norm, held.update) == ("abcdef012345-1", 5.0, digest_of(BYTES))
     assert desk.path(held).read_bytes() == BYTES
-    assert holding.ended == []
+    with pytest.raises(RoundClosed):
+        worker.wait(held, closing())
     desk.decide("abcdef", "release", "ann")
-    outcome = holding.outcome()
-    assert isinstance(outcome, ReleaseDecision)
+    outcome = worker.wait(held, lambda: None)
     assert (outcome.update, outcome.by) == (digest_of(BYTES), "ann")
-    assert desk.held() == []
 
 
 def test_what_is_withheld_does_not_leave_and_says_why(tmp_path: Path) -> None:
-    holding, desk = Holding(tmp_path), Airlock(tmp_path / "airlock")
-    until(desk.held)
-    desk.decide("abcdef", "withhold", "ann", "norm too large")
-    outcome = holding.outcome()
-    assert isinstance(outcome, UpdateWithheld)
-    assert str(outcome) == "norm too large"
+    worker = held_in(tmp_path)
+    Airlock(tmp_path / "airlock").decide("abcdef", "withhold", "ann", "norm too large")
+    with pytest.raises(UpdateWithheld, match="norm too large"):
+        worker.wait(worker.held()[0], lambda: None)
 
 
-def test_a_round_that_closes_meanwhile_ends_the_wait(tmp_path: Path) -> None:
-    closed = threading.Event()
-
-    def check() -> None:
-        if closed.is_set():
-            raise RoundClosed("too late")
-
-    holding, desk = Holding(tmp_path, check), Airlock(tmp_path / "airlock")
-    until(desk.held)
-    closed.set()
-    assert isinstance(holding.outcome(), RoundClosed)
+def test_an_update_whose_folder_a_person_removed_is_withheld(tmp_path: Path) -> None:
+    worker = held_in(tmp_path)
+    (held,) = worker.held()
+    worker.remove(held)
+    with pytest.raises(UpdateWithheld, match="its folder was removed"):
+        worker.wait(held, lambda: None)
     with pytest.raises(AirlockError, match="no held updates have an id beginning with 'abcdef'"):
-        desk.decide("abcdef", "release", "ann")
+        worker.decide("abcdef", "release", "ann")
 
 
 def test_a_decision_is_made_once_and_on_one_update(tmp_path: Path) -> None:
-
-    (tmp_path / "airlock").mkdir()
-    desk = Airlock(tmp_path / "airlock")
-    # No thread looks: what is decided first stands.
-    place = tmp_path / "airlock" / "abcdef012345-1"
-    place.mkdir()
-    (place / "summary.json").write_text(summary().model_dump_json())
+    desk = held_in(tmp_path)
     desk.decide("abcdef", "withhold", "ann")
     with pytest.raises(AirlockError, match="was already decided"):
         desk.decide("abcdef", "release", "bob")
 
 
 def test_a_release_of_other_bytes_lets_nothing_leave(tmp_path: Path) -> None:
-    stop = threading.Event()
-
-    def check() -> None:
-        if stop.is_set():
-            raise RoundClosed("over")
-
-    holding, desk = Holding(tmp_path, check), Airlock(tmp_path / "airlock")
-    (held,) = until(desk.held)
+    worker = held_in(tmp_path)
+    (held,) = worker.held()
     other = ReleaseDecision(update=digest_of(b"other"), verdict="release", by="eve", at=datetime.now(UTC))
     (tmp_path / "airlock" / held.id / "decision.json").write_text(other.model_dump_json())
-    holding.thread.join(0.2)
-    assert holding.ended == []
-    stop.set()
-    assert isinstance(holding.outcome(), RoundClosed)
+    with pytest.raises(RoundClosed):
+        worker.wait(held, closing())
 
 
-def test_what_a_killed_process_held_is_gone_and_cannot_be_released(tmp_path: Path) -> None:
-    place = tmp_path / "airlock" / "abcdef012345-1"
-    place.mkdir(parents=True)
-    (place / "summary.json").write_text(summary().model_dump_json())
-    desk = Airlock(tmp_path / "airlock")
-    desk.decide("abcdef", "release", "ann")
-    # The next process clears what nobody will send, and its own update waits for a decision of its own.
-    desk.clear()
-    assert desk.held() == []
-    stop = threading.Event()
+def test_only_the_same_work_takes_up_what_a_killed_process_held(tmp_path: Path) -> None:
+    task = task_of(id="abcdef0123456789", token=1)
+    airlock = held_in(tmp_path, task)
+    again = task.model_copy(update={"token": 2, "lease_seconds": 9.0})
+    assert airlock.find(again)
+    assert airlock.find(again.model_copy(update={"seed": task.seed + 1})) is None
+    assert airlock.find(again.model_copy(update={"id": "another"})) is None
+    # A file that cannot be read is none: the task begins again.
+    (tmp_path / "airlock" / "abcdef012345-1" / "task.json").write_text("{}")
+    assert airlock.find(again) is None
 
-    def check() -> None:
-        if stop.is_set():
-            raise RoundClosed("over")
 
-    holding = Holding(tmp_path, check, token=2)
-    (held,) = until(desk.held)
-    assert held.id == "abcdef012345-2"
-    assert holding.ended == []
-    stop.set()
-    holding.outcome()
+def test_an_update_that_the_audit_does_not_know_is_not_taken_up(tmp_path: Path) -> None:
+    airlock, audit = held_in(tmp_path), Audit(tmp_path / "audit", "w", b"k" * 32)
+    (held,) = airlock.held()
+    run: Any = SimpleNamespace(env=SimpleNamespace(audit=audit), report=Report())
+    stored = HeldTask(work=DIGEST, blocks=())
+    audit.record("update.hold", TaskRef("r", "demo", 1, held.task, 1), id=held.id, update=digest_of(b"other"))
+    with pytest.raises(PolicyViolation, match="not the one that the site's audit records"):
+        HeldUpdate.again(Egress(run), airlock, held, stored)
+    airlock = held_in(tmp_path)
+    audit.record("update.hold", TaskRef("r", "demo", 1, held.task, 1), id=held.id, update=held.update)
+    assert HeldUpdate.again(Egress(run), airlock, held, stored).report.examples == held.examples
 
 
 def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> None:
-    path, told = tmp_path / "update", summary()
-    path.write_bytes(b"another")
-    released = ReleaseDecision(update=told.update, verdict="release", by="a person", at=datetime.now(UTC))
-    airlock: Any = SimpleNamespace(hold=lambda *_: released)
-    run: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), check=lambda: None)
+    airlock = held_in(tmp_path)
+    (held,) = airlock.held()
+    airlock.path(held).write_bytes(b"another")
+    task: Any = task_of()
+    env: Any = SimpleNamespace(policy=Policy(), kinds=("train",), inbox=None)
+    run = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None))
     with pytest.raises(PolicyViolation, match="the file changed after its release"):
-        Egress(run)._hold(airlock, path, told)
+        HeldUpdate(Egress(run), airlock, held, HeldTask(work=DIGEST, blocks=())).send(env, lambda: None)

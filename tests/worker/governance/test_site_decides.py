@@ -193,6 +193,79 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert desk.compared() == {"agreed": 1, "earlier": 0, "differences": []}
 
 
+def test_a_held_update_stops_no_other_run_and_everybody_sees_what_it_waits_for(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\n")
+    with desk.working():
+        runs = [begin(client)]
+        until(lambda: desk.say("airlock")["updates"])
+        runs.append(begin(client, name="other"))
+        first, second = until(lambda: len(desk.say("airlock")["updates"]) == 2 and desk.say("airlock")["updates"])
+        at = until(lambda: tasks(client, runs[0])[0].progress)
+        assert at.phase == "held"
+        assert at.held_since == datetime.fromisoformat(first["held_at"]).replace(microsecond=0)
+        desk.say("release", second["id"])
+        until(lambda: client.run(runs[1].id).state == "completed")
+        assert tasks(client, runs[0])[0].state == "leased"
+        client.set_run_state(runs[0].id, "cancelled")
+        desk.say("release", first["id"])
+        until(lambda: not desk.say("airlock")["updates"])
+    assert "update.release" in desk.audit()
+    assert [entry["update"] for entry in desk.details("update.leave")] == [second["update"]]
+
+
+def test_an_update_that_a_stopped_worker_held_is_sent_by_the_next_one(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\n")
+    with desk.working():
+        run = begin(client)
+        (held,) = until(lambda: desk.say("airlock")["updates"])
+    desk.say("release", held["id"])
+    with desk.working():
+        until(lambda: client.run(run.id).state == "completed")
+    (task,) = tasks(client, run)
+    assert (task.update, task.attempts) == (held["update"], 1)
+    order = ["task.start", "update.hold", "task.drop", "task.start", "update.release", "update.leave", "update.count"]
+    assert desk.audit() == order
+    assert desk.say("airlock")["updates"] == []
+
+
+def test_a_run_that_is_declined_sends_nothing_that_waits_for_a_release(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\napprove_runs = true\n")
+    with desk.working():
+        run = begin(client)
+        until(lambda: desk.say("inbox")["runs"])
+        desk.say("approve", "demo")
+        until(lambda: desk.say("airlock")["updates"])
+        desk.say("decline", "demo", "--reason", "ethics vote ended")
+        until(lambda: "declined: ethics vote ended" in declared(coordinator))
+    withheld = tasks(client, run)[1]
+    assert withheld.problem
+    assert (withheld.state, withheld.problem.code) == ("cancelled", "withheld")
+    assert [entry["reason"] for entry in desk.details("update.withhold")] == ["declined: ethics vote ended"]
+    assert "update.leave" not in desk.audit()
+
+
+def test_what_another_process_held_for_a_round_that_is_over_is_removed(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\n")
+    with desk.working():
+        run = begin(client)
+        until(lambda: desk.say("airlock")["updates"])
+    client.set_run_state(run.id, "cancelled")
+    with desk.working():
+        until(lambda: not desk.say("airlock")["updates"])
+
+
 def test_a_request_on_terms_that_a_person_has_not_read_is_not_approved(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:

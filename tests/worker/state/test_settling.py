@@ -3,6 +3,7 @@ covers it."""
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
@@ -140,10 +141,41 @@ def test_an_update_that_a_person_withholds_stays_spent(coordinator: LiveCoordina
     # They saw its noisy norms.
     site = SiteWithRun(coordinator, tmp_path, PRIVACY)
     airlock = Airlock(tmp_path / "airlock", pause=0.0)
-    airlock.waits = lambda: airlock.decide(airlock.held()[0].id, "withhold", "ann") and None
+    held = replace(site.runner, airlock=airlock).run(site.worker.take(), lambda: None, Report())
+    assert held
+    airlock.decide(held.summary.id, "withhold", "ann")
     with pytest.raises(UpdateWithheld):
-        replace(site.runner, airlock=airlock).run(site.worker.take(), lambda: None, Report())
+        held.wait(lambda: None)
     assert len(site.events()) == 1
+
+
+def test_a_held_update_of_a_killed_process_is_sent_by_the_next_one_and_charged_once(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    airlock, task = Airlock(tmp_path / "airlock", pause=0.0), site.worker.take()
+    held = replace(site.resuming(tmp_path), airlock=airlock).run(task, lambda: None, Report())
+    assert held
+    airlock.decide(held.summary.id, "release", "ann")
+    # Nothing in memory is left; the next one has other settings of the lease.
+    runner = replace(site.resuming(tmp_path), airlock=Airlock(tmp_path / "airlock"))
+    report = Report()
+    again = runner.run(task.model_copy(update={"inline_bytes": 0}), lambda: None, report)
+    assert again
+    assert report.progress().phase == "held"
+    assert (again.summary, report.metrics) == (held.summary, held.summary.metrics)
+    assert (
+        json.loads((tmp_path / "airlock" / held.summary.id / "task.json").read_bytes())["private"]["noise_key"]
+        == "00" * 32
+    )
+    again.wait(lambda: None)
+    again.send(runner, lambda: None)
+    assert site.worker.client.task(task.id).update == held.summary.update
+    assert len(site.events()) == 1
+    # Had the answer been lost, a third lease would not be charged either.
+    runner.run(task, lambda: None, Report())
+    assert len(site.events()) == 1
+    assert [entry.action for entry in site.audit.read()].count("update.hold") == 1
 
 
 def test_a_failure_that_may_depend_on_what_was_computed_stays_spent(

@@ -216,12 +216,12 @@ class Trained:
             run = TaskRun(self.env, task, lambda: None, Report(), journal)
             admission = admit(run)
             loaded = load(run, fetch(run, admission.dataset))
-            result, stats = train(run, loaded, admission.dataset, None)
+            result, _ = train(run, loaded, admission.dataset, None)
         except (PolicyViolation, TaskFailure, ValidationError) as fault:
             return str(fault)
         assert admission.terms
         egress = Egress(run, terms=admission.terms)
-        with egress.ready(result, loaded, stats.examples) as ready, ready.file.open() as file:
+        with egress.checked(result, loaded) as update, update.open() as file:
             rings = ring_of(file.read(), admission.terms, sorted(admission.terms.blocks))
         return {name: b"".join(chunk.tobytes() for chunk in ring.chunks()) for name, ring in rings.items()}
 
