@@ -14,7 +14,6 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    SecretStr,
     StringConstraints,
     ValidationInfo,
     field_validator,
@@ -23,6 +22,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tessera.shared import renamed_keys
+from tessera.shared.client.webhook import MAX_PORT, WebhookUrl
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.schema import Bytes, BytesOrZero
 from tessera.shared.urls import is_loopback
@@ -33,22 +33,12 @@ PersonRole = Literal["admin", "orchestrator", "viewer"]
 MailAddress = Annotated[str, Field(pattern=r"^[^\s@<>]+@[^\s@<>]+$")]
 
 
-MAX_PORT = 65_535
-
 JSON_EXAMPLES = {
     "oidc_roles": '{"tessera-admins": "admin"}',
     "mail_to": '["admins@example.org"]',
     "notice_private_hosts": '["mail.hospital.example"]',
 }
 """The settings whose values are JSON, with examples."""
-
-
-def _to_https(url: SecretStr) -> SecretStr:
-    """Raise ValueError, without the URL, unless it is one of HTTPS."""
-    found = re.fullmatch(r"https://[A-Za-z0-9.-]+(:([0-9]{1,5}))?(/[!-~]*)?", url.get_secret_value())
-    if not found or int(found[2] or 443) > MAX_PORT:
-        raise ValueError(f"must be https://HOST/PATH, with a port of at most {MAX_PORT} if there is one")
-    return url
 
 
 def _to_mail_server(url: str) -> str:
@@ -169,7 +159,7 @@ class CoordinatorSettings(BaseSettings):
         description="maps values of that claim to Tessera's roles, as JSON; a person without a mapped value has "
         "no permissions",
     )
-    webhook_url: Annotated[SecretStr, AfterValidator(_to_https)] | None = Field(
+    webhook_url: WebhookUrl | None = Field(
         default=None, description="https:// URL to which a notice is posted when something needs a person"
     )
     webhook_url_file: Path | None = Field(default=None, description="file with this URL, in place of it")

@@ -41,6 +41,7 @@ from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.disk import DISK_FULL, Disk
 from tessera.worker.failures import failure_of
 from tessera.worker.governance.approvals import InboxError, Unapproved
+from tessera.worker.governance.notices import Notices, channels
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import check_deltas, describe, devices_of, usable_settings
@@ -55,7 +56,7 @@ from tessera.worker.state.atomic_files import write_secret
 from tessera.worker.state.audit import ROLLED_BACK_FILE, Action, StateRolledBack
 from tessera.worker.state.hash_chain import ChainError, TaskRef
 from tessera.worker.state.vault import outcome_of
-from tessera.worker.stores import airlock_of, own_folders, state_id_of
+from tessera.worker.stores import airlock_of, inbox_of, own_folders, state_id_of
 from tessera.worker.task.environment import wait_until
 from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Holding, Renewal, Stop, Stopped
 from tessera.worker.task.resumption import ending
@@ -142,6 +143,8 @@ class Agent:
             version=VERSION,
             resources=settings.resources,
         )
+        about = (settings.name, inbox_of(settings), airlock_of(settings), settings.state_dir)
+        self._notices = [Notices(channel, *about) for channel in channels(settings.notices)]
         self._apply_settings(settings)
 
     def _apply_settings(self, settings: WorkerSettings) -> None:
@@ -171,6 +174,8 @@ class Agent:
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
         self._note("worker.start", None, **self._terms())
+        for notices in self._notices:
+            notices.start()
         try:
             while True:
                 task = self._next()
@@ -196,6 +201,8 @@ class Agent:
 
     def close(self) -> None:
         """Give back the leases of held updates, and close the connections to the coordinator."""
+        for notices in self._notices:
+            notices.end()
         self._holding.end()
         self._client.close()
         # A claim that was abandoned closes its own when it ends.

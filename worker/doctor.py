@@ -22,6 +22,7 @@ from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES, Transport
+from tessera.shared.client.webhook import Undelivered
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
@@ -38,6 +39,7 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.disk import unwritable
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
+from tessera.worker.governance.notices import TEST, Channel, channels
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (
     check_deltas,
@@ -75,11 +77,13 @@ OPEN_REMEDY = (
 )
 
 
-def checks(settings: WorkerSettings, *, probe: bool, model: Path | None = None) -> Iterator[tuple[str, Check]]:
+def checks(
+    settings: WorkerSettings, *, probe: bool, model: Path | None = None, notify: bool = False
+) -> Iterator[tuple[str, Check]]:
     """Yield the name of each check and the check, in order.
 
     With `probe`, one of them uploads 256 KiB of noise, which the coordinator removes. `model`: a model folder, whose
-    blocks the policy is tried on.
+    blocks the policy is tried on. With `notify`, each channel of notices gets a test notice.
     """
     verify = tls_of(settings)
     connect = partial(Client, settings.url, patience_seconds=0, verify=verify)
@@ -93,7 +97,19 @@ def checks(settings: WorkerSettings, *, probe: bool, model: Path | None = None) 
     yield "policy", lambda: _policy(settings)
     if model:
         yield "policy", lambda: effects(settings.policy, ModelFolder.open(model).model, f"in {model}")
+    for channel in channels(settings.notices):
+        yield f"notices by {channel.name}", partial(_notices, channel, notify=notify)
     yield "line", lambda: _line(settings, connect, probe=probe)
+
+
+def _notices(channel: Channel, *, notify: bool) -> Iterator[Finding]:
+    name = f"notices by {channel.name}"
+    try:
+        channel.send(TEST if notify else None, time.time())
+    except Undelivered as fault:
+        yield fail(name, str(fault), "Correct [notices] in the settings.")
+    else:
+        yield ok(name, "a test notice was taken" if notify else "set up; send a test notice with --notify")
 
 
 def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator[Finding]:

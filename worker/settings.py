@@ -53,6 +53,7 @@ from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import messages_of
 from tessera.worker.compute import Compute
 from tessera.worker.data.partition.schemes import SitePartition
+from tessera.worker.governance.notices import NoticeSettings
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
 # Not TESSERA_ alone: TESSERA_TOKEN belongs to the command line, and may be an administrator's.
@@ -225,6 +226,7 @@ class WorkerSettings(DataSettings):
         default={}, description="limits of this worker, for methods that give some workers less work"
     )
     secure_sums: SecureSumsSettings | None = None
+    notices: NoticeSettings = NoticeSettings()
     policy: Policy = Policy()
     privacy: Allowance | None = Field(default=None, description="privacy budget of each data set")
     ledger_dir: Path | None = Field(default=None, description="folder of the privacy ledgers; in state_dir if unset")

@@ -21,6 +21,9 @@ from tessera.coordinator.settings import CoordinatorSettings
 MAX_RUNS = 20
 """Runs that are looked at in each state, and sites; the latest changed runs first."""
 
+MAX_NAMED = 8
+"""Workers that one alert names."""
+
 LATELY_SECONDS = 86_400.0
 
 AWAY_SECONDS = 600.0
@@ -85,6 +88,17 @@ def alerts(
             "A person at each site approves it there.",
             "/approvals",
             key=run.id,
+        )
+    for run, held in held_updates(session):
+        waits = "An update waits" if len(held) == 1 else f"{len(held)} updates wait"
+        yield Alert(
+            "update-held",
+            f"{waits} for a release in {run.name}",
+            f"Held at {', '.join(name for name, _ in held[:MAX_NAMED])}{' and others' * (len(held) > MAX_NAMED)}.",
+            "A person at each site releases its update there.",
+            "/approvals",
+            key=run.id,
+            lasting_seconds=AWAY_SECONDS,
         )
     yield from _of_tasks(session, now)
     if not disk.has():
@@ -151,6 +165,23 @@ def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def held_updates(session: Session) -> list[tuple[RunRow, list[tuple[str, datetime]]]]:
+    """Return the runs with updates that wait for a release at their sites, each with the workers and since when."""
+    rows = (
+        select(RunRow, TaskRow.progress, SiteRow.name, WorkerRow.name)
+        .join_from(TaskRow, RunRow, RunRow.id == TaskRow.run_id)
+        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
+        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .where(TaskRow.state == "leased", TaskRow.kind == "train")
+        .order_by(RunRow.created_at, SiteRow.name, WorkerRow.name)
+    )
+    found: dict[str, tuple[RunRow, list[tuple[str, datetime]]]] = {}
+    for run, progress, site, worker in session.execute(rows):
+        if held := (progress or {}).get("held_since"):
+            found.setdefault(run.id, (run, []))[1].append((f"{site}/{worker}", datetime.fromisoformat(held)))
+    return list(found.values())
 
 
 def withheld_runs(session: Session, live: Sequence[LiveWorker]) -> list[tuple[RunRow, Sequence[tuple[str, str]]]]:

@@ -16,9 +16,10 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert
-from tessera.coordinator.alerts.channels import Channel, Undelivered
+from tessera.coordinator.alerts.channels import Channel
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import NoticeRow
+from tessera.shared.client.webhook import Undelivered
 
 EVERY_SECONDS = 15.0
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy import select
 
-from tessera.coordinator.alerts.attention import withheld_runs
+from tessera.coordinator.alerts.attention import held_updates, withheld_runs
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed
@@ -24,11 +24,11 @@ MAX_PENDING = 100
 def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
-        runs = withheld_runs(session, live_workers(session, since))
+        runs, held = withheld_runs(session, live_workers(session, since)), held_updates(session)
         known = set(session.scalars(select(SiteRow.name)))
     # As in the API, only administrators see enrolments.
     pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
-    return render(request, "approvals.html", who, withheld=runs, pending=pending, known=known)
+    return render(request, "approvals.html", who, withheld=runs, held=held, pending=pending, known=known)
 
 
 @router.post("/approvals/{enrolment_id}")

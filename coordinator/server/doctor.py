@@ -16,7 +16,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.alerts.certificate import examine
-from tessera.coordinator.alerts.channels import Undelivered
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import DatabaseInUse, reason_of
@@ -33,6 +32,7 @@ from tessera.coordinator.server.http_limits import (
 from tessera.coordinator.services import Services
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared import environment
+from tessera.shared.client.webhook import Undelivered
 from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AwareDatetime,
     BaseModel,
     ConfigDict,
     Field,
@@ -91,8 +92,13 @@ class Progress(Message):
     total_bytes: Counted | None = None
     phase_seconds: dict[Phase, Annotated[float, Field(ge=0, lt=1 << 31)]] = {}
     """Time in each phase so far, in the order in which they began."""
-    held_since: datetime | None = None
+    held_since: AwareDatetime | None = None
     """The instant from which on the finished update has waited for a person at its site to release it."""
+
+    @property
+    def doing(self) -> str:
+        """The activity, or else the phase, for people."""
+        return self.activity or ("held for release" if self.phase == "held" else self.phase)
 
     @property
     def seconds_left(self) -> float | None:
@@ -182,6 +188,11 @@ class TaskView(Message):
     """The last entry of the site's own audit chain when this was sent, if the worker reported it."""
     created_at: datetime | None = None
     problem: ProblemDocument | None = None
+
+    @property
+    def held_since(self) -> datetime | None:
+        """The instant since which its finished update waits for a release at its site; None unless it does."""
+        return self.progress.held_since if self.state == "leased" and self.progress else None
 
     @property
     def is_accepted(self) -> bool:

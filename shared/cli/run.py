@@ -232,7 +232,7 @@ def show(
     console = output.out()
     warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))
     facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
-    console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *warnings]))
+    console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *_held(rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)
     tables = [_round_table(ended, best, main_score(measurements))]
     if at_sites:
@@ -273,6 +273,13 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         *([("tags", ", ".join(run.tags))] if run.tags else []),
         *([("note", run.note)] if run.note else []),
     ]
+
+
+def _held(rounds: Iterable[Round]) -> Iterator[tuple[str, str]]:
+    """Yield the updates that wait for a person at their site."""
+    for task in (task for round_ in rounds for task in round_.tasks):
+        if task.held_since:
+            yield "held for release", f"round {task.round}, {task.worker}, {output.ago(task.held_since)}"
 
 
 def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:

@@ -65,9 +65,9 @@ def expected_end(
 
     The pace of a first round alone says little: it counts steps, and not the work before and after them. A round is
     as slow as its slowest worker. Earlier rounds count at its start, and its workers' own pace the more, the more
-    they have done.
+    they have done. When a person releases an update is unknown.
     """
-    if not before:
+    if not before or any(pace.phase == "held" for pace in paces):
         return None
     end = opened_at + median(before)
     share = min((pace.share for pace in paces), default=0.0)

@@ -257,8 +257,8 @@ EGRESS = (
     Mutant("worker/governance/airlock.py", 'if decision.verdict == "withhold":', "if not decision.verdict:", AIRLOCK),
     Mutant(
         "worker/governance/airlock.py",
-        "if decision and decision.update == summary.update:",
-        "if decision:",
+        "return found if found and found.update == held.update else None",
+        "return found",
         AIRLOCK,
     ),
     Mutant("worker/governance/airlock.py", "if _decision(self._folder / held.id):", "if not held.id:", AIRLOCK),

@@ -18,8 +18,14 @@ from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.stores import airlock_of, audit_of, inbox_of
 
+NAME_CHARACTERS = 100
+
 ERRORS: Errors = {BAD_SETTINGS: (SettingsError,), 1: (InboxError, AirlockError, ChainError)}
 
+Decider = Annotated[
+    str,
+    typer.Option("--as", metavar="NAME", help="Who decides, as the audit records it; this machine's user if unset."),
+]
 RunNamed = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 HeldNamed = Annotated[str | None, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")]
 
@@ -64,12 +70,13 @@ def approve(
     until: Annotated[
         datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The last day of the approval, in UTC.")
     ] = None,
+    name: Decider = "",
     as_json: AsJson = False,
 ) -> None:
     """Let a run use this site's data on the terms of its request. Other terms need another approval."""
     # The whole of that day.
     ends = until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None
-    decision = ApprovalDecision(approved=True, by=_user(), at=datetime.now(UTC), until=ends)
+    decision = ApprovalDecision(approved=True, by=_decider(name), at=datetime.now(UTC), until=ends)
     _decide(config, run, decision, terms, as_json=as_json)
 
 
@@ -77,10 +84,11 @@ def decline(
     config: ConfigFile,
     run: RunNamed,
     reason: Annotated[str, typer.Option(help="The reason, which is reported to the coordinator.")],
+    name: Decider = "",
     as_json: AsJson = False,
 ) -> None:
     """Refuse all tasks of a run, and report the reason to the coordinator."""
-    decision = ApprovalDecision(approved=False, by=_user(), at=datetime.now(UTC), reason=reason)
+    decision = ApprovalDecision(approved=False, by=_decider(name), at=datetime.now(UTC), reason=reason)
     _decide(config, run, decision, as_json=as_json)
 
 
@@ -150,6 +158,8 @@ def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
     out().print(table(columns, rows, right=("round", "blocks", "bytes", "norm", "epsilon", "delta")))
     for held in waiting:
         note(f"{held.id}: {place.path(held)}")
+        if decision := place.decision(held):
+            note(f"{held.id}: {decision.verdict} decided by {decision.by}; the worker acts when it has the task")
         if not held.covers_choice:
             note(f"{held.id}: epsilon does not cover what the choice of blocks reveals")
 
@@ -158,6 +168,7 @@ def release(
     config: ConfigFile,
     update: HeldNamed = None,
     everything: Annotated[bool, typer.Option("--all", help="Release all updates that wait now.")] = False,
+    name: Decider = "",
     as_json: AsJson = False,
 ) -> None:
     """Let an update leave the site."""
@@ -165,8 +176,9 @@ def release(
         raise typer.BadParameter("give the id of an update, or --all", param_hint="'ID'")
     with exits(ERRORS):
         place = airlock_of(read_settings(config))
-        named = [held.id for held in place.held()] if everything else [update or ""]
-        decided = [place.decide(name, "release", _user()) for name in named]
+        undecided = (held for held in place.held() if place.decision(held) is None)
+        named = [held.id for held in undecided] if everything else [update or ""]
+        decided = [place.decide(each, "release", _decider(name)) for each in named]
     _print_decided(decided, "released", as_json=as_json)
 
 
@@ -174,11 +186,12 @@ def withhold(
     config: ConfigFile,
     update: Annotated[str, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")],
     reason: Annotated[str, typer.Option(help="The reason, which is reported to the coordinator.")] = "",
+    name: Decider = "",
     as_json: AsJson = False,
 ) -> None:
     """Keep an update at the site for good; its task fails with the code `withheld-by-site`."""
     with exits(ERRORS):
-        decided = [airlock_of(read_settings(config)).decide(update, "withhold", _user(), reason)]
+        decided = [airlock_of(read_settings(config)).decide(update, "withhold", _decider(name), reason)]
     _print_decided(decided, "withheld", as_json=as_json)
 
 
@@ -192,12 +205,17 @@ def _print_decided(decided: list[Summary], verdict: str, *, as_json: bool) -> No
         note("no update waits")
 
 
-def _user() -> str:
-    """Return the name of the user who decides."""
+def _decider(name: str) -> str:
+    """Return the name of the person who decides, with this machine's user."""
     try:
-        return getpass.getuser()
+        user = getpass.getuser()
     except (KeyError, OSError):
-        return "unknown"
+        user = "unknown"
+    if not name:
+        return user
+    if len(name) > NAME_CHARACTERS or not name.isprintable() or not name.strip():
+        raise typer.BadParameter(f"give a name of 1 to {NAME_CHARACTERS} printable characters", param_hint="'--as'")
+    return f"{name.strip()} (user {user})"
 
 
 COMMANDS = (inbox, approve, decline, airlock, release, withhold)

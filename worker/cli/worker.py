@@ -161,6 +161,7 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A model, to see which of its blocks the policy keeps.")
     ] = None,
+    notify: Annotated[bool, typer.Option("--notify", help="Send a test notice as [notices] says.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check all that a worker needs: network, coordinator, token, disk, device, data, policy and upload speed.
@@ -169,7 +170,7 @@ def doctor(
     """
     with exits(ERRORS):
         settings = read_settings(config)
-    print_findings(examined(examination.checks(settings, probe=probe, model=model)), as_json=as_json)
+    print_findings(examined(examination.checks(settings, probe=probe, model=model, notify=notify)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings from the file and the environment.")

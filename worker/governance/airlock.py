@@ -47,7 +47,11 @@ class AirlockError(ValueError):
 
 
 class UpdateWithheld(Exception):
-    """An update that a person at the site withheld."""
+    """An update that a person at the site withheld; `by` is who."""
+
+    def __init__(self, reason: str, by: str = "") -> None:
+        super().__init__(reason)
+        self.by = by
 
 
 class BlockOut(Frozen):
@@ -152,17 +156,15 @@ class Airlock:
 
     def wait(self, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
         """Wait until a person releases the update. Raises UpdateWithheld and the exceptions of `check`."""
-        place = self._folder / summary.id
         while True:
             check()
-            decision = _decision(place)
-            if decision and decision.update == summary.update:
+            if decision := self.decision(summary):
                 break
-            if not place.exists():
+            if not (self._folder / summary.id).exists():
                 raise UpdateWithheld("its folder was removed from the airlock")
             time.sleep(self._pause)
         if decision.verdict == "withhold":
-            raise UpdateWithheld(decision.reason or "a person at the site withheld the update")
+            raise UpdateWithheld(decision.reason or "a person at the site withheld the update", decision.by)
         return decision
 
     def remove(self, summary: Summary) -> None:
@@ -180,6 +182,11 @@ class Airlock:
     def path(self, held: Summary) -> Path:
         """Return the path of the held file."""
         return self._folder / held.id / UPDATE_FILE
+
+    def decision(self, held: Summary) -> ReleaseDecision | None:
+        """Return the decision on a held update, if there is one on these bytes."""
+        found = _decision(self._folder / held.id)
+        return found if found and found.update == held.update else None
 
     def decide(self, named: str, verdict: Literal["release", "withhold"], by: str, reason: str = "") -> Summary:
         """Record a decision on the update with this id or unique id prefix. Raises AirlockError."""

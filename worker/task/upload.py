@@ -131,7 +131,7 @@ class Egress:
         *,
         keeps: bool,
     ) -> ReadyUpdate:
-        """Record the update, of the model's `blocks`, as leaving. `keeps`: whether the task has tensors for the vault.
+        """Record the update, of the model's `blocks`, as leaving. `keeps`: whether the task has tensors to keep.
 
         Raises PolicyViolation, LedgerError.
         """
@@ -396,7 +396,7 @@ class HeldUpdate:
         try:
             decision = self.airlock.wait(self.summary, check)
         except UpdateWithheld as withheld:
-            journal.note("update.withhold", **about, reason=str(withheld))
+            journal.note("update.withhold", **about, reason=str(withheld), by=withheld.by)
             # A run that was declined gets no other task.
             self._require_approval(self.egress.run.env)
             raise

@@ -240,9 +240,11 @@ def _doing(task: TaskView) -> tuple[str, str, str]:
     done = ""
     if at.steps:
         done = f"step {at.step or 0} of {at.steps}"
+    elif at.held_since:
+        done = output.ago(at.held_since)
     elif at.total_bytes:
         done = f"{output.size(at.bytes or 0)} of {output.size(at.total_bytes)}"
-    return at.activity or at.phase, done, "" if at.loss is None else f"loss {at.loss:.3g}"
+    return at.doing, done, "" if at.loss is None else f"loss {at.loss:.3g}"
 
 
 def _joined(*parts: str) -> str:

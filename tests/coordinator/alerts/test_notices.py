@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 import trustme
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from sqlalchemy import update
 
-from tessera.coordinator.alerts import channels
 from tessera.coordinator.alerts.attention import AWAY_SECONDS, LATELY_SECONDS
-from tessera.coordinator.alerts.channels import Mail, Undelivered, Webhook
+from tessera.coordinator.alerts.channels import Undelivered, Webhook, channels
 from tessera.coordinator.alerts.notices import FORGET_SECONDS, RETRY_SECONDS
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow
 from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import Cohort
+from tessera.shared.client import webhook
 from tessera.shared.urls import is_public
+from tessera.worker.governance.notices import NoticeSettings
+from tessera.worker.governance.notices import channels as channels_of_worker
 from tests.support.cli import tessera
 from tests.support.coordinator import ROOMY, Clock, LiveCoordinator, until
 from tests.support.databases import url_in
@@ -156,6 +158,20 @@ def test_a_notice_is_signed_and_has_a_name_a_code_and_a_link_alone(tmp_path: Pat
     assert not is_genuine(asked, clock.at)
 
 
+def test_a_site_s_own_webhook_may_have_a_private_address_and_no_other_host(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    given = hook(tmp_path, receiver.port)
+    url, secret = SecretStr(given["webhook_url"]), given["webhook_secret_file"]
+    notice = {"id": "7", "code": "site-decides", "title": "Worker w waits for: approval of demo"}
+    (worker,) = channels_of_worker(NoticeSettings(webhook=url, webhook_secret_file=secret))
+    worker.send(notice, 1_800_000_000)
+    (asked,) = receiver.asked
+    assert (json.loads(asked.body), is_genuine(asked, 1_800_000_000)) == (notice, True)
+    with pytest.raises(Undelivered, match="no public address"):
+        Webhook(url, secret, ["another"]).send(notice, 1_800_000_000)
+
+
 @pytest.mark.both_databases
 def test_a_condition_is_notified_once_over_a_restart_and_by_two_replicas(tmp_path: Path, receiver: Receiver) -> None:
     clock, settings = Clock(), hook(tmp_path, receiver.port)
@@ -212,7 +228,7 @@ def test_a_process_that_dies_while_it_sends_leaves_the_notice_to_another(
     with serving(tmp_path, clock, **settings) as one, serving(tmp_path, clock, **settings) as other:
         paused(one)
         with monkeypatch.context() as patched:
-            patched.setattr(channels, "connected", killed)
+            patched.setattr(webhook, "connected", killed)
             with pytest.raises(Killed):
                 one.notifiers[0].look()
         other.notifiers[0].look()
@@ -251,9 +267,7 @@ def undelivered(settings: dict[str, Any]) -> str:
     """What a channel says that could not send; never a part of the URL beside its host."""
     given = CoordinatorSettings(**settings)
     with pytest.raises(Undelivered) as caught:
-        (Webhook if given.webhook_url else Mail)(given).send(
-            {"id": "1", "code": "test", "title": "t", "link": PAGE, "at": "now"}, 1_800_000_000.0
-        )
+        channels(given)[0].send({"id": "1", "code": "test", "title": "t", "link": PAGE, "at": "now"}, 1_800_000_000.0)
     assert "path-secret" not in str(caught.value)
     assert "query-secret" not in str(caught.value)
     return str(caught.value)
@@ -300,7 +314,7 @@ def test_a_name_is_resolved_once_and_the_connection_goes_to_what_was_checked(
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     # The certificate is for this name alone, not for the address.
     settings = CoordinatorSettings(**hook(tmp_path, receiver.port, "hooks.example"))
-    Webhook(settings).send({"id": "1"}, 1_800_000_000.0)
+    channels(settings)[0].send({"id": "1"}, 1_800_000_000.0)
     assert answers == ["127.0.0.2"]
     (asked,) = receiver.asked
     assert asked.headers["Host"] == f"hooks.example:{receiver.port}"
@@ -368,7 +382,7 @@ def test_an_entry_of_a_list_that_is_wrong_is_named_by_its_place() -> None:
 def test_a_receiver_that_answers_byte_by_byte_is_cut_off(
     tmp_path: Path, trusted: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(webhook, "SEND_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def drip() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from html import unescape
 from io import StringIO
 from pathlib import Path
@@ -31,6 +32,7 @@ from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.run_settings import Budget, Privacy, Training, UnitBudget
 from tests.coordinator.api.test_secure_sums import Ring
 from tests.coordinator.dashboard.conftest import Person, signed_in
+from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -127,6 +129,34 @@ def test_workers_are_admitted_by_the_code_that_they_show(
     assert admin.send(f"/page/approvals/{asked[1].id}", decision="decline").status_code == 303
     assert [site.name for site in coordinator.client().sites()] == ["north", "south"]
     assert "No worker waits" in admin.http.get("/page/approvals").text
+
+
+def test_nobody_overlooks_an_update_that_its_site_holds_for_release(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"), datasets={"data": 8})
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="data", rounds=2)
+    task = worker.take()
+    since = datetime.now(UTC) - timedelta(hours=3)
+    worker.client.heartbeat(task.id, task.token, Progress(phase="held", held_since=since))
+    shown = admin.http.get("/page/approvals").text
+    assert f"north/{worker.name}" in shown
+    assert "3 h ago" in shown
+    assert f"An update waits for a release in {run.spec.name}" in admin.http.get("/page/").text
+    assert "held for release 3 h ago" in re.sub(r"\s+", " ", admin.http.get(f"/page/runs/{run.id}").text)
+    seen = tessera("run", "show", run.id, TESSERA_URL=coordinator.url, TESSERA_TOKEN=coordinator.token("viewer"))
+    assert re.search(rf"held for release +round 1, north/{worker.name}, 3 h ago", seen.stdout)
+    # Words of a worker are no reason to show no page, and its next phase ends the wait.
+    client = worker.client
+    for odd in ("0001-01-01T00:00:00Z", "2026-01-01T00:00:00", "soon"):
+        progress = {"phase": "held", "held_since": odd}
+        beat = {"token": task.token, "progress": progress}
+        client._transport.request("POST", f"/v1/tasks/{task.id}/heartbeat", json=beat)
+        assert admin.http.get("/page/").status_code == 200
+        assert admin.http.get("/page/approvals").status_code == 200
+    client.heartbeat(task.id, task.token, Progress(phase="uploading"))
+    assert "No update waits for a release" in admin.http.get("/page/approvals").text
 
 
 def test_what_changed_since_it_was_shown_is_not_overwritten(coordinator: LiveCoordinator, admin: Person) -> None:

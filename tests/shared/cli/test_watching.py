@@ -85,6 +85,13 @@ def test_each_worker_is_shown_with_its_phase_step_and_loss() -> None:
     ]
 
 
+def test_a_worker_that_waits_for_a_person_is_not_shown_as_slow() -> None:
+    since = datetime.now(UTC) - timedelta(hours=2)
+    held = task("a/w", progress={"phase": "held", "held_since": since.isoformat()})
+    # When a person decides cannot be estimated.
+    assert lines(held, past=[60], at_seconds=30) == ["round 2 of 5, train", "  a/w: held for release, 2 h ago"]
+
+
 def test_time_is_estimated_once_a_round_of_the_stage_has_ended() -> None:
     working = task("b/w", progress=TRAINING)
     assert "left" not in "".join(lines(working, at_seconds=30))

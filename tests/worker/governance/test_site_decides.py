@@ -244,12 +244,16 @@ def test_a_run_that_is_declined_sends_nothing_that_waits_for_a_release(
         until(lambda: desk.say("inbox")["runs"])
         desk.say("approve", "demo")
         until(lambda: desk.say("airlock")["updates"])
-        desk.say("decline", "demo", "--reason", "ethics vote ended")
+        desk.say("decline", "demo", "--reason", "ethics vote ended", "--as", "Dr. Ann Lee")
         until(lambda: "declined: ethics vote ended" in declared(coordinator))
     withheld = tasks(client, run)[1]
     assert withheld.problem
     assert (withheld.state, withheld.problem.code) == ("cancelled", "withheld")
-    assert [entry["reason"] for entry in desk.details("update.withhold")] == ["declined: ethics vote ended"]
+    by = "Dr. Ann Lee (user ann)"
+    assert [entry["by"] for entry in desk.details("run.decline")] == [by]
+    assert [(entry["reason"], entry["by"]) for entry in desk.details("update.withhold")] == [
+        ("declined: ethics vote ended", by)
+    ]
     assert "update.leave" not in desk.audit()
 
 
@@ -264,6 +268,18 @@ def test_what_another_process_held_for_a_round_that_is_over_is_removed(
     client.set_run_state(run.id, "cancelled")
     with desk.working():
         until(lambda: not desk.say("airlock")["updates"])
+
+
+@pytest.mark.parametrize("name", [" ", "x" * 101, "Ann\nBob"])
+def test_a_name_that_the_audit_could_not_show_decides_nothing(
+    coordinator: LiveCoordinator, tmp_path: Path, name: str
+) -> None:
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
+    Asking(desk.settings.state_dir / "inbox").code(task_of(run="r1", run_name="demo"))
+    refused = CliRunner().invoke(app, ["approve", "r1", "--as", name, "--config", str(desk.file)])
+    assert refused.exit_code == 2
+    assert "printable characters" in refused.stderr
+    assert desk.audit() == []
 
 
 def test_a_request_on_terms_that_a_person_has_not_read_is_not_approved(

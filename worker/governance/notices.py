@@ -1,0 +1,194 @@
+"""Notices to a site's people of what waits for them, by a webhook or a command: runs to approve, updates to release.
+
+Each channel has a thread, for which the worker never waits. What a channel has sent is stored, so that a restart
+repeats nothing.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event, Thread
+from typing import Protocol, Self
+
+import structlog
+from pydantic import Field, model_validator
+
+from tessera.shared.client.webhook import SEND_SECONDS, Undelivered, Webhook, WebhookUrl
+from tessera.shared.schema import Frozen
+from tessera.shared.tensors.lazy import digest_of
+from tessera.worker.governance.airlock import Airlock
+from tessera.worker.governance.approvals import Inbox, InboxError
+from tessera.worker.state.atomic_files import written_whole
+
+EVERY_SECONDS = 15.0
+
+PAUSE_SECONDS = 60.0
+"""Time after a notice before the next one, which then names all that is new: runs cost their coordinator nothing."""
+
+RETRY_SECONDS = (120.0, 600.0, 1_800.0, 7_200.0)
+"""Delays after failed attempts."""
+
+MAX_NAMED = 5
+
+log = structlog.get_logger("worker")
+
+
+class NoticeSettings(Frozen):
+    """Notices to the site's people of runs that wait for approval and updates that wait for release."""
+
+    webhook: WebhookUrl | None = Field(default=None, description="https:// URL to which a notice is posted")
+    webhook_secret_file: Path | None = Field(
+        default=None, description="file with the key that signs these notices: whsec_ and base64; read at each notice"
+    )
+    command: tuple[str, ...] = Field(
+        default=(), description="program and arguments, started for each notice, with the notice as JSON on its input"
+    )
+
+    @model_validator(mode="after")
+    def _has_a_secret(self) -> Self:
+        if (self.webhook is None) != (self.webhook_secret_file is None):
+            raise ValueError("webhook and webhook_secret_file are given together: the receiver verifies each notice")
+        return self
+
+
+class Channel(Protocol):
+    @property
+    def name(self) -> str: ...
+    def send(self, notice: Mapping[str, str] | None, now: float) -> None:
+        """Send a notice, or only try the way if there is none. Raises Undelivered."""
+
+
+class Command:
+    """A command of the site, which gets each notice as JSON on its standard input."""
+
+    name = "command"
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+
+    def send(self, notice: Mapping[str, str] | None, now: float) -> None:
+        # The worker's own settings may have its token and its audit key.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        if notice is None:
+            return
+        try:
+            ended = subprocess.run(  # noqa: S603  (the operator's own)
+                self._command,
+                input=json.dumps(dict(notice)).encode(),
+                timeout=SEND_SECONDS,
+                env=environment,
+                check=False,
+                **quiet,
+            )
+        except subprocess.TimeoutExpired:
+            raise Undelivered(f"{self._command[0]} did not end within {SEND_SECONDS:g} s") from None
+        except (OSError, ValueError) as fault:
+            raise Undelivered(f"{self._command[0]} cannot be started: {fault}") from fault
+        if ended.returncode:
+            raise Undelivered(f"{self._command[0]} ended with {ended.returncode}")
+
+
+class Notices:
+    """Notices by one channel. Without an answer it tries again, and gives up after three hours."""
+
+    def __init__(self, channel: Channel, worker: str, inbox: Inbox, airlock: Airlock, folder: Path) -> None:
+        self._channel = channel
+        self._worker = worker
+        self._inbox = inbox
+        self._airlock = airlock
+        self._file = folder / f"notices-{channel.name}.json"
+        self._told: set[str] | None = None
+        self._attempts = 0
+        self._due_at = 0.0
+        self._ended = Event()
+
+    def start(self) -> None:
+        Thread(target=self._work, name="notices", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _work(self) -> None:
+        said = ""
+        while not self._ended.wait(EVERY_SECONDS):
+            try:
+                self.look(time.time())
+            except (InboxError, OSError) as fault:
+                # Once, not at each look.
+                if said != (said := str(fault)):
+                    log.warning("notices-failed", channel=self._channel.name, detail=said)
+
+    def look(self, now: float) -> None:
+        """Send one notice of all that is new, if one is due."""
+        waiting = dict(self._waiting())
+        told = self._read() & waiting.keys()
+        new = sorted(waiting.keys() - told)
+        if new and now >= self._due_at:
+            if not self._sent(new, [waiting[key] for key in new], now):
+                return
+            told |= set(new)
+        self._write(told)
+
+    def _waiting(self) -> Iterator[tuple[str, str]]:
+        """Yield what waits for a person at this worker: a key, and words."""
+        for request in self._inbox.requests():
+            if request.decision is None and request.worker == self._worker:
+                yield f"{request.run}.{request.terms}", f"approval of {request.run_name}"
+        for held in self._airlock.held():
+            if self._airlock.decision(held) is None:
+                yield held.id, f"release of an update of {held.run_name}, round {held.round}"
+
+    def _sent(self, keys: Sequence[str], words: Sequence[str], now: float) -> bool:
+        """Return whether a notice was sent, or given up."""
+        more = f"; and {len(words) - MAX_NAMED} more" if len(words) > MAX_NAMED else ""
+        notice = {
+            # The same at each attempt, so that a receiver can ignore a repetition.
+            "id": digest_of("\n".join(keys).encode())[-32:],
+            "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            "code": "site-decides",
+            "title": f"Worker {self._worker} waits for: {'; '.join(words[:MAX_NAMED])}{more}",
+        }
+        about = {"channel": self._channel.name, "notice": notice["id"]}
+        try:
+            self._channel.send(notice, now)
+        except Undelivered as fault:
+            is_last = self._attempts == len(RETRY_SECONDS)
+            log.warning("notice-given-up" if is_last else "notice-not-sent", **about, detail=str(fault))
+            if not is_last:
+                self._due_at = now + RETRY_SECONDS[self._attempts]
+                self._attempts += 1
+                return False
+        else:
+            log.info("notice-sent", **about)
+        self._attempts, self._due_at = 0, now + PAUSE_SECONDS
+        return True
+
+    def _read(self) -> set[str]:
+        if self._told is None:
+            try:
+                self._told = set(json.loads(self._file.read_bytes()))
+            except (OSError, ValueError, TypeError):
+                self._told = set()
+        return self._told
+
+    def _write(self, told: set[str]) -> None:
+        if told != self._told or not self._file.exists():
+            self._told = told
+            with written_whole(self._file) as file:
+                file.write(json.dumps(sorted(told)).encode())
+
+
+TEST: Mapping[str, str] = {"id": "test", "code": "test", "title": "This is a test: notices of this worker arrive"}
+
+
+def channels(settings: NoticeSettings) -> list[Channel]:
+    """Return the channels of the settings. A webhook in the site's own network may have a private address."""
+    found: list[Channel] = []
+    if settings.webhook:
+        found.append(Webhook(settings.webhook, settings.webhook_secret_file, None))
+    return [*found, Command(settings.command)] if settings.command else found
