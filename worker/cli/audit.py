@@ -93,7 +93,9 @@ def export(ctx: typer.Context, config: SiteConfig = None, as_json: AsJson = Fals
     writer.writerows({**row, "detail": json.dumps(row["detail"], sort_keys=True)} for row in rows)
 
 
-_COLUMNS = ("seq", "at", "actor", "action", "run", "round", "subject", "token", "detail", "previous", "digest")
+_COLUMNS = (
+    "seq", "at", "actor", "action", "run", "run_name", "round", "subject", "token", "detail", "previous", "digest",
+)  # fmt: skip
 
 
 def _row(entry: SiteAuditEntry | AuditEntry) -> dict[str, Any]:

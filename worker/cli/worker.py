@@ -34,6 +34,7 @@ from tessera.worker.cli.exits import (
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
+from tessera.worker.cli.site import report
 from tessera.worker.disk import is_of_disk
 from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
@@ -190,5 +191,5 @@ def show(config: ConfigFile, as_json: AsJson = False) -> None:
 
 app.add_typer(cache.app, name="cache")
 
-for command in (join, rotate, ledger, adopt, roster, *COMMANDS):
+for command in (join, rotate, ledger, adopt, roster, report, *COMMANDS):
     app.command()(command)

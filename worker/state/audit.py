@@ -33,6 +33,9 @@ LEDGER_HEAD = "ledger"
 """The key, in the detail of `leave`, of the head of the data set's ledger."""
 
 
+BLOCK_NAMES = "block_names"
+"""The key, in the detail of the first `leave` of a set of blocks, of their names."""
+
 ROLLED_BACK_FILE = "rolled-back"
 """File in the worker's state folder with the digest that its audit lacks, until a person adopts the state."""
 
@@ -73,6 +76,8 @@ class Audit:
         self._worker = worker
         self._shared = shared
         self._found: set[str] = set()
+        self._named: set[str] = set()
+        """Digests of the sets of names that this process has recorded in full."""
 
     def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
         """Append an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
@@ -92,6 +97,16 @@ class Audit:
             # The next task names it, and the file is not read for that.
             self._found.add(entry.digest)
         return entry
+
+    def named(self, names: Iterable[str]) -> dict[str, JsonValue]:
+        """Return a digest of a set of names for an entry, and the names themselves the first time: rounds repeat
+        them."""
+        found = sorted(names)
+        digest = names_digest(found)
+        if digest in self._named:
+            return {"names": digest}
+        self._named.add(digest)
+        return {"names": digest, BLOCK_NAMES: list[JsonValue](found)}
 
     def read(self) -> tuple[SiteAuditEntry, ...]:
         """Return all entries, oldest first. Raises ChainError."""

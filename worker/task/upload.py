@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,9 +39,9 @@ from tessera.worker.governance.airlock import (
     summary_of,
     work_of,
 )
+from tessera.worker.governance.descriptions import in_words
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.atomic_files import temporary_file
-from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.pieces_file import PiecesFile
@@ -199,14 +200,14 @@ class Egress:
             env.history.add(self.run.snapshot, env.policy)
         self.run.wait_for_quantum(self.run.check)
         counts = self.run.report.class_counts
-        names = list[JsonValue](sorted([*metrics, *(["class_counts"] if counts else [])]))
         if env.privacy_of_figures(task) is None:
             self.run.journal.note_exact(examples, "evaluation")
         head = self.run.journal.note(
             "figures.leave",
             dataset=task.dataset,
             examples=examples,
-            names=names,
+            figures=_finite(metrics),
+            **({"class_counts": counts.model_dump(mode="json")} if counts else {}),
             ledger=self.run.journal.ledger_head(),
         )
         evaluated = EvaluationResult(
@@ -315,6 +316,8 @@ class Egress:
 
     def _note_leaving(self, summary: Summary, blocks: Sequence[Block]) -> str | None:
         """Record the update in the audit before it leaves. Return the entry's digest."""
+        if self.run.env.audit is None:
+            return None
         return self.run.journal.note(
             "update.leave",
             dataset=summary.dataset,
@@ -322,10 +325,11 @@ class Egress:
             update=summary.update,
             bytes=summary.nbytes,
             blocks=len(summary.blocks),
-            names=names_digest(summary.blocks),
+            sent=in_words([block for block in blocks if block.name in summary.blocks], blocks),
+            **self.run.env.audit.named(summary.blocks),
             norm=summary.norm,
             epsilon=summary.epsilon,
-            metrics=list[JsonValue](sorted(summary.metrics)),
+            figures=_finite(summary.metrics),
             ledger=self.run.journal.ledger_head(),
         )
 
@@ -432,6 +436,11 @@ class HeldUpdate:
         """Remove the update, which was sent or is no longer wanted."""
         self.airlock.remove(self.summary)
         self.egress.run.env.vault.forget(self.summary.run, self.summary.task)
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, JsonValue]:
+    """Return the figures that JSON can carry."""
+    return {name: value for name, value in sorted(figures.items()) if math.isfinite(value)}
 
 
 def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[TrainedBlock]:

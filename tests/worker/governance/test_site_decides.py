@@ -190,6 +190,9 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]
     (left,) = desk.details("update.leave")
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
+    # A person can see what left without the coordinator and without the model.
+    assert left["block_names"] == sorted(held["blocks"])
+    assert left["figures"] == held["metrics"]
     assert desk.compared() == {"agreed": 1, "earlier": 0, "differences": []}
 
 
