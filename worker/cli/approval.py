@@ -111,7 +111,8 @@ def _decide(config: Path, run: str, decision: ApprovalDecision, terms: str = "",
         print_json({"runs": [request.model_dump(mode="json") for request in decided]})
         return
     for request in decided:
-        out().print(f"{request.run_name} ({request.run}): {_standing(request, decision.at)}", markup=False)
+        shown = f"{request.run_name} ({request.run}), terms {request.shown_terms}"
+        out().print(f"{shown}: {_standing(request, decision.at)}", markup=False)
     note("the worker applies it with its next claim, within half a minute")
 
 

@@ -106,20 +106,23 @@ class Inbox:
         self._now = now
         self._every_run = every_run
 
-    def require(self, snapshot: RunSnapshot, make: Callable[[str], Request]) -> None:
-        """Raise Unapproved unless the run is approved. `make` makes the request for a new digest of terms."""
+    def require(self, snapshot: RunSnapshot, make: Callable[[str], Request], *, trains: bool = True) -> None:
+        """Raise Unapproved unless the run is approved. `make` makes the request for a new digest of terms.
+
+        A task on what is held out of a data set belongs to a run that trains on the rest: unless this worker does not
+        train, the request is to train, which says that the run measures too.
+        """
         if not (self._every_run or snapshot.repeats_model):
             return
-        terms = terms_digest(snapshot)
+        kinds: list[TaskKind] = ["train", snapshot.kind] if snapshot.held_out else [snapshot.kind]
         now = self._now()
-        # The request to train already says that the run evaluates on held-out data.
-        trained = self._find(snapshot.run, terms_digest(snapshot, "train")) if snapshot.held_out else None
-        if trained and trained.standing(now) == "approved":
+        requests = [self._find(snapshot.run, terms_digest(snapshot, kind)) for kind in kinds]
+        if any(request and request.standing(now) == "approved" for request in requests):
             return
-        request = self._find(snapshot.run, terms)
+        request = next(filter(None, requests), None)
         if request is None:
             self._require_room()
-            request = self._ask(make(terms))
+            request = self._ask(make(terms_digest(snapshot, kinds[0] if trains else snapshot.kind)))
         if (standing := request.standing(now)) != "approved":
             raise Unapproved(standing, request.reason(now))
 
@@ -166,14 +169,17 @@ class Inbox:
         return found
 
     def find_one(self, named: str, terms: str = "") -> Request:
-        """Return the request of one run on the terms whose digest begins with `terms`.
+        """Return the request of one run on the terms whose digest begins with `terms`; of several, the only one that
+        is open, as neither approved nor declined.
 
         Raises InboxError if there is none, or more than one: then a person may not have read all of them.
         """
         found = self.find(named)
+        now = self._now()
         matches = [request for request in found if request.terms.startswith(terms)]
+        if len(matches) > 1:
+            matches = [request for request in matches if request.standing(now) not in ("approved", "declined")]
         if len(matches) != 1:
-            now = self._now()
             listed = ", ".join(f"{request.shown_terms} ({request.standing(now)})" for request in found)
             raise InboxError(
                 f"{found[0].run_name} ({found[0].run}) has requested approval of the terms {listed}: read each with "

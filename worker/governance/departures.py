@@ -1,10 +1,10 @@
-"""What left a site, when and to whom: a readable report from the site's audit, as a page (HTML) or a table (CSV).
+"""A readable report of what left a site, when and to whom, from the site's audit: a page (HTML) or a table (CSV).
 
 Texts in the audit come from the coordinator and from people: each is escaped, and stays a text in a spreadsheet too.
 """
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import date, datetime
 from html import escape
@@ -19,7 +19,7 @@ KINDS: Mapping[Action, str] = {
     "update.leave": "update", "figures.leave": "figures", "sums.open": "sum of masks", "sums.agree": "signature",
     "sums.abandon": "signature",
 }  # fmt: skip
-"""What leaves, by the action that records it."""
+"""The kinds of departures, by the action that records them."""
 
 COUNTED: Mapping[Action, Action] = {"update.leave": "update.count", "figures.leave": "figures.count"}
 
@@ -45,7 +45,7 @@ class Departure:
     epsilon: float | None
     figures: str
     counted: str
-    """Whether the coordinator confirmed it."""
+    """The coordinator's confirmation: yes, no, or empty for what has none."""
 
 
 TITLES = (
@@ -78,7 +78,9 @@ def departures(entries: Sequence[SiteAuditEntry], since: date | None, until: dat
     return found
 
 
-def _departure(entry: SiteAuditEntry, asked: str, approved: str, confirmed: set[tuple[object, ...]]) -> Departure:
+def _departure(
+    entry: SiteAuditEntry, asked: str, approved: str, confirmed: Collection[tuple[object, ...]]
+) -> Departure:
     detail = entry.detail
     counted = COUNTED.get(entry.action)
     return Departure(

@@ -42,35 +42,43 @@ def summary(
     least_in_sum: int | None = None,
     weight_in_sum: int = 1,
     rounds_figures: bool = False,
+    measured: int = 0,
 ) -> str:
     """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
 
     `groups`: the number of groups of these examples, if the run protects groups. `raw_texts`: whether the data set
     takes the run's tokenizer. `least_in_sum`: the fewest sites in a secure sum that this site's settings allow; None
     if it takes part in none. `weight_in_sum`: this site's weight in exact sums. `rounds_figures`: whether figures
-    over examples leave as rounded sums.
+    over examples leave as rounded sums. `measured`: the number of held-out examples of a task that measures a run
+    which is to train on the `examples`: no round has named blocks yet.
     """
-    work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
+    if measured:
+        task = task.model_copy(update={"kind": "train", "held_out": False})
+    work = [_work(task, model, examples, groups, measured), *_tokenizer(task, model, raw_texts=raw_texts)]
     figures = [*_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
-    leaving = [_leaving(task, model), *figures, *_masks(task, least_in_sum)]
+    leaving = [_leaving(task, model, announced=measured > 0), *figures, *_masks(task, least_in_sum)]
     merging = _merging(task, weight_in_sum) if task.kind == "train" else ()
-    return " ".join([*work, *leaving, *merging, _privacy(task), *_client_privacy(task)])
+    of_site = _client_privacy(task) if task.kind == "train" else ()
+    return " ".join([*work, *leaving, *merging, _privacy(task), *of_site])
 
 
-def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
+def _work(task: Task, model: Model, examples: int, groups: int | None, measured: int) -> str:
     of = f" of {groups:,} groups" if groups else ""
     on = f"on `{task.dataset}` ({examples:,} examples{of})"
     if task.kind == "evaluate":
         held_out = "what is held out of " if task.held_out else ""
         return f"Measures versions of {_model(model)} {on.replace('on ', f'on {held_out}', 1)}."
-    trained = in_words(task.plan.train.resolve(model.blocks), model.blocks)
+    trained = f"{in_words(task.plan.train.resolve(model.blocks), model.blocks)} of {_model(model)}"
+    if measured:
+        trained = f"blocks of {_model(model)}, which each round names,"
     epochs, steps = local_epochs(task.training, groups or examples), task.training.steps
     length = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if steps:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
     often = f"for {length} a round, {task.rounds} rounds"
     base = " Its base trains too, beside adapters or prompts." if task.training.full_fine_tuning else ""
-    return f"Trains {trained} of {_model(model)} {on} {often}, by the method {task.method.name}.{base}"
+    also = f" Measures its versions on what is held out of the data set ({measured:,} examples)." if measured else ""
+    return f"Trains {trained} {on} {often}, by the method {task.method.name}.{base}{also}"
 
 
 def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
@@ -83,10 +91,16 @@ def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
         yield f"The run brings its own tokenizer, {brought.digest}, which `{task.dataset}` does not use."
 
 
-def _leaving(task: Task, model: Model) -> str:
+def _leaving(task: Task, model: Model, *, announced: bool) -> str:
     to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
     if task.kind == "evaluate":
         return f"Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, {to}."
+    if announced:
+        most = size(sum(block.nbytes for block in model.blocks))
+        return (
+            f"Sends the blocks that each round asks for within the site's policy, at most {len(model.blocks)} with "
+            f"{most} a round before coding, and figures of versions, {to}."
+        )
     sent = task.plan.upload.resolve(model.blocks)
     nbytes = size(sum(block.nbytes for block in sent))
     return (
@@ -182,7 +196,8 @@ def _settings(rule: BaseModel, name: str) -> str:
 def _privacy(task: Task) -> str:
     privacy: Privacy | None = task.privacy
     if privacy is None:
-        seen = "sums of updates" if task.secure_sums and task.kind == "train" else "updates"
+        seen = "sums of updates" if task.secure_sums else "updates"
+        seen = seen if task.kind == "train" else "figures"
         return (
             f"No differential privacy: anyone who sees the {seen}, such as the coordinator's operator, may learn "
             "about single examples."

@@ -73,7 +73,6 @@ class Command:
     def send(self, notice: Mapping[str, str] | None, now: float) -> None:
         # The worker's own settings may have its token and its audit key.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
         if notice is None:
             return
         try:
@@ -83,7 +82,9 @@ class Command:
                 timeout=SEND_SECONDS,
                 env=environment,
                 check=False,
-                **quiet,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         except subprocess.TimeoutExpired:
             raise Undelivered(f"{self._command[0]} did not end within {SEND_SECONDS:g} s") from None

@@ -6,7 +6,7 @@ It fetches documents alone, where it needs them: the model's description, and th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -160,9 +160,9 @@ def _require_augmentable(task: Task, dataset: Dataset) -> None:
 
 def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Groups | None) -> None:
     """Raise Unapproved unless the run is approved; file a request from its first task."""
-    task = run.task
-    measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
-    examples = measured.examples if measured else 0
+    task, trains = run.task, "train" in run.env.kinds
+    measured = dataset.held_out.examples if dataset.held_out and task.held_out else 0
+    examples = dataset.examples if trains or not task.held_out else measured
     party = run.env.sums
 
     def make_request(terms: str) -> Request:
@@ -175,7 +175,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
             examples=examples,
             worker=run.env.name,
             asked_at=datetime.now(UTC),
-            repeats_model=run.snapshot.repeats_model,
+            repeats_model=replace(run.snapshot, kind="train" if trains else task.kind).repeats_model,
             summary=summary(
                 task,
                 read_model(run),
@@ -186,12 +186,13 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 least_in_sum=party.quorum if party else None,
                 weight_in_sum=party.weight if party else 1,
                 rounds_figures=run.env.rounds_figures(task),
+                measured=measured if trains else 0,
             ),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)
         return request
 
-    inbox.require(run.snapshot, make_request)
+    inbox.require(run.snapshot, make_request, trains=trains)
 
 
 def check_overlap(run: TaskRun, dataset: Dataset) -> None:

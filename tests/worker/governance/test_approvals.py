@@ -26,7 +26,7 @@ class Asking:
     """An inbox whose clock stands still until it is told to move."""
 
     def __init__(self, folder: Path) -> None:
-        self.now, self.folder = NOON, folder
+        self.now, self.folder, self.trains = NOON, folder, True
         self.inbox = Inbox(folder, lambda: self.now)
 
     def require(self, asked: Task) -> None:
@@ -37,7 +37,7 @@ class Asking:
                 repeats_model=RunSnapshot.of(asked).repeats_model,
             )  # fmt: skip
 
-        self.inbox.require(RunSnapshot.of(asked), request)
+        self.inbox.require(RunSnapshot.of(asked), request, trains=self.trains)
 
     def code(self, asked: Task) -> str | None:
         try:
@@ -110,10 +110,14 @@ def test_one_request_of_several_is_named_by_its_terms(asking: Asking) -> None:
         with pytest.raises(InboxError, match=rf"{first.terms[:16]} \(awaiting-approval\).* name one with --terms"):
             asking.inbox.find_one("r1", terms)
     assert asking.inbox.find_one("name-r1", first.shown_terms) == first
-    # So it is after one of them was decided: which one a person means cannot be known.
+    # So it is if the approval of one has ended: which one a person means cannot be known.
     asking.inbox.decide([first], ApprovalDecision(approved=True, by="ann", at=NOON, until=NOON))
     with pytest.raises(InboxError, match="approval-ended"):
         asking.inbox.find_one("r1")
+    # While it lasts, the other alone is open.
+    for approved in (True, False):
+        asking.inbox.decide([first], ApprovalDecision(approved=approved, by="ann", at=NOON))
+        assert asking.inbox.find_one("r1").decision is None
 
 
 def test_terms_whose_digest_begins_as_that_of_approved_ones_are_not_approved(asking: Asking, tmp_path: Path) -> None:
@@ -196,11 +200,27 @@ def test_an_approval_covers_the_client_privacy_that_was_shown(asking: Asking) ->
         assert asking.code(changed) == "awaiting-approval"
 
 
-def test_to_let_a_run_measure_is_not_to_let_it_train(asking: Asking) -> None:
-    measuring = {"kind": "evaluate", "held_out": True}
-    asking.code(task(**measuring))
+def test_a_run_that_measures_before_it_trains_asks_once(asking: Asking) -> None:
+    measuring = task(kind="evaluate", held_out=True)
+    assert asking.code(measuring) == "awaiting-approval"
+    assert asking.code(task()) == "awaiting-approval"
+    (asked,) = asking.inbox.find("r1")
+    assert asked.terms == terms_digest(RunSnapshot.of(task()))
     asking.decide("r1")
-    assert asking.code(task(**measuring)) is None
+    assert asking.code(measuring) is asking.code(task()) is None
+    asking.decide("r1", approved=False)
+    assert asking.code(measuring) == asking.code(task()) == "declined"
+
+
+def test_to_let_a_run_measure_is_not_to_let_it_train(asking: Asking) -> None:
+    """At a worker that trains for no run, and as an approval of an earlier version."""
+    measuring = task(kind="evaluate", held_out=True)
+    asking.trains = False
+    asking.code(measuring)
+    asking.decide("r1")
+    assert asking.code(measuring) is None
+    asking.trains = True
+    assert asking.code(measuring) is None
     assert asking.code(task()) == "awaiting-approval"
     assert set(asking.inbox.withheld()) == {"r1"}
 

@@ -162,6 +162,34 @@ def test_a_measurement_is_told_apart_from_training() -> None:
     )
 
 
+def test_a_run_that_measures_first_says_all_that_it_will_do() -> None:
+    first = task(kind="evaluate", held_out=True, plan=Plan())
+    told = summary(first, MODEL, 1204, Policy(never_send=("*mlp*",)), measured=300)
+    nbytes = size(sum(block.nbytes for block in MODEL.blocks))
+    assert told.startswith(
+        "Trains blocks of a BERT with 1 layer, which each round names, on `notes` (1,204 examples) for 3 epochs a "
+        "round, 20 rounds, by the method fedfrozen. Measures its versions on what is held out of the data set (300 "
+        "examples). Sends the blocks that each round asks for within the site's policy, at most "
+        f"{len(MODEL.blocks)} with {nbytes} a round before coding, and figures of versions, to orchestrator "
+        "trial-office."
+    )
+    # As the request of a task that trains.
+    rest = told[told.index("Of the blocks that never leave") :]
+    assert summary(task(), MODEL, 1204, Policy(never_send=("*mlp*",))).endswith(rest)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"client_privacy": ClientPrivacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)},
+        {"secure_sums": {"helpers": ["a", "b", "c"], "quorum": 5}},
+    ],
+)
+def test_a_measurement_speaks_of_no_update(more: dict[str, Any]) -> None:
+    assert "update" not in summary(task(kind="evaluate", plan=Plan(), **more), MODEL, 300)
+
+
 def test_a_person_reads_whether_figures_are_exact_or_rounded() -> None:
     policy = Policy(send_class_counts=True)
     exact, rounded = (

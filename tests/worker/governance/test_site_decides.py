@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from tessera.coordinator.db.tables import WorkerRow
-from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
@@ -153,6 +153,22 @@ def test_a_run_is_done_once_a_person_has_approved_it(coordinator: LiveCoordinato
 def declared(coordinator: LiveCoordinator) -> str:
     with coordinator.services.database.snapshot() as session:
         return str(session.scalars(select(WorkerRow.declared)).all())
+
+
+def test_a_run_that_is_measured_first_is_approved_once(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
+    desk.text = desk.text.replace('kind = "digits"\n', 'kind = "digits"\nheld_out = 0.2\n')
+    desk.write("approve_runs = true\n")
+    desk.settings = read_settings(desk.file)
+    with desk.working():
+        run = begin(client, evaluation=Evaluation(sites=True))
+        (asked,) = until(lambda: desk.say("inbox")["runs"])
+        assert asked["summary"].startswith("Trains ")
+        assert asked["examples"] > 100
+        desk.say("approve", "demo")
+        until(lambda: client.run(run.id).state == "completed")
+    assert len(desk.details("run.ask")) == len(desk.details("task.give-back")) == 1
 
 
 def test_a_run_that_is_declined_is_asked_for_no_more(coordinator: LiveCoordinator, tmp_path: Path) -> None:
