@@ -38,8 +38,9 @@ from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset import DataError, in_short
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
-from tessera.worker.disk import DISK_FULL, Disk
-from tessera.worker.failures import failure_of
+from tessera.worker.faults.disk import DISK_FULL, Disk
+from tessera.worker.faults.failures import failure_of
+from tessera.worker.faults.outage import Outage, refuses_worker
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.notices import Notices, channels
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
@@ -48,7 +49,6 @@ from tessera.worker.inventory import check_deltas, describe, devices_of, usable_
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.device_memory import return_unused_memory
-from tessera.worker.outage import Outage, refuses_worker
 from tessera.worker.pace import Pace
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded

@@ -37,7 +37,7 @@ from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
-from tessera.worker.disk import unwritable
+from tessera.worker.faults.disk import unwritable
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.notices import TEST, Channel, channels
 from tessera.worker.governance.policy import Policy

@@ -11,7 +11,7 @@ import yaml
 
 from tessera.shared.client.transport import ANSWER_SECONDS
 from tessera.worker.agent import ALIVE_FILE
-from tessera.worker.outage import MAX_WAIT_SECONDS
+from tessera.worker.faults.outage import MAX_WAIT_SECONDS
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import ALIVE_SECONDS
 

@@ -61,9 +61,9 @@ from tessera.worker.cli import worker as worker_command
 from tessera.worker.cli.exits import DEVICE_FAILED
 from tessera.worker.cli.exits import DISK_FULL as DISK_FULL_AT_START
 from tessera.worker.data.dataset import DataError
-from tessera.worker.disk import DISK_FULL
 from tessera.worker.enrolment import rotate
-from tessera.worker.failures import REPORTABLE, failure_of
+from tessera.worker.faults.disk import DISK_FULL
+from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings

@@ -11,9 +11,9 @@ from tessera.shared.problems import Problem
 from tessera.shared.run_settings import Unit, with_meaning
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
+from tessera.worker.faults.rolled_back import adopt_restored_run, adopt_rolled_back
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
-from tessera.worker.rolled_back import adopt_restored_run, adopt_rolled_back
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError

@@ -35,7 +35,7 @@ from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
 from tessera.worker.cli.site import report
-from tessera.worker.disk import is_of_disk
+from tessera.worker.faults.disk import is_of_disk
 from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of

@@ -11,7 +11,7 @@ from tessera.shared.api.runs import Measurement
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.failures import REPORTABLE, failure_of
+from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator, Order

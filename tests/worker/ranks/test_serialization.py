@@ -21,7 +21,7 @@ from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
-from tessera.worker.failures import failure_of
+from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import UnsafeConfig

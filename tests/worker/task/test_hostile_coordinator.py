@@ -25,9 +25,9 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, TaskCancelled
 from tessera.worker.agent import Agent
+from tessera.worker.faults.outage import MAX_WAIT_SECONDS
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.outage import MAX_WAIT_SECONDS
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Ledger, noisy_in
 from tessera.worker.task.heartbeat import Stop

@@ -25,7 +25,7 @@ from tessera.shared.schedule import rate_factors
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.tensors.statistics import is_statistic
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.failures import failure_of
+from tessera.worker.faults.failures import failure_of
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import IGNORED, CrossEntropy
