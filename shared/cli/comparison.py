@@ -13,7 +13,7 @@ from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.versions import described
 from tessera.shared.client.client import Client
-from tessera.shared.metrics.comparison import Comparison, History
+from tessera.shared.metrics.comparison import Comparison, History, setting_text
 from tessera.shared.metrics.comparison import compare as compared
 from tessera.shared.problems import Invalid
 
@@ -83,7 +83,10 @@ def tables(found: Comparison) -> Iterator[Table]:
     yield output.table(columns, rows, right=("version", "bytes", "seconds"))
     names = [run.name for run in found.runs]
     if found.settings:
-        shown = [(name, *map(_short, values)) for name, values in found.settings.items()]
+        shown = [
+            (name, *(None if value is None else setting_text(value) for value in values))
+            for name, values in found.settings.items()
+        ]
         yield output.table(("settings that differ", *names), shown)
     if found.metric:
         yield _by_version(
@@ -99,11 +102,6 @@ def _at(found: Comparison, values: Mapping[int, T]) -> Iterator[T | None]:
 
 def _last(values: Mapping[int, T]) -> T | None:
     return values[max(values)] if values else None
-
-
-def _short(value: object) -> object:
-    # The beginning of a digest is enough to see that two differ.
-    return f"{value[:19]}..." if isinstance(value, str) and value.startswith("sha256:") else value
 
 
 def _by_version(found: Comparison, title: str, columns: Iterable[Iterable[str | None]]) -> Table:

@@ -27,7 +27,14 @@ from tessera.shared.cli.run_template import template
 from tessera.shared.cli.versions import described, export_version, new_run, parse_version
 from tessera.shared.client.client import Client, despite_changes
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
-from tessera.shared.metrics.comparison import BestVersion, MainScore, best_version, different_sites, main_score
+from tessera.shared.metrics.comparison import (
+    BestVersion,
+    MainScore,
+    best_version,
+    different_sites,
+    main_score,
+    setting_text,
+)
 from tessera.shared.metrics.site_spread import PERSONAL, name_over_sites, spreads
 from tessera.shared.problems import Invalid, Problem, validated
 from tessera.shared.schema import Label, RunState
@@ -184,9 +191,15 @@ def _spec(
 
 
 @app.command("list")
-def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List the runs."""
-    runs = list(client_of(ctx).runs())
+def list_runs(
+    ctx: typer.Context,
+    state: Annotated[RunState | None, typer.Option(help="Only runs in this state.")] = None,
+    name: Annotated[str, typer.Option(help="Only runs with this text in their names, in any case.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs, newest first."""
+    every = sorted(client_of(ctx).runs(), key=lambda run: run.created_at, reverse=True)
+    runs = [run for run in every if state in (None, run.state) and name.lower() in run.spec.name.lower()]
     rows = [
         (
             run.id,
@@ -290,7 +303,7 @@ def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:
 
 
 def _with_settings(name: str, settings: Mapping[str, object]) -> str:
-    shown = ", ".join(f"{setting} {value}" for setting, value in settings.items())
+    shown = ", ".join(f"{setting} {setting_text(value)}" for setting, value in settings.items())
     return f"{name} ({shown})" if shown else name
 
 

@@ -1,5 +1,6 @@
 """A run's main score and best version, and several runs side by side."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ MAIN_SCORES = ("accuracy", "loss")
 
 MAX_NAMED = 8
 """Sites that a phrase names; JSON has all."""
+
+
+PAIRWISE = "two versions are compared at the sites that measured both"
+"""Explanation of a best version whose value is worse than another's."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +291,7 @@ class Comparison:
             yield f"{pooled_runs}: of all examples together, the others the mean of sites: these are not comparable"
         for run in self.runs:
             if run.remark:
-                yield f"{run.name}: {run.remark}"
+                yield f"{run.name}: {run.remark}; {PAIRWISE}"
         own = [run.name for run in self.runs if run.metric != self.metric and (run.metric or "").startswith(PERSONAL)]
         if own:
             yield f"{', '.join(own)}: measured by the sites' own models, the others by their versions at sites"
@@ -345,6 +350,14 @@ def differing(specs: Sequence[RunSpec]) -> dict[str, tuple[Any, ...]]:
     names = dict.fromkeys(name for settings in flat for name in settings)
     values = {name: tuple(settings.get(name) for settings in flat) for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting's value for people: a list without brackets, and of a digest the beginning, which is enough to
+    see that two differ."""
+    if isinstance(value, str):
+        return f"{value[:19]}..." if value.startswith("sha256:") else value
+    return ", ".join(map(setting_text, value)) if isinstance(value, list | tuple) else json.dumps(value)
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

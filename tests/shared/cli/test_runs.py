@@ -212,7 +212,10 @@ def test_a_run_is_paused_resumed_and_cancelled(commands: Commands, folder: Path)
     states = [commands.json("run", verb, run)["state"] for verb in ("pause", "resume", "cancel")]
     assert states == ["paused", "running", "cancelled"]
     assert commands.json("run", "resume", run, code=1)["code"] == "conflict"
-    assert [item["state"] for item in commands.json("run", "list")] == ["cancelled"]
+    later = commands.create(folder)
+    listed = {"": [later, run], "--state cancelled": [run], "--name TRI": [later, run], "--name x": []}
+    for given, ids in listed.items():
+        assert [item["id"] for item in commands.json("run", "list", *given.split())] == ids, given
 
 
 def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
