@@ -19,7 +19,7 @@ from tessera.coordinator.dashboard.session import FORM_TOKEN, STEERING, Fields, 
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RUNS, RunRow, UploadRow, VersionRow, new_id
+from tessera.coordinator.db.tables import RUNS, RunRow, UploadRow, VersionRow, WorkerRow, new_id
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
@@ -36,6 +36,7 @@ router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_c
 START, METHOD, REQUEST_KEY, STEP = "start", "method", "request_key", "step"
 FIRST = ("name", "dataset", "rounds")
 APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
+FIRST_METHOD = "fedavg"
 MAX_RUNS = 50
 MAX_UPLOADS = 50
 MAX_DATASETS = 100
@@ -54,7 +55,7 @@ def show_form(
     serving: Serving,
     who: Signed,
     method: Annotated[str | None, Query(max_length=64)] = None,
-    start: Annotated[str, Query(max_length=160)] = "",
+    start: Annotated[str, Query(max_length=192)] = "",
     dataset: Annotated[str, Query(max_length=64)] = "",
     copy: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Response:
@@ -66,8 +67,9 @@ def show_form(
         return _form(request, serving, who, _method(spec.method.name), _given_by(spec))
     if method is None:
         choices = _choices(serving, who.principal)
-        by_name = [method for _, method in sorted(methods().items())]
-        return render(request, "methods.html", who, methods=by_name, **choices)
+        # The one that is good for a first run is first, and preselected.
+        offered = sorted(methods().values(), key=lambda method: (method.name != FIRST_METHOD, method.name))
+        return render(request, "methods.html", who, methods=offered, **choices)
     chosen = _method(method)
     given = {REQUEST_KEY: new_id(), "/evaluation/sites": "true", "/dataset": dataset}
     given |= {START: start} if start else {}
@@ -141,11 +143,11 @@ def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
     document, faults = filled(fields, given)
     settings = document.pop("method", {}).get("settings", {})
     chosen, digests = given.get(START, "").split(), [given.get(name, "").strip() for name in ("/model", "/version")]
-    start = chosen or digests
+    start = chosen[:2] or digests
     if chosen and any(digests):
         faults.append(Fault(pointer="/model", detail="choose from the list or give digests, not both"))
     elif len(start) != 2 or not all(start):
-        faults.append(Fault(pointer="/model", detail="choose a starting point, or give both digests"))
+        faults.append(Fault(pointer="/model", detail="choose a model, or give both digests"))
         start = ["", ""]
     try:
         method.settings.model_validate(settings)
@@ -195,21 +197,27 @@ def _form(
 
 
 def _choices(serving: Services, caller: Principal, chosen: str = "") -> dict[str, Any]:
-    """Return the models to start from and the data sets that live workers have."""
+    """Return the models to start from, and the data sets of all workers, each with the number of its live ones."""
     with serving.database.snapshot() as session:
         starts = [*_of_runs(session), *_uploaded(session, serving, caller)]
         live = live_workers(session, serving.database.now() - serving.settings.liveness_seconds)
         datasets = Counter(name for worker in live for name in worker.declared["datasets"])
+        for declared in session.scalars(select(WorkerRow.declared).where(~WorkerRow.revoked)):
+            datasets.update(dict.fromkeys(declared["datasets"], 0))
     if chosen and chosen not in dict(starts):
         starts.insert(0, (chosen, f"the start of the copied run ({chosen[7:15]})"))
     return {"starts": starts, "datasets": sorted(datasets.most_common(MAX_DATASETS))}
 
 
 def _of_runs(session: Session) -> list[tuple[str, str]]:
-    """Return the last stored version of each of the latest runs: its model's digest and its own, and a label."""
+    """Return the last stored version of each of the latest runs: its model's digest, its own and the run's id, which
+    distinguishes equal versions, and a label."""
     stored = RUNS.where(VersionRow.retired_at.is_(None)).order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
     return [
-        (f"{run.spec['model']} {version.digest}", f"{run.name} ({run.id[:8]}), version {version.number}")
+        (
+            f"{run.spec['model']} {version.digest} {run.id}",
+            f"{run.name} ({run.id[:8]}, {run.state}), version {version.number}",
+        )
         for run, version in session.execute(stored)
     ]
 
