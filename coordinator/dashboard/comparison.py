@@ -26,7 +26,7 @@ from tessera.coordinator.dashboard.templating import NOTHING, metric_name, numbe
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run
-from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, best_version, compare
+from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, best_version, compare, setting_text
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.problems import Invalid
 
@@ -56,7 +56,10 @@ def show_comparison(
         x=x,
         axes=AXES,
         panel=_panel(found, x),
-        settings={name: [_shown(value) for value in values] for name, values in found.settings.items()},
+        settings={
+            name: [NOTHING if value is None else setting_text(value) for value in values]
+            for name, values in found.settings.items()
+        },
     )
 
 
@@ -110,9 +113,3 @@ def _top(found: Comparison) -> float | None:
     if len({(one.metric.removeprefix(PERSONAL), one.sites) for one in best}) != 1:
         return None
     return (min if is_better_low(best[0].metric) else max)(one.value for one in best)
-
-
-def _shown(value: object) -> str:
-    # The beginning of a digest is enough to see that two differ.
-    text = NOTHING if value is None else str(value)
-    return f"{text[:19]}…" if text.startswith("sha256:") else text

@@ -1,20 +1,24 @@
 """The overview."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
 
 from fastapi import APIRouter, Request, Response
-from sqlalchemy import func, select
+from markupsafe import Markup
+from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, latest_scores, moved_by_run
+from tessera.coordinator.dashboard.charts.svg_charts import spark
+from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, moved_by_run, score_curves
+from tessera.coordinator.dashboard.runs import RunLine
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
-from tessera.coordinator.dashboard.templating import render
+from tessera.coordinator.dashboard.templating import metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
-from tessera.shared.api.tasks import TaskView
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -23,21 +27,37 @@ MAX_ENDED = 5
 MAX_ROUNDS = 12
 
 
+@dataclass(frozen=True)
+class SiteLine:
+    """A site in a word."""
+
+    name: str
+    suspended: bool
+    live: int
+    """Its workers that called lately."""
+    at_work: int
+    """Tasks that its workers are at."""
+    seen_at: datetime | None
+
+    @property
+    def state(self) -> str:
+        if self.suspended:
+            return "suspended"
+        return "working" if self.live and self.at_work else "waiting" if self.live else "away"
+
+
 @router.get("/")
 def overview(request: Request, serving: Serving, who: Signed) -> Response:
     """Show the state of the whole federation."""
     now = serving.database.now()
-    since = now - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         counts = views.counts_by_state(session, RunRow)
         moved = moved_by_run(session)
-        workers = session.execute(
-            select(WorkerRow, SiteRow)
-            .join_from(WorkerRow, SiteRow)
-            .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
-            .order_by(SiteRow.name, WorkerRow.name)
-        ).all()
-        blobs, blob_bytes = views.blob_totals(session)
+        sites = _sites(session, now - serving.settings.liveness_seconds)
+        lines = [RunLine.of(session, row, moved) for row in _runs(session)]
+        by_code: dict[str, list[Alert]] = {}
+        for concern in serving.alerts(session, now):
+            by_code.setdefault(concern.code, []).append(concern)
         return render(
             request,
             "overview.html",
@@ -45,18 +65,48 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
             counts=counts,
             running=counts.get("running", 0),
             rounds=_open_rounds(session, now),
-            at_work=session.scalar(select(func.count()).where(TaskRow.state == "leased")) or 0,
-            live=[views.worker_view(row, site, since) for row, site in workers],
+            at_work=sum(site.at_work for site in sites),
+            sites=sorted(sites, key=lambda site: (site.state != "away", site.name)),
+            live=sum(site.live for site in sites),
             workers_total=session.scalar(select(func.count()).select_from(WorkerRow)) or 0,
-            doing=tasks_in_hand(session, {row.id: f"{site.name}/{row.name}" for row, site in workers}),
             moved=sum(moved.values(), TrafficTotals()),
-            rows=[_run_line(session, row, moved) for row in _runs(session)],
-            concerns=list(serving.alerts(session, now)),
-            free_bytes=serving.disk.free_bytes(),
-            memory=serving.memory.share(),
-            blobs=blobs,
-            blob_bytes=blob_bytes,
+            rows=lines,
+            curves=_curves(session, lines),
+            concerns=by_code,
         )
+
+
+def _curves(session: Session, lines: list[RunLine]) -> dict[str, Markup]:
+    """Draw the score of each run by version."""
+    names = {line.run.id: next(iter(line.scores), "") for line in lines}
+    found = score_curves(session, [(line.run, names[line.run.id]) for line in lines])
+    return {
+        run_id: spark(values, f"{metric_name(names[run_id])} from {number(values[0], 3)} to {number(values[-1], 3)}")
+        for run_id, values in found.items()
+    }
+
+
+def _sites(session: Session, since: float) -> list[SiteLine]:
+    at_work = dict(
+        session.execute(
+            select(WorkerRow.site_id, func.count())
+            .join_from(TaskRow, WorkerRow)
+            .where(TaskRow.state == "leased")
+            .group_by(WorkerRow.site_id)
+        ).all()
+    )
+    live = func.sum(case((WorkerRow.last_seen_at >= since, 1), else_=0))
+    rows = session.execute(
+        select(SiteRow.id, SiteRow.name, SiteRow.suspended_at, live, func.max(WorkerRow.last_seen_at))
+        .outerjoin(WorkerRow, (WorkerRow.site_id == SiteRow.id) & ~WorkerRow.revoked)
+        .group_by(SiteRow.id, SiteRow.name, SiteRow.suspended_at)
+    )
+    return [
+        SiteLine(
+            name, suspended is not None, 0 if suspended else count, at_work.get(id_, 0), seen and views.instant(seen)
+        )
+        for id_, name, suspended, count, seen in rows
+    ]
 
 
 def _runs(session: Session) -> list[RunRow]:
@@ -67,11 +117,6 @@ def _runs(session: Session) -> list[RunRow]:
         *session.scalars(newest.where(live).limit(MAX_LIVE)),
         *session.scalars(newest.where(~live).limit(MAX_ENDED)),
     ]
-
-
-def _run_line(session: Session, row: RunRow, moved: Mapping[str, TrafficTotals]) -> dict[str, object]:
-    run = views.run_view(session, row)
-    return {"run": run, "moved": moved.get(row.id, TrafficTotals()), "scores": latest_scores(session, run)}
 
 
 def _open_rounds(session: Session, now: float) -> list[dict[str, object]]:
@@ -85,10 +130,3 @@ def _open_rounds(session: Session, now: float) -> list[dict[str, object]]:
     )
     rounds = [(name, spec["rounds"], views.round_view(row)) for row, name, spec in rows.all()]
     return [{"name": name, "of": of, "round": view, "end": forecast(session, now, view)} for name, of, view in rounds]
-
-
-def tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskView]:
-    """Return the leased tasks of these workers (id to name), by worker name."""
-    rows = session.scalars(select(TaskRow).where(TaskRow.state == "leased"))
-    named = [(names[row.worker_id], row) for row in rows if row.worker_id in names]
-    return {name: views.task_view(row, name, row.version_number) for name, row in named}

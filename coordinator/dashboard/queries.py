@@ -12,7 +12,7 @@ from itertools import groupby
 from operator import add, attrgetter
 from typing import Any, get_args
 
-from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true, tuple_
+from sqlalchemy import ColumnElement, Row, String, case, cast, func, or_, select, true, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.dashboard.charts.svg_charts import Band
@@ -37,6 +37,8 @@ from tessera.shared.schema import ACCEPTED, SCORED_LABELS, TaskKind
 MAX_POINTS = 60
 """About the most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
+CURVE_POINTS = 8
+MAX_DRAWN = 1e15
 PAST_ROUNDS = 5
 ALL = ""
 """In place of a layer's name: all updates."""
@@ -239,6 +241,35 @@ def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
     latest = evaluations(session, run, None, TaskRow.version_number == newest.scalar_subquery())
     found = (main_score(latest, name) for name in main_names(latest))
     return {score.title: value for score in found if score for value in score.values.values()}
+
+
+def score_curves(session: Session, runs: Sequence[tuple[Run, str]]) -> dict[str, list[float]]:
+    """Return the named score of some versions of each run, in order, by the run's id.
+
+    Each label counts alike, as in `latest_scores`. The database sums over the workers, of a few versions of each run.
+    """
+    curves: dict[str, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name in {name for _, name in runs if name}:
+        value = TaskRow.metrics[name].as_float()
+        labels = func.coalesce(TaskRow.metrics[SCORED_LABELS].as_float(), TaskRow.examples)
+        of_runs = or_(*(_at_some_versions(run) for run, title in runs if title == name))
+        rows = session.execute(
+            select(TaskRow.run_id, TaskRow.held_out, func.sum(value * labels) / func.sum(labels))
+            # A database's float overflows with an error, and a site may report any value.
+            .where(*views.EVALUATED, of_runs, func.abs(value) < MAX_DRAWN, labels > 0, labels < MAX_DRAWN)
+            .group_by(TaskRow.run_id, TaskRow.held_out, TaskRow.version_number)
+            .order_by(TaskRow.version_number)
+        )
+        for run_id, held_out, score in rows:
+            curves[run_id][held_out].append(float(score))
+    # Figures of the central data set and of sites are not mixed.
+    return {run_id: found.get(False) or found[True] for run_id, found in curves.items()}
+
+
+def _at_some_versions(run: Run) -> ColumnElement[bool]:
+    last, every = run.version.number, run.spec.evaluation.every if run.spec.evaluation else 1
+    step = every * max(1, math.ceil(last / (CURVE_POINTS * every)))
+    return (TaskRow.run_id == run.id) & TaskRow.version_number.in_([*range(0, last, step), last])
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:

@@ -3,10 +3,10 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -17,7 +17,8 @@ from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.charts.run_charts import download
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
-from tessera.coordinator.dashboard.templating import render, span
+from tessera.coordinator.dashboard.sorting import Sorted
+from tessera.coordinator.dashboard.templating import plural, render, span
 from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
@@ -29,6 +30,7 @@ from tessera.coordinator.db.tables import (
     RunRow,
     SiteRow,
     TaskRow,
+    TokenRow,
     UploadRow,
     VersionRow,
     WorkerRow,
@@ -36,6 +38,7 @@ from tessera.coordinator.db.tables import (
 from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import AuditEntry
+from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.problems import Fault, Invalid
 from tessera.shared.sanitize import fit_for_table
@@ -43,7 +46,7 @@ from tessera.shared.sanitize import fit_for_table
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
 ENTRIES = 100
-FAILURES = 50
+FAILURES = 200
 ABANDONED = 10
 RUNS = 100
 CHOICES = 200
@@ -126,7 +129,7 @@ def list_failures(request: Request, serving: Serving, who: Signed, filters: Filt
             who,
             run=of_run,
             filters=filters,
-            failures=failures,
+            failures=_alike(failures),
             abandoned=[(views.round_view(row), name) for row, name in session.execute(rounds)] if besides else [],
             paused=[views.run_view(session, row) for row in session.scalars(paused)]
             if besides and not filters.run
@@ -134,6 +137,29 @@ def list_failures(request: Request, serving: Serving, who: Signed, filters: Filt
             newer=f"{PREFIX}/failures?{filters.query}" if after else None,
             older=f"{PREFIX}/failures?{filters.query}after={older}" if older else None,
         )
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Tasks of a run that failed for the same reason, newest first."""
+
+    run: str
+    code: str
+    tasks: list[TaskView]
+
+    @property
+    def where(self) -> str:
+        workers = {task.worker for task in self.tasks}
+        return plural(len(workers), "worker") if len(workers) > 1 else self.tasks[0].worker
+
+
+def _alike(failures: Iterable[tuple[TaskView, str]]) -> list[Failures]:
+    """Group failures by run, state and code; the group with the newest one is first."""
+    groups: dict[tuple[str, str, str], Failures] = {}
+    for task, run in failures:
+        code = task.problem.code if task.problem else "no reason given"
+        groups.setdefault((task.run, task.state, code), Failures(run, code, [])).tasks.append(task)
+    return list(groups.values())
 
 
 @router.get("/failures.csv")
@@ -194,6 +220,9 @@ def list_audit(request: Request, serving: Serving, who: Signed, filters: Filtere
             "audit.html",
             who,
             entries=entries[:ENTRIES],
+            subjects=_subjects(session, entries[:ENTRIES]),
+            words=ACTIONS,
+            unsaid=UNSAID,
             runs=session.execute(newest).all(),
             filters=filters,
             newer=here if before else None,
@@ -233,11 +262,62 @@ def _entries(session: Session, filters: Filters, most: int, before: int | None =
     return [one.model_copy(update={"actor": sites.get(one.actor, one.actor)}) for one in entries]
 
 
+ACTIONS = {
+    "run.create": "created the run", "run.annotate": "changed the run's tags or note", "run.pause": "paused the run",
+    "run.resume": "resumed the run", "run.cancel": "cancelled the run", "run.complete": "completed the run",
+    "round.open": "opened the round", "round.close": "closed the round", "round.commit": "committed the round",
+    "round.abandon": "abandoned the round", "task.evaluate": "asked for an evaluation",
+    "task.agree": "asked a helper to sign who sent", "task.open": "asked a helper to open the sum",
+    "task.abandon": "asked a helper to give up the sum", "task.lease": "began the task",
+    "task.release": "gave the task back", "task.expire": "ran out of time", "task.offer": "offered the task again",
+    "task.accept": "sent a result: accepted", "task.merge": "merged the update",
+    "task.leave_out": "left the update out", "task.reject": "sent a result: refused",
+    "task.fail": "could not do the task", "task.withhold": "withheld the task", "task.cancel": "cancelled the task",
+    "token.issue": "issued the token", "token.revoke": "revoked the token", "token.rotate": "rotated the token",
+    "site.create": "created the site", "site.suspend": "suspended the site", "site.resume": "resumed the site",
+    "worker.enrol": "declared what it offers", "session.begin": "signed in", "session.end": "signed out",
+    "enrolment.approve": "admitted the worker", "enrolment.decline": "declined the worker",
+    "enrolment.redeem": "joined with a code", "version": "made the version",
+    "version.retire": "removed old versions", "version.warning": "warned about the version",
+}  # fmt: skip
+"""The actions of the audit chain in words."""
+
+UNSAID = ("worker", "token", "update", "audit_head", "declared")
+"""Ids, fences and digests of an entry's detail, which its CSV has."""
+
+
+def _subjects(session: Session, entries: Sequence[AuditEntry]) -> dict[str, str]:
+    """Return the names of what entries are about, by id; a run's name also by the id of its entries' run."""
+    ids = {one.subject for one in entries}
+    work = {"train": "training from version", "evaluate": "evaluation of version"}
+    work |= dict.fromkeys(HELPER_KINDS, "secure sum after version")
+    names = {
+        id_: f"{worker}, {work[kind]} {version} of {run}"
+        for id_, worker, kind, version, run in session.execute(
+            select(TaskRow.id, WORKER_NAME, TaskRow.kind, TaskRow.version_number, RunRow.name)
+            .join_from(TaskRow, RunRow)
+            .join_from(TaskRow, WorkerRow)
+            .join(SiteRow)
+            .where(TaskRow.id.in_(ids))
+        )
+    }
+    rounds = select(RoundRow.id, RoundRow.number, RunRow.name).join_from(RoundRow, RunRow).where(RoundRow.id.in_(ids))
+    names |= {id_: f"round {number} of {run}" for id_, number, run in session.execute(rounds)}
+    workers = select(WorkerRow.id, WORKER_NAME).join_from(WorkerRow, SiteRow).where(WorkerRow.id.in_(ids))
+    names |= dict(session.execute(workers).all())
+    asked = (one for one in entries if one.action.startswith("enrolment."))
+    names |= {one.subject: f"{one.detail['site']}/{one.detail['worker']}" for one in asked}
+    of_runs = ids | {one.run for one in entries if one.run}
+    for table, wanted in ((RunRow, of_runs), (SiteRow, ids), (TokenRow, ids)):
+        names |= dict(session.execute(select(table.id, table.name).where(table.id.in_(wanted))).all())
+    return names
+
+
 # ---------------------------------------------------------------- storage
 
 
 @router.get("/storage")
-def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
+def show_storage(request: Request, serving: Serving, who: Signed, sorting: Sorted) -> Response:
     with serving.database.snapshot() as session:
         blobs, blob_bytes = views.blob_totals(session)
         unfinished = session.execute(
@@ -256,9 +336,22 @@ def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
             watermark=WATERMARK,
             uploads=unfinished[0],
             upload_bytes=unfinished[1],
-            rows=_stores(session),
+            rows=sorting.sorted(_stores(session), OF_STORES),
+            sorting=sorting,
             keeping=_keeping(serving.settings),
         )
+
+
+OF_STORES: Mapping[str, Callable[[tuple[RunRow, int, int, int]], Any]] = {
+    "name": lambda row: row[0].name.lower(),
+    "state": lambda row: row[0].state,
+    "versions": lambda row: row[0].version_number,
+    "kept": lambda row: row[1],
+    "blobs": lambda row: row[2],
+    "bytes": lambda row: row[3],
+    "whole": lambda row: row[1] * row[0].model_bytes,
+}
+"""The columns by which the runs of the storage page are sorted."""
 
 
 def _stores(session: Session) -> list[tuple[RunRow, int, int, int]]:

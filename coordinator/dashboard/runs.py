@@ -1,19 +1,18 @@
 """Runs and their rounds."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from io import StringIO
 from statistics import fmean
-from typing import Annotated, Literal
-from urllib.parse import urlencode
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import RedirectResponse
 from markupsafe import Markup
-from sqlalchemy import String, cast, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -32,6 +31,7 @@ from tessera.coordinator.dashboard.queries import (
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
+from tessera.coordinator.dashboard.sorting import PageNumber, Sorted, Sorting
 from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.helper_tasks import sum_record
@@ -44,9 +44,16 @@ from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
-from tessera.shared.metrics.comparison import MAIN_SCORES, has_own_models, main_score
+from tessera.shared.metrics.comparison import (
+    MAIN_SCORES,
+    PAIRWISE,
+    different_sites,
+    has_own_models,
+    main_score,
+    setting_text,
+)
 from tessera.shared.metrics.rows import rows_of, write_csv
-from tessera.shared.metrics.site_spread import PERSONAL, spreads
+from tessera.shared.metrics.site_spread import PERSONAL, is_better_low, spreads
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
@@ -58,12 +65,14 @@ router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class
 
 STATES = ("running", "paused", "cancelled")
 AT_A_TIME = 50
+MAX_TICKED = 50
+MAX_SCORED = 200
+"""Runs that are sorted by what has to be computed for each: the newest that match."""
 SHOWN_ROUNDS = 10
 HEADLINE = ("accuracy", "macro_f1", "loss")
 ODD = 2.0
 """Multiple of the round's median from which an outlier score is marked."""
 
-Before = Annotated[str | None, Query(max_length=64)]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Ordinal = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 Metric = Annotated[str | None, Query(max_length=64)]
@@ -75,17 +84,20 @@ def list_runs(
     request: Request,
     serving: Serving,
     who: Signed,
+    sorting: Sorted,
     state: RunState | Literal[""] = "",
     method: Text = "",
     dataset: Text = "",
     q: Text = "",
-    before: Before = None,
+    run: Annotated[list[str] | None, Query()] = None,
+    page: PageNumber = 1,
 ) -> Response:
-    """List runs by state, method, data set, and a text in their names, tags and notes."""
+    """List runs by state, method, data set, and a text in their names, tags and notes. Those named by `run` stay
+    ticked for a comparison, also those of other pages."""
     chosen = {"state": state, "method": method, "dataset": dataset, "q": q.strip()}
     with serving.database.snapshot() as session:
         names = {"method": RunRow.spec["method"]["name"].as_string(), "dataset": RunRow.spec["dataset"].as_string()}
-        query = RUNS.order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(AT_A_TIME + 1)
+        query = RUNS
         for name, column in {"state": RunRow.state, **names}.items():
             if chosen[name]:
                 query = query.where(column == chosen[name])
@@ -93,12 +105,10 @@ def list_runs(
             # As it stands in JSON, which tags are stored as.
             columns = (RunRow.name, RunRow.note, cast(RunRow.tags, String))
             query = query.where(or_(*(func.lower(column).contains(text, autoescape=True) for column in columns)))
-        if before is not None:
-            last = views.find_run(session, before)
-            query = query.where(tuple_(RunRow.created_at, RunRow.id) < tuple_(last.created_at, last.id))
-        rows = session.execute(query).all()
-        runs = [views.run_view(session, row) for row, _ in rows[:AT_A_TIME]]
-        filters = {name: value for name, value in chosen.items() if value}
+        moved, begin = moved_by_run(session), (page - 1) * AT_A_TIME
+        rows = _sorted_runs(session, query, sorting, names, moved, begin)
+        shown, ticked = {line.run.id for line in rows[:AT_A_TIME]}, [*dict.fromkeys(run or ())][:MAX_TICKED]
+        elsewhere = select(RunRow.id, RunRow.name).where(RunRow.id.in_(set(ticked) - shown)).order_by(RunRow.name)
         return render(
             request,
             "runs.html",
@@ -106,11 +116,57 @@ def list_runs(
             chosen=chosen,
             counts=views.counts_by_state(session, RunRow),
             choices={name: sorted(session.scalars(select(column).distinct())) for name, column in names.items()},
-            rows=[(run, latest_scores(session, run)) for run in runs],
-            by_run=moved_by_run(session),
-            newer=f"{PREFIX}/runs?{urlencode(filters)}" if before else None,
-            older=f"{PREFIX}/runs?{urlencode({**filters, 'before': runs[-1].id})}" if len(rows) > AT_A_TIME else None,
+            rows=rows[:AT_A_TIME],
+            sorting=sorting,
+            scored=MAX_SCORED if sorting.column in COMPUTED else None,
+            ticked=ticked,
+            elsewhere=session.execute(elsewhere).all(),
+            page=page,
+            more=len(rows) > AT_A_TIME,
         )
+
+
+@dataclass(frozen=True)
+class RunLine:
+    run: Run
+    scores: Mapping[str, float]
+    moved: TrafficTotals
+
+    @classmethod
+    def of(cls, session: Session, row: RunRow, moved: Mapping[str, TrafficTotals]) -> Self:
+        run = views.run_view(session, row)
+        return cls(run, latest_scores(session, run), moved.get(run.id, TrafficTotals()))
+
+    @property
+    def score(self) -> float | None:
+        """Its score where higher is better."""
+        return next((value for name, value in self.scores.items() if not is_better_low(name)), None)
+
+
+COMPUTED: Mapping[str, Callable[[RunLine], Any]] = {
+    "score": lambda one: one.score,
+    "sent": lambda one: one.moved.saved,
+}
+"""Columns that no column of the database has."""
+
+
+def _sorted_runs(
+    session: Session,
+    query: Select[RunRow, VersionRow],
+    sorting: Sorting,
+    names: Mapping[str, ColumnElement[str]],
+    moved: Mapping[str, TrafficTotals],
+    begin: int,
+) -> list[RunLine]:
+    """Return a page of runs, and one more if there are more: newest first, unless another order was chosen."""
+    columns: dict[str, Any] = {"name": func.lower(RunRow.name), "state": RunRow.state, **names}
+    columns |= {"versions": RunRow.version_number, "model": RunRow.model_bytes, "began": RunRow.created_at}
+    query = query.order_by(*sorting.ordering(columns), RunRow.created_at.desc(), RunRow.id.desc())
+    here = slice(begin, begin + AT_A_TIME + 1)
+    computed = sorting.column in COMPUTED
+    query = query.limit(MAX_SCORED) if computed else query.offset(here.start).limit(AT_A_TIME + 1)
+    lines = [RunLine.of(session, row, moved) for row, _ in session.execute(query)]
+    return sorting.sorted(lines, COMPUTED)[here] if computed else lines
 
 
 @router.get("/{run_id}")
@@ -127,6 +183,7 @@ def show_run(
         of_latest = [one for one in figures.measurements if one.version == latest]
         names = [*(PERSONAL + name for name in MAIN_SCORES[:1] if has_own_models(of_latest)), *HEADLINE]
         shown = [score for name in names if (score := main_score(of_latest, name))]
+        compared = figures.best and main_score(figures.measurements, figures.best.metric)
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
@@ -141,6 +198,7 @@ def show_run(
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             measured=latest,
             best=figures.best,
+            uneven=PAIRWISE if compared and different_sites([compared]) else "",
             headline=shown,
             spreads=next(iter(spreads(of_latest, names).values()), {}),
             sites=len({one.site for one in figures.measurements if one.held_out}),
@@ -230,7 +288,13 @@ def list_rounds(
 
 @router.get("/{run_id}/rounds/{number}")
 def show_round(
-    run_id: str, number: RoundNumber, request: Request, serving: Serving, who: Signed, attempt: Ordinal = None
+    run_id: str,
+    number: RoundNumber,
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    sorting: Sorted,
+    attempt: Ordinal = None,
 ) -> Response:
     """Show one attempt at a round, by default the latest: what each worker did when."""
     now = serving.database.now()
@@ -261,7 +325,11 @@ def show_round(
             end=forecast(session, now, view),
             sums=sum_record(session, row, run.spec),
             picture=_timeline(session, now, view, row.id),
-            rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],
+            rows=[
+                (task, is_unusual(task.metrics), short_layers(task.layers))
+                for task in sorting.sorted(view.tasks, OF_TASKS)
+            ],
+            sorting=sorting,
         )
 
 
@@ -304,7 +372,7 @@ def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> s
 
 def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
     """Return the settings of a run, or of one that may be created, for people."""
-    settings = ", ".join(f"{name} {value}" for name, value in spec.method.settings.items())
+    settings = ", ".join(f"{name} {setting_text(value)}" for name, value in spec.method.settings.items())
     training, cohort, privacy, sites = spec.training, spec.cohort, spec.privacy, spec.client_privacy
     batches = training.batch_size or "all"
     length = plural(training.steps, "step") if training.steps else plural(training.epochs or 0, "epoch")
@@ -370,6 +438,18 @@ def is_unusual(metrics: Mapping[str, float]) -> bool:
     """Return whether an update is far from the others of its round."""
     return max(metrics.get(NORM, 0.0), metrics.get(DISTANCE, 0.0)) >= ODD
 
+
+OF_TASKS: Mapping[str, Callable[[TaskView], Any]] = {
+    "worker": lambda task: task.worker,
+    "state": lambda task: task.state,
+    "attempts": lambda task: task.attempts,
+    "examples": lambda task: task.examples,
+    "loss": lambda task: task.metrics.get("loss"),
+    "up": lambda task: task.upload_bytes,
+    "down": lambda task: task.download_bytes,
+    "size": lambda task: task.metrics.get(NORM),
+}
+"""The columns by which a round's workers are sorted."""
 
 ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "expire": "failed"}
 

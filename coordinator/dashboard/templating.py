@@ -19,6 +19,7 @@ from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import FORM_TOKEN, Visitor, query_of, theme_of
 from tessera.coordinator.db.views import instant
+from tessera.shared.metrics.comparison import setting_text
 from tessera.shared.problems import Problem
 from tessera.shared.sanitize import fit_to_show
 from tessera.shared.version import VERSION
@@ -49,7 +50,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, ago)
-    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name, with_code)
+    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name, with_code, setting_text)
     jinja.filters.update({each.__name__: each for each in (*filters, *words)})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-from urllib.parse import urlencode
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from sqlalchemy import ColumnElement, Row, case, func, select, tuple_
+from sqlalchemy import ColumnElement, Row, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
 from tessera.coordinator.api.dependencies import Serving, require_role
-from tessera.coordinator.dashboard.overview import tasks_in_hand
 from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Sender, Signed
+from tessera.coordinator.dashboard.sorting import PageNumber, Sorted
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow, find
@@ -78,9 +77,22 @@ class WorkerLine:
         return wanted and any(text.lower() in word.lower() for word in words)
 
 
+COLUMNS: Mapping[str, Callable[[WorkerLine], Any]] = {
+    "worker": lambda line: (line.view.site, line.view.name),
+    "health": lambda line: line.urgency,
+    "seen": lambda line: line.view.last_seen_at,
+    "device": lambda line: line.view.device,
+    "version": lambda line: line.view.version or None,
+    "done": lambda line: line.accepted,
+    "failures": lambda line: line.faulty,
+    "size": lambda line: line.scores.get(NORM),
+}
+"""The columns by which workers are sorted, and with them their sites."""
+
+
 @router.get("/sites")
 def list_sites(
-    request: Request, serving: Serving, who: Signed, q: Text = "", health: Health | Literal[""] = ""
+    request: Request, serving: Serving, who: Signed, sorting: Sorted, q: Text = "", health: Health | Literal[""] = ""
 ) -> Response:
     """Show the workers of all sites, with those that need attention first."""
     since = serving.database.now() - serving.settings.liveness_seconds
@@ -89,11 +101,12 @@ def list_sites(
         query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow)
         lines = _worker_lines(session, session.execute(query.order_by(SiteRow.name, WorkerRow.name)).all(), since)
     counts = Counter(line.health for line in lines)
-    matching = sorted((line for line in lines if line.matches(q, health or None)), key=lambda line: line.urgency)
+    urgent = sorted((line for line in lines if line.matches(q, health or None)), key=lambda line: line.urgency)
+    matching = sorting.sorted(urgent, COLUMNS)
     by_site: dict[str, list[WorkerLine]] = defaultdict(list)
     for line in matching[:MAX_WORKERS]:
         by_site[line.view.site].append(line)
-    # A dictionary keeps the order in which its keys came: that of each site's most urgent worker.
+    # A dictionary keeps the order in which its keys came: that of each site's first worker.
     named = {site.name: site for site in every.values()}
     idle = [] if q or health else [site for site in every.values() if site.name not in by_site]
     return render(
@@ -107,6 +120,7 @@ def list_sites(
         attention=sum(counts[word] for word in NEEDY),
         more=max(0, len(matching) - MAX_WORKERS),
         absent=ABSENT,
+        sorting=sorting,
         q=q,
         health=health,
     )
@@ -121,7 +135,7 @@ def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sin
     )
     ends = Counter({(worker_id, state): count for worker_id, state, count in counts})
     scores = _latest_scores(session, ids)
-    tasks = tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
+    tasks = _tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
     return [
         WorkerLine(
             views.worker_view(row, site, since),
@@ -132,6 +146,13 @@ def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sin
         )
         for row, site in rows
     ]
+
+
+def _tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskView]:
+    """Return the leased tasks of these workers (id to name), by worker name."""
+    rows = session.scalars(select(TaskRow).where(TaskRow.state == "leased"))
+    named = [(names[row.worker_id], row) for row in rows if row.worker_id in names]
+    return {name: views.task_view(row, name, row.version_number) for name, row in named}
 
 
 def _latest_scores(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -270,29 +291,35 @@ def _latest_tasks(session: Session, worker_id: str, worker: WorkerView) -> list[
 # ---------------------------------------------------------------- administrators
 
 
+TOKEN_COLUMNS: Mapping[str, Any] = {
+    "name": func.lower(TokenRow.name),
+    "role": TokenRow.role,
+    "site": SiteRow.name,
+    "created": TokenRow.created_at,
+    "expires": TokenRow.expires_at,
+}
+"""The columns by which tokens are sorted."""
+
+
 @router.get("/tokens")
-def list_tokens(request: Request, serving: Serving, who: Signed, q: Text = "", after: Text = "") -> Response:
+def list_tokens(
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    sorting: Sorted,
+    q: Text = "",
+    page: PageNumber = 1,
+) -> Response:
     """Show the tokens, newest first; for administrators, as in the API."""
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
         query = select(TokenRow, SiteRow.name).outerjoin_from(TokenRow, SiteRow)
         if q:
             query = query.where(containing(TokenRow.name, q) | containing(SiteRow.name, q))
-        if after and (last := session.get(TokenRow, after)):
-            query = query.where(tuple_(TokenRow.created_at, TokenRow.id) < tuple_(last.created_at, last.id))
-        order = TokenRow.created_at.desc(), TokenRow.id.desc()
-        rows = session.execute(query.order_by(*order).limit(TOKENS + 1)).all()
+        order = *sorting.ordering(TOKEN_COLUMNS), TokenRow.created_at.desc(), TokenRow.id.desc()
+        rows = session.execute(query.order_by(*order).offset((page - 1) * TOKENS).limit(TOKENS + 1)).all()
         shown = [views.token_view(row, site, serving.last_seen.last_use(row.id)) for row, site in rows[:TOKENS]]
-    here = f"{PREFIX}/tokens?" + (f"{urlencode({'q': q})}&" if q else "")
-    return render(
-        request,
-        "tokens.html",
-        who,
-        tokens=shown,
-        q=q,
-        newer=here if after else None,
-        older=f"{here}after={shown[-1].id}" if len(rows) > TOKENS else None,
-    )
+    return render(request, "tokens.html", who, tokens=shown, q=q, sorting=sorting, page=page, more=len(rows) > TOKENS)
 
 
 def containing(column: ColumnElement[str] | InstrumentedAttribute[str], text: str) -> ColumnElement[bool]:

@@ -111,6 +111,18 @@ def lines(
     return _picture(ident, title, description, shapes, css=_margin(labels), places=map(across, places))
 
 
+def spark(values: Sequence[float], said: str) -> Markup:
+    """Draw values in order as a line of a table's height, without axes; `said` is its text."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return Markup("")
+    across, up = _Scale(0, len(finite) - 1, 2, 78), _Scale(min(finite), max(finite), 20, 4)
+    steps = " L".join(f"{across(place):.1f} {up(value):.1f}" for place, value in enumerate(finite))
+    return Markup(
+        '<svg class="spark" viewBox="0 0 80 24" role="img" aria-label="{}"><path class="line c0" d="M{}"/></svg>'
+    ).format(said, steps)
+
+
 def bars(
     ident: str, title: str, series: Sequence[Series], limit: Series | None, *, along: str, description: str
 ) -> Markup:

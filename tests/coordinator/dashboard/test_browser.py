@@ -226,10 +226,12 @@ def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
         visit = visiting(context, coordinator)
         page = visit.sign_in(coordinator.token("orchestrator"))
         page.get_by_role("link", name="Start a run").first.click()
-        page.get_by_role("radio", name=re.compile("^fedavg")).check()
+        expect(page.get_by_role("radio", name=re.compile("^fedavg"))).to_be_checked()
+        page.get_by_label("Model and version").select_option(index=1)
         page.get_by_role("button", name="Continue").click()
         expect(page.get_by_label("Model and version").locator(":checked")).to_contain_text("before")
-        for label, said in {"name": "watched", "dataset": "data", "rounds": "many"}.items():
+        expect(page.get_by_label(re.compile("^Dataset")).first).to_have_value("data")
+        for label, said in {"name": "watched", "rounds": "many"}.items():
             page.get_by_label(re.compile(f"^{label} \\(required\\)", re.IGNORECASE)).fill(said)
         page.get_by_role("button", name="Preview the first round").click()
         expect(page.get_by_role("alert")).to_contain_text("The run was not created")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.dashboard.queries import evaluations, latest_scores, measured
+from tessera.coordinator.dashboard.queries import evaluations, latest_scores, measured, score_curves
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, WorkerRow
 from tessera.shared.api.runs import RunSpec
@@ -75,6 +75,8 @@ def test_the_latest_score_is_over_all_workers_that_measured_and_of_own_models(tm
     with database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, "run"))
         assert latest_scores(session, run) == {"accuracy": pytest.approx(1 / 201)}
+        at = run.model_copy(update={"version": run.version.model_copy(update={"number": 1})})
+        assert score_curves(session, [(at, "accuracy")]) == {"run": [pytest.approx(1 / 201)]}
     # A version of own models is shown by these, and best by these.
     with database.transaction() as session:
         for name, own in (("w000", 0.5), ("w001", 0.7)):
@@ -88,3 +90,40 @@ def test_the_latest_score_is_over_all_workers_that_measured_and_of_own_models(tm
     database.close()
     assert best is not None
     assert (best.number, best.metric) == (2, "personal_accuracy")
+
+
+@pytest.mark.both_databases
+def test_a_curve_that_reads_all_versions_or_mixes_central_figures_with_those_of_sites(tmp_path: Path) -> None:
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        add_run(session).spec = SPEC.model_dump(mode="json")
+        for name, labels, best in (("a", 10, 40), ("b", 30, 80)):
+            session.add(SiteRow(id=name, name=name, created_at=NOW))
+            session.flush()
+            session.add(WorkerRow(id=name, site_id=name, name="w", declared={}, created_at=NOW, last_seen_at=NOW))
+            session.flush()
+            for number in range(40):
+                add_task(
+                    session, f"{name}-{number}", name, "accepted", round_id=None, kind="evaluate", held_out=True,
+                    version_number=number, examples=labels, metrics={"accuracy": number / best},
+                )  # fmt: skip
+    with database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, "run"))
+        run = run.model_copy(update={"version": run.version.model_copy(update={"number": 39})})
+        # Each label counts alike: (10 * n / 40 + 30 * n / 80) / 40 = n / 64.
+        expected = [number / 64 for number in [*range(0, 39, 5), 39]]
+        assert score_curves(session, [(run, "accuracy"), (run, "")]) == {"run": pytest.approx(expected)}
+    with database.transaction() as session:
+        # A sum of what a site may report fits no float of a database.
+        add_task(
+            session, "boast", "a", "accepted", round_id=None, kind="evaluate", held_out=False, version_number=5,
+            examples=5, metrics={"accuracy": 1.7e308},
+        )  # fmt: skip
+        for number in (0, 39):
+            add_task(
+                session, f"central-{number}", "a", "accepted", round_id=None, kind="evaluate", held_out=False,
+                version_number=number, examples=5, metrics={"accuracy": 0.5},
+            )  # fmt: skip
+    with database.snapshot() as session:
+        assert score_curves(session, [(run, "accuracy")]) == {"run": [0.5, 0.5]}
+    database.close()
