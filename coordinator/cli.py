@@ -243,12 +243,11 @@ def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool)
 
 
 def _listen(services: Services) -> None:
-    """Call the conductor on every wakeup."""
+    """Call the conductor on every wakeup, for the runs that it names."""
     with services.wakeups.listener(CONDUCTOR) as listener:
         services.conductor.call()
         while True:
-            listener.wait()
-            services.conductor.call()
+            services.conductor.call(*listener.wait())
 
 
 def _exit(message: str, code: int = 2) -> typer.Exit:

@@ -85,8 +85,8 @@ class Services:
     alerts: Callable[[Session, float], Iterable[Alert]]
     """Yields everything that needs a person at an instant."""
     notifiers: Sequence[Notifier]
-    wake_conductor: Callable[[], None]
-    """Has the conductor, in any process, look at once."""
+    wake_conductor: Callable[..., None]
+    """Has the conductor, in any process, look at once: at the runs that are named, or at all."""
     wake_workers: Callable[[Sequence[str]], None]
     """Wakes these workers in every process where they may wait."""
 
@@ -148,11 +148,11 @@ def assemble(
     page_url = f"{(settings.public_url or '').rstrip('/')}/page"
     people, sign_in = _open_id(settings) if duty != "conduct" else (None, None)
 
-    def wake_conductor() -> None:
+    def wake_conductor(*run_ids: str) -> None:
         if duty == "both":
-            conductor.call()
+            conductor.call(*run_ids)
         else:
-            wakeups.wake_conductor()
+            wakeups.wake_conductor(run_ids)
         change_feed.notify()
 
     return Services(

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.certificate import outdated
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
-from tessera.coordinator.db.tables import EnrolmentRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import EnrolmentRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
@@ -156,7 +156,7 @@ def _of_sites(session: Session, now: float) -> Iterator[Alert]:
 
 def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
     # A task may fail long after it was offered; its lease ends with it.
-    faulty = TaskRow.state.in_(("failed", "rejected")) & (TaskRow.lease_expires_at >= now - LATELY_SECONDS)
+    faulty = one_of(TaskRow.state, "failed", "rejected") & (TaskRow.lease_expires_at >= now - LATELY_SECONDS)
     counts = select(TaskRow.state, func.count()).where(faulty).group_by(TaskRow.state).order_by(TaskRow.state)
     for state, count in session.execute(counts).all():
         code, noun, detail, remedy, weight = FAULTY[state]

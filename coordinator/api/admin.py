@@ -8,7 +8,7 @@ from sqlalchemy import Row, select
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TokenRow, WorkerRow
+from tessera.coordinator.db.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
@@ -63,12 +63,12 @@ def status(serving: Serving, caller: Viewer) -> Status:
     with serving.database.snapshot() as session:
         live = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(WorkerRow.last_seen_at >= since)
         workers = session.execute(live.order_by(SiteRow.name, WorkerRow.name))
-        rounds = select(RoundRow).options(views.WITH_TASKS).where(RoundRow.state.in_(LIVE_ROUND))
+        rounds = select(RoundRow).options(views.WITH_TASKS).where(one_of(RoundRow.state, *LIVE_ROUND))
         blobs, blob_bytes = views.blob_totals(session)
         return Status(
             version=VERSION,
             protocol=PROTOCOL,
-            runs=views.counts_by_state(session, RunRow),
+            runs=views.runs_by_state(session),
             open_rounds=tuple(map(views.round_view, session.scalars(rounds))),
             workers=tuple(views.worker_view(row, site, since) for row, site in workers),
             blobs=blobs,

@@ -1,4 +1,4 @@
-"""The loop that moves rounds. For each run, at every wakeup and every tick:
+"""The loop that moves rounds. For the run that a wakeup names, and for each run at every tick:
 
     look      a snapshot of the run: its round, its tasks, who is live
     decide    what is to be done now (`domain.decide`, a pure function)
@@ -13,7 +13,8 @@ look at the tables says what is still to be done.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,11 +74,18 @@ class Conductor:
     _full_at: float = 0.0
     _merging: threading.Lock = field(default_factory=threading.Lock)
     _merged_run: str | None = None
+    # Runs to look at when the merge in progress ends: those that wait for it.
+    _behind: set[str] = field(default_factory=set)
     _called: threading.Event = field(default_factory=threading.Event)
+    # The runs that were named since the last look; None for all.
+    _named: set[str] | None = field(default_factory=set)
+    _naming: threading.Lock = field(default_factory=threading.Lock)
     _ended: threading.Event = field(default_factory=threading.Event)
 
-    def call(self) -> None:
-        """Wake the loop: look at once rather than at the next tick."""
+    def call(self, *run_ids: str) -> None:
+        """Wake the loop: look at these runs, or at all if none is named, at once rather than at the next tick."""
+        with self._naming:
+            self._named = {*self._named, *run_ids} if run_ids and self._named is not None else None
         self._called.set()
 
     def end(self) -> None:
@@ -87,12 +95,18 @@ class Conductor:
 
     def conduct(self) -> None:
         """Work until `end`."""
+        due_at = time.monotonic() + self.tick_seconds
         while not self._ended.is_set():
-            self._called.wait(self.tick_seconds)
+            self._called.wait(max(0.0, due_at - time.monotonic()))
             self._called.clear()
+            with self._naming:
+                named, self._named = self._named, set()
+            # However many wakeups come between two ticks.
+            if named is None or time.monotonic() >= due_at:
+                named, due_at = None, time.monotonic() + self.tick_seconds
             self._note_alive()
             try:
-                self.step()
+                self.step(named)
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")
         # A small merge ends by itself; the next process repeats a long one.
@@ -106,23 +120,23 @@ class Conductor:
         except OSError as fault:
             log.warning("conductor.heartbeat_failed", detail=str(fault))
 
-    def step(self) -> None:
-        """Look at every run until none has anything to be done."""
+    def step(self, named: Iterable[str] | None = None) -> None:
+        """Look at these runs, or at every run, until none has anything to be done."""
         if seen := self.presence.take():
             with self.database.transaction() as session:
                 note_seen(session, self.database.now(), seen)
-        while not self._ended.is_set() and self._pass():
+        while not self._ended.is_set() and (named := self._pass(named)):
             pass
 
-    def _pass(self) -> bool:
-        """Look at every run once; return whether anything was done."""
+    def _pass(self, named: Iterable[str] | None) -> list[str]:
+        """Look at these runs, or at every run, once; return those of which anything was done."""
         # A step makes one pass after another while there is work.
         self._note_alive()
         with self.database.snapshot() as session:
             live = self.liveness.workers(session)
-            run_ids = runs_to_decide(session)
+            run_ids = runs_to_decide(session) if named is None else named
         self.liveness.looked(live)
-        acted = False
+        acted = []
         for run_id in run_ids:
             # Before the look: an update that came between the two would be late by a deadline that it met.
             now = self.database.now()
@@ -132,9 +146,9 @@ class Conductor:
             for action in decide(run, now, self.patience):
                 if self._is_put_off(run, action):
                     continue
-                if not self._merge_aside(run, action):
-                    acted |= self._try(run, action)
-        return acted
+                if not self._merge_aside(run, action) and self._try(run, action):
+                    acted.append(run_id)
+        return list(dict.fromkeys(acted))
 
     def _look(self, run_id: str, live: Sequence[LiveWorker]) -> RunSnapshot | None:
         """Return a snapshot of a run. One that this version cannot read pauses, and the others go on."""
@@ -174,6 +188,8 @@ class Conductor:
         closes = isinstance(action, todo.Close) and small and not (run.round and run.round.sums)
         if not (closes or isinstance(action, todo.Merge)):
             return False
+        with self._naming:
+            self._behind.add(run.id)
         if self._merging.acquire(blocking=False):
             self._merged_run = run.id
             threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
@@ -194,7 +210,9 @@ class Conductor:
         finally:
             self._merging.release()
         if alone:
-            self.call()
+            with self._naming:
+                behind, self._behind = self._behind, set()
+            self.call(run.id, *behind)
 
     def _try(self, run: RunSnapshot, action: Action, *, aside: bool = False) -> bool:
         """Do an action, as a part of its round's trace if it moves one; return whether anything was done. In the

@@ -17,7 +17,7 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import metric_name, number, render
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.db.tables import IS_LEASED, RUNS, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -51,10 +51,10 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
     """Show the state of the whole federation."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
-        counts = views.counts_by_state(session, RunRow)
+        counts = views.runs_by_state(session)
         moved = moved_by_run(session)
         sites = _sites(session, now - serving.settings.liveness_seconds)
-        lines = [RunLine.of(session, row, moved) for row in _runs(session)]
+        lines = RunLine.of_all(session, _runs(session), moved)
         by_code: dict[str, list[Alert]] = {}
         for concern in serving.alerts(session, now):
             by_code.setdefault(concern.code, []).append(concern)
@@ -91,7 +91,7 @@ def _sites(session: Session, since: float) -> list[SiteLine]:
         session.execute(
             select(WorkerRow.site_id, func.count())
             .join_from(TaskRow, WorkerRow)
-            .where(TaskRow.state == "leased")
+            .where(IS_LEASED)
             .group_by(WorkerRow.site_id)
         ).all()
     )
@@ -111,12 +111,13 @@ def _sites(session: Session, since: float) -> list[SiteLine]:
 
 def _runs(session: Session) -> list[RunRow]:
     """Return the live runs, newest first, then the last ended ones."""
-    newest = select(RunRow).order_by(RunRow.updated_at.desc(), RunRow.id)
+    newest = RUNS.order_by(RunRow.updated_at.desc(), RunRow.id.desc())
     live = RunRow.state.in_(LIVE_RUN)
-    return [
-        *session.scalars(newest.where(live).limit(MAX_LIVE)),
-        *session.scalars(newest.where(~live).limit(MAX_ENDED)),
+    rows = [
+        *session.execute(newest.where(live).limit(MAX_LIVE)),
+        *session.execute(newest.where(~live).limit(MAX_ENDED)),
     ]
+    return [row for row, _ in rows]
 
 
 def _open_rounds(session: Session, now: float) -> list[dict[str, object]]:
@@ -124,7 +125,7 @@ def _open_rounds(session: Session, now: float) -> list[dict[str, object]]:
         select(RoundRow, RunRow.name, RunRow.spec)
         .options(views.WITH_TASKS)
         .join_from(RoundRow, RunRow)
-        .where(RoundRow.state.in_(LIVE_ROUND))
+        .where(one_of(RoundRow.state, *LIVE_ROUND))
         .order_by(RoundRow.opened_at.desc())
         .limit(MAX_ROUNDS)
     )

@@ -10,10 +10,10 @@ from datetime import datetime
 from functools import cache
 from itertools import groupby
 from operator import add, attrgetter
-from typing import Any, get_args
+from typing import Any
 
 from sqlalchemy import ColumnElement, Row, String, case, cast, func, or_, select, true, tuple_
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from tessera.coordinator.dashboard.charts.svg_charts import Band
 from tessera.coordinator.db import views
@@ -32,7 +32,7 @@ from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost, main_names
 from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.schema import ACCEPTED, SCORED_LABELS, TaskKind
+from tessera.shared.schema import ACCEPTED, SCORED_LABELS
 
 MAX_POINTS = 60
 """About the most versions in a chart: of longer runs every n-th version is shown."""
@@ -70,31 +70,25 @@ class TrafficTotals:
 
 
 def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, TrafficTotals]:
-    """Return the traffic of each run with accepted updates or evaluations, or of one run."""
-    sizes = {row.id: row.model_bytes for row in session.execute(select(RunRow.id, RunRow.model_bytes))}
-    by_run: dict[str, TrafficTotals] = defaultdict(TrafficTotals)
-    for row in _moved(session, TaskRow.run_id, TaskRow.run_id == run_id if run_id else true()):
-        by_run[row.key] += _totals(sizes[row.key], row)
-    return by_run
+    """Return the traffic of each run, or of one run."""
+    full = RunRow.model_bytes * (RunRow.updates + RunRow.fetches)
+    sums = (RunRow.updates, RunRow.upload_bytes, RunRow.download_bytes, RunRow.evaluation_bytes, full)
+    rows = session.execute(select(RunRow.id, *sums).where(RunRow.id == run_id if run_id else true()))
+    return {run: TrafficTotals(*map(int, totals)) for run, *totals in rows}
 
 
 def moved_by_round(session: Session, run: Run, first: int, last: int) -> dict[int, TrafficTotals]:
     """Return the traffic of a run by round, over all attempts, from round `first` to `last`."""
     by_round: dict[int, TrafficTotals] = defaultdict(TrafficTotals)
     versions = TaskRow.version_number.between(first - 1, last)
-    for row in _moved(session, TaskRow.version_number, TaskRow.run_id == run.id, versions):
-        by_round[round_of(row.key, run.spec.rounds)] += _totals(run.model_bytes, row)
-    return by_round
-
-
-def _moved(session: Session, by: InstrumentedAttribute[Any], *which: ColumnElement[bool]) -> Iterable[Row[Any]]:
-    up, down = TaskRow.upload_bytes, TaskRow.download_bytes
+    up, down, number = TaskRow.upload_bytes, TaskRow.download_bytes, TaskRow.version_number
     fetches = func.sum(case((down > 0, 1), else_=0)).label("fetches")
     sums = (func.count().label("tasks"), func.sum(up).label("up"), views.total(down).label("down"), fetches)
-    accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(get_args(TaskKind))
-    return session.execute(
-        select(by.label("key"), TaskRow.kind, *sums).where(accepted, *which).group_by(by, TaskRow.kind)
-    )
+    accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(("train", "evaluate"))
+    which = select(number, TaskRow.kind, *sums).where(TaskRow.run_id == run.id, versions, accepted)
+    for row in session.execute(which.group_by(number, TaskRow.kind)):
+        by_round[round_of(row.version_number, run.spec.rounds)] += _totals(run.model_bytes, row)
+    return by_round
 
 
 def _totals(model_bytes: int, row: Row[Any]) -> TrafficTotals:
@@ -191,19 +185,27 @@ def evaluations(
 ) -> list[Measurement]:
     """Return a run's evaluations under these conditions, with its main scores (or `metric`) alone: there may be a
     hundred thousand."""
+    return _evaluations(session, metric, TaskRow.run_id == run.id, *which)[run.id]
+
+
+def _evaluations(
+    session: Session, metric: str | None, *which: ColumnElement[bool]
+) -> defaultdict[str, list[Measurement]]:
+    """Return the evaluations of each run under these conditions."""
     # A site may have invented another name, which could break the path to it in the JSON.
     known = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
     names = [*known, *(PERSONAL + name for name in MAIN_SCORES), SCORED_LABELS]
     columns = [TaskRow.metrics[name].as_float() for name in names]
     rows = session.execute(
-        select(TaskRow.version_number, WORKER_NAME, TaskRow.held_out, TaskRow.examples, *columns)
+        select(TaskRow.run_id, TaskRow.version_number, WORKER_NAME, TaskRow.held_out, TaskRow.examples, *columns)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        .where(TaskRow.run_id == run.id, *views.EVALUATED, *which)
+        .where(*views.EVALUATED, *which)
         .order_by(TaskRow.version_number, TaskRow.id)
     )
-    return [
-        Measurement.model_construct(
+    by_run: defaultdict[str, list[Measurement]] = defaultdict(list)
+    for run_id, version, worker, held_out, examples, *values in rows:
+        one = Measurement.model_construct(
             version=version,
             dataset="",
             worker=worker,
@@ -211,8 +213,8 @@ def evaluations(
             examples=examples or 0,
             metrics={name: value for name, value in zip(names, values, strict=True) if value is not None},
         )
-        for version, worker, held_out, examples, *values in rows
-    ]
+        by_run[run_id].append(one)
+    return by_run
 
 
 def measured(
@@ -235,12 +237,19 @@ def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run)
     return (number % thinned(run) == 0) | (number >= run.version.number)
 
 
-def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
-    """Return the main scores of the latest version that was measured: of the sites' own models, if it has these."""
-    newest = select(func.max(TaskRow.version_number)).where(TaskRow.run_id == run.id, *views.EVALUATED)
-    latest = evaluations(session, run, None, TaskRow.version_number == newest.scalar_subquery())
-    found = (main_score(latest, name) for name in main_names(latest))
-    return {score.title: value for score in found if score for value in score.values.values()}
+def latest_scores(session: Session, runs: Sequence[str]) -> dict[str, Mapping[str, float]]:
+    """Return the main scores of each run's latest version that was measured: of the sites' own models, if it has
+    these."""
+    task = aliased(TaskRow)
+    newest = select(func.max(task.version_number)).where(
+        task.run_id == RunRow.id, task.kind == "evaluate", task.state == "accepted"
+    )
+    which = RunRow.id.in_(runs) & (TaskRow.run_id == RunRow.id) & (TaskRow.version_number == newest.scalar_subquery())
+    latest = _evaluations(session, None, which)
+    found = {run: [main_score(latest[run], name) for name in main_names(latest[run])] for run in runs}
+    return {
+        run: {s.title: value for s in of_run if s for value in s.values.values()} for run, of_run in found.items()
+    }
 
 
 def score_curves(session: Session, runs: Sequence[tuple[Run, str]]) -> dict[str, list[float]]:

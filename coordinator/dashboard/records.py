@@ -34,6 +34,7 @@ from tessera.coordinator.db.tables import (
     UploadRow,
     VersionRow,
     WorkerRow,
+    one_of,
 )
 from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
@@ -46,6 +47,10 @@ from tessera.shared.sanitize import fit_for_table
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
 ENTRIES = 100
+SEARCHED = 50_000
+"""Entries of the audit chain that one page looks through: a chain has millions, and few of them may match."""
+CLOCK_SECONDS = 3600.0
+"""Step of a clock by which entries may be out of their order in time and are found all the same."""
 FAILURES = 200
 ABANDONED = 10
 RUNS = 100
@@ -73,9 +78,14 @@ class Filters:
         given = {name: value for name, value in asdict(self).items() if value}
         return urlencode(given) + "&" if given else ""
 
+    @property
+    def period(self) -> tuple[float | None, float | None]:
+        """The first instant, and that before which the period ends. Raise Invalid for one that cannot be read."""
+        return _instant("since", self.since), _instant("until", self.until)
+
     def within(self, column: ColumnElement[float] | InstrumentedAttribute[float]) -> list[ColumnElement[bool]]:
         """Return the conditions of the period. Raise Invalid for an instant that cannot be read."""
-        since, until = _instant("since", self.since), _instant("until", self.until)
+        since, until = self.period
         after = [] if since is None else [column >= since]
         return after if until is None else [*after, column < until]
 
@@ -117,7 +127,8 @@ def list_failures(request: Request, serving: Serving, who: Signed, filters: Filt
             select(RoundRow, RunRow.name)
             .options(views.WITH_TASKS)
             .join_from(RoundRow, RunRow)
-            .where(RoundRow.state == "abandoned", RoundRow.run_id == filters.run if filters.run else true())
+            .where(one_of(RoundRow.state, *views.UNCOMMITTED), RoundRow.state == "abandoned")
+            .where(RoundRow.run_id == filters.run if filters.run else true())
             .order_by(RoundRow.opened_at.desc())
             .limit(ABANDONED)
         )
@@ -184,7 +195,7 @@ def _failures(
         .join_from(TaskRow, RunRow)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        .where(TaskRow.state.in_([state for state in FAULTS if filters.what in ("", state)]))
+        .where(one_of(TaskRow.state, *FAULTS), TaskRow.state == filters.what if filters.what else true())
         .where(*filters.within(TaskRow.created_at))
         .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
         .limit(most + 1)
@@ -212,7 +223,9 @@ def list_audit(request: Request, serving: Serving, who: Signed, filters: Filtere
     """Show every change of state, newest first; for administrators, as in the API."""
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
-        entries = _entries(session, filters, ENTRIES + 1, before)
+        first, last, over = _searched(session, filters, before)
+        entries = _entries(session, filters, ENTRIES + 1, AuditRow.seq.between(first, last))
+        following = entries[ENTRIES - 1].seq if len(entries) > ENTRIES else None if over else first
         newest = select(RunRow.id, RunRow.name).order_by(RunRow.created_at.desc()).limit(CHOICES)
         here = f"{PREFIX}/audit?{filters.query}"
         return render(
@@ -225,9 +238,35 @@ def list_audit(request: Request, serving: Serving, who: Signed, filters: Filtere
             unsaid=UNSAID,
             runs=session.execute(newest).all(),
             filters=filters,
+            searched_to=following,
             newer=here if before else None,
-            older=f"{here}before={entries[ENTRIES - 1].seq}" if len(entries) > ENTRIES else None,
+            older=f"{here}before={following}" if following else None,
         )
+
+
+def _searched(session: Session, filters: Filters, before: int | None) -> tuple[int, int, bool]:
+    """Return the first and the last entry that a page looks through, and whether none before them can match."""
+    since, until = filters.period
+    last = before - 1 if before else session.scalar(select(func.max(AuditRow.seq))) or 0
+    if until is not None:
+        last = _last_before(session, last, until + CLOCK_SECONDS)
+    first = max(1, last - SEARCHED + 1)
+    if filters.run:
+        # Its own entries count, which an index has.
+        of_run = select(AuditRow.seq).where(AuditRow.run_id == filters.run, AuditRow.seq <= last)
+        first = session.scalar(of_run.order_by(AuditRow.seq.desc()).offset(SEARCHED - 1).limit(1)) or 1
+    begun = since is not None and _last_before(session, first, since - CLOCK_SECONDS) == first
+    return first, last, first == 1 or begun
+
+
+def _last_before(session: Session, last: int, instant: float) -> int:
+    """Return the number of the last entry, of those up to `last`, before an instant; 0 if there is none."""
+    first = 0
+    while first < last:
+        middle = (first + last + 1) // 2
+        at = session.scalar(select(AuditRow.at).where(AuditRow.seq == middle))
+        first, last = (middle, last) if at is not None and at < instant else (first, middle - 1)
+    return first
 
 
 @router.get("/audit.csv")
@@ -243,10 +282,10 @@ def download_audit(serving: Serving, who: Signed, filters: Filtered) -> Response
     return as_csv("audit", columns, rows)
 
 
-def _entries(session: Session, filters: Filters, most: int, before: int | None = None) -> list[AuditEntry]:
-    """Return entries, newest first, with the names of sites in place of their ids."""
+def _entries(session: Session, filters: Filters, most: int, *which: ColumnElement[bool]) -> list[AuditEntry]:
+    """Return entries under these conditions, newest first, with the names of sites in place of their ids."""
     sites = {f"site:{row_id}": f"site:{name}" for row_id, name in session.execute(select(SiteRow.id, SiteRow.name))}
-    query = select(AuditRow).where(*filters.within(AuditRow.at)).order_by(AuditRow.seq.desc()).limit(most)
+    query = select(AuditRow).where(*which, *filters.within(AuditRow.at)).order_by(AuditRow.seq.desc()).limit(most)
     if filters.who:
         named = [actor for actor, name in sites.items() if filters.who.lower() in name.lower()]
         # The id of a site is not its name.
@@ -256,8 +295,6 @@ def _entries(session: Session, filters: Filters, most: int, before: int | None =
         query = query.where(containing(AuditRow.action, filters.what))
     if filters.run:
         query = query.where(AuditRow.run_id == filters.run)
-    if before is not None:
-        query = query.where(AuditRow.seq < before)
     entries = map(views.audit_view, session.scalars(query))
     return [one.model_copy(update={"actor": sites.get(one.actor, one.actor)}) for one in entries]
 

@@ -1,7 +1,7 @@
 """Runs and their rounds."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from io import StringIO
@@ -36,7 +36,7 @@ from tessera.coordinator.dashboard.templating import number, plural, render, siz
 from tessera.coordinator.db import views
 from tessera.coordinator.db.helper_tasks import sum_record
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
-from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
+from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.operations.runs import etag, patch_run, require_owner
@@ -114,7 +114,7 @@ def list_runs(
             "runs.html",
             who,
             chosen=chosen,
-            counts=views.counts_by_state(session, RunRow),
+            counts=views.runs_by_state(session),
             choices={name: sorted(session.scalars(select(column).distinct())) for name, column in names.items()},
             rows=rows[:AT_A_TIME],
             sorting=sorting,
@@ -133,9 +133,10 @@ class RunLine:
     moved: TrafficTotals
 
     @classmethod
-    def of(cls, session: Session, row: RunRow, moved: Mapping[str, TrafficTotals]) -> Self:
-        run = views.run_view(session, row)
-        return cls(run, latest_scores(session, run), moved.get(run.id, TrafficTotals()))
+    def of_all(cls, session: Session, rows: Iterable[RunRow], moved: Mapping[str, TrafficTotals]) -> list[Self]:
+        runs = [views.run_view(session, row) for row in rows]
+        scores = latest_scores(session, [run.id for run in runs])
+        return [cls(run, scores[run.id], moved.get(run.id, TrafficTotals())) for run in runs]
 
     @property
     def score(self) -> float | None:
@@ -165,7 +166,7 @@ def _sorted_runs(
     here = slice(begin, begin + AT_A_TIME + 1)
     computed = sorting.column in COMPUTED
     query = query.limit(MAX_SCORED) if computed else query.offset(here.start).limit(AT_A_TIME + 1)
-    lines = [RunLine.of(session, row, moved) for row, _ in session.execute(query)]
+    lines = RunLine.of_all(session, (row for row, _ in session.execute(query)), moved)
     return sorting.sorted(lines, COMPUTED)[here] if computed else lines
 
 
@@ -343,7 +344,7 @@ def _owns(session: Session, who: Visitor, run: Run) -> bool:
 
 
 def _open_round(session: Session, run: Run) -> Round | None:
-    live = (RoundRow.run_id == run.id) & RoundRow.state.in_(LIVE_ROUND)
+    live = (RoundRow.run_id == run.id) & one_of(RoundRow.state, *LIVE_ROUND)
     row = session.scalars(select(RoundRow).options(views.WITH_TASKS).where(live)).one_or_none()
     return views.round_view(row) if row else None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy import ColumnElement, Row, case, func, select
-from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, undefer
 
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.runs import is_unusual
@@ -19,7 +19,7 @@ from tessera.coordinator.dashboard.session import PageRoute, Sender, Signed
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow, find
+from tessera.coordinator.db.tables import IS_LEASED, AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow, find
 from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS
 from tessera.coordinator.domain.eligibility import policy_of
 from tessera.coordinator.operations import sites
@@ -36,7 +36,6 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute
 MAX_WORKERS = 500
 MAX_TASKS = 25
 TOKENS = 100
-FAULTY = ("failed", "rejected", "expired")
 
 HEALTHS = ("failing", "silent", "unusual", "working", "well", "suspended", "revoked")
 """From what needs attention first to what an administrator decided."""
@@ -128,20 +127,18 @@ def list_sites(
 
 def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], since: float) -> list[WorkerLine]:
     ids = [row.id for row, _ in rows]
-    counts = session.execute(
-        select(TaskRow.worker_id, TaskRow.state, func.count())
-        .where(TaskRow.worker_id.in_(ids))
-        .group_by(TaskRow.worker_id, TaskRow.state)
+    # Of the expired ones there are few: they are offered again, or cancelled with their round.
+    expired = Counter(
+        session.scalars(select(TaskRow.worker_id).where(TaskRow.worker_id.in_(ids), TaskRow.state == "expired"))
     )
-    ends = Counter({(worker_id, state): count for worker_id, state, count in counts})
     scores = _latest_scores(session, ids)
     tasks = _tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
     return [
         WorkerLine(
             views.worker_view(row, site, since),
             tasks.get(row.id),
-            sum(ends[row.id, state] for state in ACCEPTED),
-            sum(ends[row.id, state] for state in FAULTY),
+            row.accepted,
+            row.faulty + expired[row.id],
             scores.get(row.id, {}),
         )
         for row, site in rows
@@ -150,19 +147,26 @@ def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sin
 
 def _tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, TaskView]:
     """Return the leased tasks of these workers (id to name), by worker name."""
-    rows = session.scalars(select(TaskRow).where(TaskRow.state == "leased"))
+    rows = session.scalars(select(TaskRow).where(IS_LEASED))
     named = [(names[row.worker_id], row) for row in rows if row.worker_id in names]
     return {name: views.task_view(row, name, row.version_number) for name, row in named}
 
 
 def _latest_scores(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return how far each worker's latest update is from the others of its round, as far as it was compared."""
-    updates = TaskRow.state.in_(ACCEPTED) & (TaskRow.kind == "train") & TaskRow.worker_id.in_(worker_ids)
-    at = func.max(TaskRow.created_at).label("at")
-    newest = select(TaskRow.worker_id, at).where(updates).group_by(TaskRow.worker_id).subquery()
-    same = (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at)
+    task = aliased(TaskRow)
+    # One for each state, which an index finds without the others.
+    newest = [
+        select(task.id)
+        .where(task.worker_id == WorkerRow.id, task.state == state, task.kind == "train")
+        .order_by(task.created_at.desc())
+        .limit(1)
+        .scalar_subquery()
+        for state in ACCEPTED
+    ]
     values = [TaskRow.metrics[name].as_float() for name in (NORM, DISTANCE)]
-    rows = session.execute(select(TaskRow.worker_id, *values).join(newest, same).where(updates))
+    latest = select(TaskRow.worker_id, *values).join_from(WorkerRow, TaskRow, TaskRow.id.in_(newest))
+    rows = session.execute(latest.where(WorkerRow.id.in_(worker_ids)).order_by(TaskRow.created_at))
     found = {worker_id: dict(zip((NORM, DISTANCE), scores, strict=True)) for worker_id, *scores in rows}
     return {worker_id: {k: v for k, v in scores.items() if v is not None} for worker_id, scores in found.items()}
 
@@ -269,7 +273,7 @@ def _budgets(policy: AdvertisedPolicy) -> list[tuple[str, float, UnitBudget]]:
 def _latest_tasks(session: Session, worker_id: str, worker: WorkerView) -> list[tuple[TaskView, str, float | None]]:
     """Return the worker's latest tasks with the names of their runs and the seconds that it worked on each."""
     query = select(TaskRow, RunRow.name).join_from(TaskRow, RunRow).where(TaskRow.worker_id == worker_id)
-    rows = session.execute(query.order_by(TaskRow.created_at.desc(), TaskRow.id).limit(MAX_TASKS)).all()
+    rows = session.execute(query.order_by(TaskRow.created_at.desc(), TaskRow.id.desc()).limit(MAX_TASKS)).all()
     leased = case((AuditRow.action == "task.lease", AuditRow.at))
     times = session.execute(
         select(AuditRow.subject, func.max(leased), func.max(AuditRow.at))

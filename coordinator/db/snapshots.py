@@ -8,12 +8,21 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import ColumnElement, Engine, Row, func, select
 from sqlalchemy import bindparam as given
-from sqlalchemy.orm import InstrumentedAttribute, Session, load_only
+from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
-from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import (
+    WORKER_NAME,
+    RoundRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+    one_of,
+)
 from tessera.coordinator.domain.eligibility import RunTerms, objections, unknown_settings
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
@@ -32,11 +41,6 @@ MAX_UNAGREED = 100
 """Rounds that may be abandoned because sites have not approved the run, without counting as attempts."""
 
 
-def _one_of(column: InstrumentedAttribute[str], *values: str) -> ColumnElement[bool]:
-    """Return a condition with the values in the SQL's text: SQLite uses no partial index for bound parameters."""
-    return column.in_(given("values", values, unique=True, expanding=True, literal_execute=True))
-
-
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Return every worker seen since then whose site is not suspended and whose token is not revoked, ordered by name
     (`site/worker`)."""
@@ -50,15 +54,22 @@ _LIVE_WORKERS = (
     .join_from(WorkerRow, SiteRow)
     .where(WorkerRow.last_seen_at >= given("since"), SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
 )
-_OPEN_ROUNDS = select(RoundRow.run_id).where(_one_of(RoundRow.state, *LIVE_ROUND))
-_OPEN_TASKS = select(TaskRow.run_id).where(_one_of(TaskRow.state, "offered", "leased"))
+_OPEN_ROUNDS = select(RoundRow.run_id).where(one_of(RoundRow.state, *LIVE_ROUND))
+_OPEN_TASKS = select(TaskRow.run_id).where(one_of(TaskRow.state, "offered", "leased"))
 _TO_DECIDE = (
     select(RunRow.id)
     .where(RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(_OPEN_ROUNDS) | RunRow.id.in_(_OPEN_TASKS))
     .order_by(RunRow.created_at, RunRow.id)
 )
-_LIVE_ROUND = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
-_ENDED_AT = select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == given("run")).scalar_subquery()
+_LIVE_ROUND = (RoundRow.run_id == RunRow.id) & one_of(RoundRow.state, *LIVE_ROUND)
+# From the end: the round before the live one.
+_ENDED_AT = (
+    select(RoundRow.closed_at)
+    .where(RoundRow.run_id == given("run"), RoundRow.closed_at.is_not(None))
+    .order_by(RoundRow.number.desc(), RoundRow.attempt.desc())
+    .limit(1)
+    .scalar_subquery()
+)
 _RUN = (
     select(RunRow, RoundRow, _ENDED_AT)
     .outerjoin(RoundRow, _LIVE_ROUND)

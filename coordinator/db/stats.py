@@ -1,6 +1,6 @@
 """Statistics of runs, rounds, tasks and sites for monitoring, read from the tables.
 
-History is never read twice: commits of rounds come from the audit chain, starting where the last read ended.
+History is not read: commits of rounds come from the audit chain, from the start of the process on.
 """
 
 import threading
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from sqlalchemy import Row, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
-from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, one_of
 from tessera.coordinator.db.views import latest_measurements, total
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.runs import RunSpec
@@ -26,9 +26,6 @@ MEASURED = frozenset(("loss", "accuracy", "macro_f1", "calibration_error"))
 """Metrics that are exported. Workers may report others, but each name would be a series that a worker chose."""
 
 AT_SITES = MEASURED | {PERSONAL + name for name in MEASURED}
-
-STEPS = ("round.open", "round.close", "round.commit", "round.abandon")
-BATCH = 10_000
 
 Place = Literal["central", "sites"]
 
@@ -54,7 +51,7 @@ def tasks_in_hand(session: Session) -> Sequence[Row[str, str, int]]:
     """Kind, state and number of the tasks of live rounds, and of live runs' evaluations that are not over."""
     pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "expired"))
     pending &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.state.in_(LIVE_RUN)))
-    of_rounds = TaskRow.round_id.in_(select(RoundRow.id).where(RoundRow.state.in_(LIVE_ROUND)))
+    of_rounds = TaskRow.round_id.in_(select(RoundRow.id).where(one_of(RoundRow.state, *LIVE_ROUND)))
     which = of_rounds | pending
     return session.execute(
         select(TaskRow.kind, TaskRow.state, func.count()).where(which).group_by(TaskRow.kind, TaskRow.state)
@@ -126,29 +123,31 @@ class RoundDurations(NamedTuple):
 
 
 class Commits:
-    """Every round's commit, each once, including those before this process started: the audit chain has all."""
+    """Every round's commit since an instant, each once: a counter that begins at 0 with its process, as others do."""
 
-    def __init__(self, tell: Callable[[RoundDurations], None]) -> None:
+    def __init__(self, since: float, tell: Callable[[RoundDurations], None]) -> None:
+        self._since = since
         self._tell = tell
         self._lock = threading.Lock()
-        self._seq = 0
-        self._began: dict[tuple[str, str], float] = {}
+        self._seq: int | None = None
 
     def follow(self, session: Session) -> None:
         """Report the commits since the last call."""
-        query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject).order_by(AuditRow.seq)
-        query = query.where(AuditRow.action.in_(STEPS)).limit(BATCH)
         with self._lock:
-            while rows := session.execute(query.where(AuditRow.seq > self._seq)).all():
-                for row in rows:
-                    self._step(row.at, row.action, row.subject)
-                    self._seq = row.seq
-
-    def _step(self, at: float, action: str, round_id: str) -> None:
-        if action in ("round.open", "round.close"):
-            self._began[action, round_id] = at
-            return
-        opened_at = self._began.pop(("round.open", round_id), at)
-        closed_at = self._began.pop(("round.close", round_id), at)
-        if action == "round.commit":
-            self._tell(RoundDurations(max(0.0, at - opened_at), max(0.0, at - closed_at)))
+            if self._seq is None:
+                # From the end, where it is.
+                before = select(AuditRow.seq).where(AuditRow.at < self._since)
+                self._seq = session.scalar(before.order_by(AuditRow.seq.desc()).limit(1)) or 0
+            last = session.scalar(select(func.max(AuditRow.seq))) or 0
+            closed, new = aliased(AuditRow), AuditRow.seq.between(self._seq + 1, last)
+            closed_at = select(func.max(closed.at)).where(
+                closed.subject == AuditRow.subject, closed.action == "round.close"
+            )
+            rows = session.execute(
+                select(AuditRow.at, RoundRow.opened_at, closed_at.scalar_subquery())
+                .join(RoundRow, RoundRow.id == AuditRow.subject)
+                .where(new, AuditRow.action == "round.commit")
+            )
+            for at, opened, closed_at_ in rows:
+                self._tell(RoundDurations(max(0.0, at - opened), max(0.0, at - (closed_at_ or at))))
+            self._seq = last

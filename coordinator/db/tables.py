@@ -11,18 +11,29 @@ from typing import Any, TypeVar
 from sqlalchemy import (
     JSON,
     BigInteger,
+    ColumnElement,
     ForeignKey,
     Index,
     LargeBinary,
     MetaData,
     String,
     UniqueConstraint,
+    bindparam,
     exists,
     false,
     select,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship, validates
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    InstrumentedAttribute,
+    Mapped,
+    Session,
+    column_property,
+    mapped_column,
+    relationship,
+    validates,
+)
 
 from tessera.shared.problems import NotFound
 from tessera.shared.tensors.lazy import digest_of
@@ -60,6 +71,12 @@ def find(session: Session, table: type[R], row_id: str) -> R:
 def _partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
     """Return an index on the rows that meet a condition."""
     return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
+
+
+def one_of(column: InstrumentedAttribute[str], *values: str) -> ColumnElement[bool]:
+    """Return a condition with the values in the SQL's text, which must be all those of a partial index: SQLite proves
+    that it applies from the text alone, not from bound parameters or some of the values."""
+    return column.in_(bindparam("values", values, unique=True, expanding=True, literal_execute=True))
 
 
 class SiteRow(Table):
@@ -160,6 +177,9 @@ class WorkerRow(Table):
     token_id: Mapped[str | None] = mapped_column()
     # The `LiveValues` of its last heartbeat with any, and the instant `at` of that; only its own page reads them.
     live_values: Mapped[dict[str, Any]] = mapped_column(server_default="{}", deferred=True)
+    # Its accepted reports, and its failures and rejected updates; counted by `transitions`.
+    accepted: Mapped[int] = mapped_column(server_default="0")
+    faulty: Mapped[int] = mapped_column(server_default="0")
     # The last hour (since 1970) in which it called; and a bit for each hour in which it did, bit 0 for that hour.
     seen_hour: Mapped[int] = mapped_column(server_default="0", deferred=True)
     seen_hours: Mapped[int] = mapped_column(server_default="0", deferred=True)
@@ -184,6 +204,11 @@ def declared_text(declared: dict[str, Any]) -> str:
 
 class RunRow(Table):
     __tablename__ = "runs"
+    # The lists of runs, read from their ends.
+    __table_args__ = (
+        Index("ix_runs_created_at_id", "created_at", "id"),
+        Index("ix_runs_updated_at_id", "updated_at", "id"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
@@ -204,6 +229,13 @@ class RunRow(Table):
     bounds: Mapped[dict[str, Any] | None]
     tags: Mapped[list[str]] = mapped_column(server_default="[]")
     note: Mapped[str] = mapped_column(server_default="")
+    # The traffic of accepted updates and evaluations, counted by `transitions`: the numbers of updates and of tasks
+    # that fetched anything, and bytes. Sites report downloads, which may add up to more than an integer holds.
+    updates: Mapped[int] = mapped_column(server_default="0")
+    fetches: Mapped[int] = mapped_column(server_default="0")
+    upload_bytes: Mapped[int] = mapped_column(server_default="0")
+    download_bytes: Mapped[float] = mapped_column(server_default="0")
+    evaluation_bytes: Mapped[float] = mapped_column(server_default="0")
 
 
 class VersionRow(Table):
@@ -223,10 +255,11 @@ class VersionRow(Table):
     retired_at: Mapped[float | None]
 
 
-RUNS = select(RunRow, VersionRow).join(
+RUNS = select(RunRow, VersionRow).outerjoin(
     VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number)
 )
-"""Runs with their latest versions, which `views.run_view` then finds in the session instead of reading each."""
+"""Runs with their latest versions, which `views.run_view` then finds in the session instead of reading each. Each run
+has one, but SQLite would begin an inner join with all versions."""
 
 
 class RoundRow(Table):
@@ -237,6 +270,8 @@ class RoundRow(Table):
         UniqueConstraint("run_id", "number", "attempt"),
         # A run has at most one live round, even if two conductors open one.
         _partial_index("uq_rounds_live", "run_id", where="state in ('open', 'merging')", unique=True),
+        # The few that are not committed: counted by state, and the latest of a state.
+        _partial_index("ix_rounds_others", "state", "opened_at", where="state in ('open', 'merging', 'abandoned')"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -267,6 +302,9 @@ UPDATE = "kind = 'train' and state in ('offered', 'leased', 'expired', 'accepted
 """A task whose update counts or still may."""
 
 
+FAULTY = "state in ('failed', 'rejected')"
+
+
 class TaskRow(Table):
     __tablename__ = "tasks"
     __table_args__ = (
@@ -290,13 +328,14 @@ class TaskRow(Table):
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind_state", "run_id", "kind", "state"),
         Index("ix_tasks_merged_in", "run_id", "merged_in"),
-        # Read from its end, for the worker's last accepted update in a run.
+        # Read from their ends, for the worker's latest tasks, and its last accepted update in a run.
+        Index("ix_tasks_worker_id_created_at_id", "worker_id", "created_at", "id"),
         Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
         # Read at every look of the conductor; with the state, as SQLite prefers an index that has all columns.
         _partial_index("ix_tasks_open", "run_id", "state", where="state in ('offered', 'leased')"),
-        # The dashboard's frequent queries: leased tasks, failures, traffic.
-        _partial_index("ix_tasks_leased", "run_id", where="state = 'leased'"),
-        _partial_index("ix_tasks_faulty", "created_at", where="state in ('failed', 'rejected')"),
+        # The dashboard's frequent queries: failures by their creation and by the end of their lease, traffic.
+        _partial_index("ix_tasks_faulty", "created_at", "id", where=FAULTY),
+        _partial_index("ix_tasks_faulty_leases", "state", "lease_expires_at", where=FAULTY),
         Index("ix_tasks_moved", "run_id", "kind", "version_number", "state", "upload_bytes", "download_bytes"),
     )
 
@@ -347,6 +386,9 @@ class TaskRow(Table):
         .scalar_subquery(),
         deferred=True,
     )
+
+
+IS_LEASED = one_of(TaskRow.state, "offered", "leased") & (TaskRow.state == "leased")
 
 
 class BlobRow(Table):

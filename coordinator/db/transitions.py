@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle, Move
 from tessera.shared.problems import Conflict
 
@@ -57,6 +57,24 @@ def move_task(
         about["audit_head"] = head
     audit.record(session, now, actor, f"task.{event}", task.id, run_id=task.run_id, **about)
     _note(task, {"state": TASK[event].target, **values})
+    _count(session, task, event)
+
+
+def _count(session: Session, task: TaskRow, event: str) -> None:
+    """Add what happened to a task to the totals of its worker and its run, which pages read instead of all tasks."""
+    if event not in _COUNTED:
+        return
+    session.connection().execute(_COUNTED[event], {"worker": task.worker_id})
+    if event == "accept" and task.kind in ("train", "evaluate"):
+        update_, down = int(task.kind == "train"), task.download_bytes
+        moved = {
+            "updates": update_,
+            "fetches": int(down > 0),
+            "upload_bytes": task.upload_bytes,
+            "download_bytes": down,
+        }
+        moved |= {"evaluation_bytes": 0 if update_ else down}
+        session.connection().execute(_TRAFFIC, {"run": task.run_id, **{_MORE + name: n for name, n in moved.items()}})
 
 
 def move_tasks(
@@ -100,6 +118,17 @@ def _tasks_statement(event: str, which: ColumnElement[bool]) -> Update:
 
 
 _OLD = "old_"
+_MORE = "more_"
+_RUN, _WORKER = RunRow.__table__.c, WorkerRow.__table__.c
+_MOVED = ("updates", "fetches", "upload_bytes", "download_bytes", "evaluation_bytes")
+_TRAFFIC = (
+    update(RunRow)
+    .where(_RUN.id == given("run"))
+    .values({name: _RUN[name] + given(_MORE + name, type_=_RUN[name].type) for name in _MOVED})
+)
+_REPORTED = update(WorkerRow).where(_WORKER.id == given("worker"))
+_ACCEPTED, _FAULTY = _REPORTED.values(accepted=_WORKER.accepted + 1), _REPORTED.values(faulty=_WORKER.faulty + 1)
+_COUNTED = {"accept": _ACCEPTED, "fail": _FAULTY, "reject": _FAULTY}
 
 
 @cache

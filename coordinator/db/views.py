@@ -25,7 +25,9 @@ from tessera.coordinator.db.tables import (
     TokenRow,
     VersionRow,
     WorkerRow,
+    one_of,
 )
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
 from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
@@ -41,6 +43,7 @@ V = TypeVar("V", bound=BaseModel)
 
 PAGE_BYTES = 4 << 20
 AT_A_TIME = 20
+UNCOMMITTED = ("open", "merging", "abandoned")
 
 
 def instant(seconds: float) -> datetime:
@@ -272,22 +275,30 @@ def audit_view(row: AuditRow) -> AuditEntry:
     return view_of(AuditEntry, row, run=row.run_id)
 
 
-def counts_by_state(session: Session, table: type[RunRow | RoundRow]) -> dict[str, int]:
-    """Return the number of runs or rounds in each state."""
-    rows = session.execute(select(table.state, func.count().label("rows")).group_by(table.state))
-    return {row.state: row.rows for row in rows}
+def runs_by_state(session: Session) -> dict[str, int]:
+    """Return the number of runs in each state."""
+    return dict(session.execute(select(RunRow.state, func.count()).group_by(RunRow.state)).all())
+
+
+def rounds_by_state(session: Session) -> dict[str, int]:
+    """Return the number of rounds in each state: of the committed ones, each run has as many as its version says."""
+    others = select(RoundRow.state, func.count()).where(one_of(RoundRow.state, *UNCOMMITTED)).group_by(RoundRow.state)
+    committed = session.scalar(select(func.sum(RunRow.version_number))) or 0
+    return dict(session.execute(others).all()) | {"committed": int(committed)}
 
 
 def overdue_seconds(session: Session, now: float) -> float:
     """Return the seconds since the earliest deadline of an open round; 0 if none has passed."""
-    first = session.scalar(select(func.min(RoundRow.deadline_at)).where(RoundRow.state == "open"))
+    is_open = one_of(RoundRow.state, *LIVE_ROUND) & (RoundRow.state == "open")
+    first = session.scalar(select(func.min(RoundRow.deadline_at)).where(is_open))
     return 0.0 if first is None else max(0.0, now - first)
 
 
 def merging_seconds(session: Session, now: float) -> float:
     """Return the seconds of the longest merge in progress; 0 if there is none."""
     since: list[float] = []
-    for round_id in session.scalars(select(RoundRow.id).where(RoundRow.state == "merging")):
+    is_merging = one_of(RoundRow.state, *LIVE_ROUND) & (RoundRow.state == "merging")
+    for round_id in session.scalars(select(RoundRow.id).where(is_merging)):
         closing = select(AuditRow.at).where(AuditRow.subject == round_id, AuditRow.action == "round.close")
         # From the end, where it is.
         since += session.scalars(closing.order_by(AuditRow.seq.desc()).limit(1))

@@ -16,7 +16,7 @@ from anyio import to_thread
 from sqlalchemy import func, select
 
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database
-from tessera.coordinator.db.tables import AuditRow, TaskRow
+from tessera.coordinator.db.tables import IS_LEASED, AuditRow, TaskRow
 from tessera.coordinator.db.views import instant
 from tessera.shared.api.admin import ChangeEvent
 from tessera.shared.problems import Busy
@@ -201,5 +201,5 @@ class ChangeFeed:
         """Return each run's latest end of a lease and number of leases, which every heartbeat changes."""
         query = select(TaskRow.run_id, func.max(TaskRow.lease_expires_at), func.count())
         with self._database.snapshot() as session:
-            rows = session.execute(query.where(TaskRow.state == "leased").group_by(TaskRow.run_id))
+            rows = session.execute(query.where(IS_LEASED).group_by(TaskRow.run_id))
             return {run_id: (expires_at or 0.0, count) for run_id, expires_at, count in rows}

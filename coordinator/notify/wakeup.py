@@ -1,7 +1,8 @@
 """Wakeups between the processes of one coordinator.
 
-A process that serves wakes the conductors after a change; a conductor wakes every process that serves when workers
-have a task. With SQLite they are datagrams to sockets in a folder of the machine, with PostgreSQL its notifications.
+A process that serves wakes the conductors after a change, for its run; a conductor wakes every process that serves
+when workers have a task. With SQLite they are datagrams to sockets in a folder of the machine, with PostgreSQL its
+notifications.
 A wakeup carries nothing that the tables do not; a lost one costs a tick.
 """
 
@@ -27,6 +28,9 @@ SERVING = "serving-"
 _CONDUCTING, _SERVING = "tessera_conducting", "tessera_serving"
 BATCH = 200
 """Workers of one message: PostgreSQL permits 8,000 bytes."""
+MESSAGE_BYTES = 1 << 16
+MAX_UNREAD = 10
+"""Unread datagrams after which Linux may drop further ones (`net.unix.max_dgram_qlen`)."""
 SEND_SECONDS = 1
 """Time that the conductor waits for a process that does not read its socket."""
 
@@ -43,9 +47,9 @@ class SocketWakeups:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
 
-    def wake_conductor(self) -> None:
+    def wake_conductor(self, run_ids: Sequence[str] = ()) -> None:
         with suppress(OSError), _datagrams() as sender, self._address(CONDUCTOR) as address:
-            sender.sendto(b"", socket.MSG_DONTWAIT, address)
+            sender.sendto(json.dumps(run_ids).encode(), socket.MSG_DONTWAIT, address)
 
     def wake_workers(self, worker_ids: Sequence[str]) -> None:
         batches = _batches(worker_ids)
@@ -88,8 +92,8 @@ class PostgresWakeups:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def wake_conductor(self) -> None:
-        self._send(_CONDUCTING, "")
+    def wake_conductor(self, run_ids: Sequence[str] = ()) -> None:
+        self._send(_CONDUCTING, json.dumps(run_ids))
 
     def wake_workers(self, worker_ids: Sequence[str]) -> None:
         for batch in _batches(worker_ids):
@@ -151,17 +155,20 @@ class WakeupListener:
         self.socket.close()
         self._close()
 
-    def wait(self) -> None:
-        """Wait for a wakeup; all unread ones count as one."""
-        self.socket.recv(1)
-        with suppress(BlockingIOError):
-            while True:
-                self.socket.recv(1, socket.MSG_DONTWAIT)
+    def wait(self) -> list[str]:
+        """Wait for a wakeup; return the runs that all unread ones name. None stands for all runs: if one names none,
+        or one was perhaps lost."""
+        messages = [self.socket.recv(MESSAGE_BYTES), *self._unread()]
+        # A process of an earlier version names none.
+        named: list[list[str]] = [json.loads(message or b"[]") for message in messages]
+        every = all(named) and len(named) < MAX_UNREAD
+        return [run for message in named for run in message] if every else []
 
     def received(self) -> list[str]:
         """Return the workers of all unread wakeups, without waiting."""
-        workers: list[str] = []
+        return [worker for message in self._unread() for worker in json.loads(message)]
+
+    def _unread(self) -> Iterator[bytes]:
         with suppress(BlockingIOError):
             while True:
-                workers += json.loads(self.socket.recv(1 << 16, socket.MSG_DONTWAIT))
-        return workers
+                yield self.socket.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)

@@ -65,7 +65,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
             return views.run_view(session, run)
 
         run = once(session, now, caller, key, spec, Run, create)
-    services.wake_conductor()
+    services.wake_conductor(run.id)
     get_current_span().add_link(ids_in(traceparent_of(run.id, 1)))
     return run
 
@@ -111,7 +111,7 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
             audit.record(session, now, caller.actor, "run.annotate", run_id, run_id=run_id, **changed)
         session.refresh(row)
         run = views.run_view(session, row)
-    services.wake_conductor()
+    services.wake_conductor(run.id)
     return run
 
 

@@ -358,7 +358,7 @@ def fail(services: Services, caller: Principal, task_id: str, report: Failure) -
             if withheld:
                 tasks.note_withheld(record, problem.detail)
         view = _view(record, caller)
-    services.wake_conductor()
+    services.wake_conductor(view.run)
     return view
 
 
@@ -437,7 +437,7 @@ def _accept(
     if is_waited_for:
         services.change_feed.notify()
     else:
-        services.wake_conductor()
+        services.wake_conductor(view.run)
     return view
 
 
@@ -448,5 +448,5 @@ def _reject(
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         tasks.settle(session, now, caller.actor, record, judged.task.token, "reject", columns)
-    services.wake_conductor()
+    services.wake_conductor(judged.task.run_id)
     UPDATES_TOTAL.labels(outcome="rejected").inc()

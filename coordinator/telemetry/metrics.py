@@ -24,8 +24,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.stats import Commits, RoundDurations, run_figures, silences, tasks_in_hand
-from tessera.coordinator.db.tables import RoundRow, RunRow
-from tessera.coordinator.db.views import blob_totals, counts_by_state, merging_seconds, overdue_seconds
+from tessera.coordinator.db.views import blob_totals, merging_seconds, overdue_seconds, rounds_by_state, runs_by_state
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import Readiness
 from tessera.shared.problems import PROBLEMS
@@ -82,7 +81,7 @@ class Metrics(Collector):
             buckets=MERGE_BUCKETS,
             registry=self._tables,
         )
-        self._commits = Commits(self._count)
+        self._commits = Commits(services.database.now(), self._count)
         self._tables.register(self)
 
     def exposition(self) -> bytes:
@@ -136,7 +135,7 @@ def _family(
 
 
 def _of_runs(session: Session) -> Iterator[Metric]:
-    states, figures = counts_by_state(session, RunRow), run_figures(session)
+    states, figures = runs_by_state(session), run_figures(session)
     by_state = [((state,), states.get(state, 0)) for state in get_args(RunState)]
     yield _family("tessera_runs", "Runs, by state", ["state"], by_state)
     for name, described in PER_RUN.items():
@@ -163,7 +162,7 @@ MEASURED = "Metric of the latest measured version of a live run, at the central 
 
 
 def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
-    states = counts_by_state(session, RoundRow)
+    states = rounds_by_state(session)
     by_state = [((state,), states.get(state, 0)) for state in get_args(RoundState)]
     yield _family("tessera_rounds", "Attempts at rounds, by state", ["state"], by_state)
     overdue, merging = overdue_seconds(session, now), merging_seconds(session, now)

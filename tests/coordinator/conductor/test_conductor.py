@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import roles
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.storage import add_run, statements
 
 
 def test_a_run_that_cannot_be_read_pauses_and_the_others_go_on(coordinator: LiveCoordinator) -> None:
@@ -205,3 +207,45 @@ def test_a_small_merge_waits_while_the_database_s_disk_is_full(tmp_path: Path) -
         found = [line["event"] for line in logs]
         # Computed once while there was no room, and not again at every look.
         assert (found.count("conductor.closes_first"), found.count("conductor.merge_failed")) == (1, 0)
+
+
+SPEC = {"name": "run", "method": {"name": "fedavg"}, "model": f"sha256:{'0' * 64}", "version": f"sha256:{'0' * 64}",
+        "dataset": "data", "rounds": 2}  # fmt: skip
+
+
+def test_a_wakeup_that_names_its_run_costs_as_much_with_many_live_runs_as_with_few(tmp_path: Path) -> None:
+    services = assemble(LiveCoordinator(tmp_path / "coordinator").settings)
+    counts = []
+    for runs in (range(2), range(2, 20)):
+        with services.database.transaction() as session:
+            for number in runs:
+                add_run(session, f"run-{number}").spec = SPEC
+        with statements(services.database) as asked:
+            services.conductor.step(["run-0"])
+        counts.append(len(asked))
+    with statements(services.database) as every:
+        services.conductor.step()
+    services.database.close()
+    assert counts[0] == counts[1] < len(every)
+
+
+def test_wakeups_for_one_run_keep_no_tick_from_the_others(coordinator: LiveCoordinator) -> None:
+    client, model, ended = coordinator.client(), small_model(), threading.Event()
+    busy = start_run(client, model, values(model), dataset="none")
+
+    def call() -> None:
+        while not ended.wait(0.01):
+            coordinator.services.conductor.call(busy.id)
+
+    threading.Thread(target=call, daemon=True).start()
+    with coordinator.services.database.transaction() as session:
+        # Of a change that no wakeup told of.
+        row = add_run(session, "other")
+        row.spec = {**SPEC, "codec": "from-the-future"}
+    until(lambda: _state(coordinator, "other") == "paused")
+    ended.set()
+
+
+def _state(coordinator: LiveCoordinator, run_id: str) -> str:
+    with coordinator.services.database.snapshot() as session:
+        return session.get_one(RunRow, run_id).state

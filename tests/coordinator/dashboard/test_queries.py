@@ -74,7 +74,7 @@ def test_the_latest_score_is_over_all_workers_that_measured_and_of_own_models(tm
             )  # fmt: skip
     with database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, "run"))
-        assert latest_scores(session, run) == {"accuracy": pytest.approx(1 / 201)}
+        assert latest_scores(session, ["run"])["run"] == {"accuracy": pytest.approx(1 / 201)}
         at = run.model_copy(update={"version": run.version.model_copy(update={"number": 1})})
         assert score_curves(session, [(at, "accuracy")]) == {"run": [pytest.approx(1 / 201)]}
     # A version of own models is shown by these, and best by these.
@@ -85,7 +85,7 @@ def test_the_latest_score_is_over_all_workers_that_measured_and_of_own_models(tm
                 version_number=2, examples=10, metrics={"accuracy": 0.1, "personal_accuracy": own},
             )  # fmt: skip
     with database.snapshot() as session:
-        assert latest_scores(session, run) == {"personal_accuracy": pytest.approx(0.6)}
+        assert latest_scores(session, ["run"])["run"] == {"personal_accuracy": pytest.approx(0.6)}
         best = best_version(evaluations(session, run))
     database.close()
     assert best is not None

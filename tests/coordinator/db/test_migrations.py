@@ -139,3 +139,22 @@ def test_updates_know_the_version_that_earlier_coordinators_merged_them_in(empty
         command.upgrade(alembic_config(connection), "0014")
         found = connection.exec_driver_sql("SELECT version_number, merged_in FROM tasks ORDER BY version_number")
         assert found.fetchall() == [(0, 1), (1, 2), (2, 3), (3, None)]
+
+
+def test_totals_have_what_earlier_coordinators_accepted(empty: Database) -> None:
+    with empty.engine.begin() as connection:
+        command.upgrade(alembic_config(connection), "0024")
+        tables = known(connection)
+        for number, (kind, state) in enumerate(
+            [("train", "merged"), ("evaluate", "accepted"), ("agree", "accepted"), ("train", "rejected")]
+        ):
+            about = {"kind": kind, "state": state, "run_id": "runs.id.0", "worker_id": "workers.id.0"}
+            about |= {"round_id": None, "upload_bytes": 10, "download_bytes": number}
+            for table in tables:
+                connection.execute(insert(table), {**row(table, number), **(about if table.name == "tasks" else {})})
+        command.upgrade(alembic_config(connection), "0025")
+        moved = "updates, fetches, upload_bytes, download_bytes, evaluation_bytes"
+        found = connection.exec_driver_sql(f"SELECT {moved} FROM runs WHERE id = 'runs.id.0'")
+        assert found.one() == (1, 1, 20, 1, 1)
+        counts = connection.exec_driver_sql("SELECT accepted, faulty FROM workers WHERE id = 'workers.id.0'")
+        assert counts.one() == (3, 1)

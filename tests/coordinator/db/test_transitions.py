@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, TaskRow
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, TaskRow, WorkerRow
 from tessera.coordinator.db.transitions import move_round, move_run, move_task
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle
 from tessera.shared.problems import Conflict
@@ -31,6 +31,33 @@ def facts(row: object) -> dict[str, Any]:
 
 def actions(session: Session) -> list[str]:
     return list(session.scalars(select(AuditRow.action).order_by(AuditRow.seq)))
+
+
+def test_pages_that_read_totals_instead_of_all_tasks_count_each_report_once(database: Database) -> None:
+    with database.transaction() as session:
+        run, round_, worker = add_run(session), add_round(session), add_worker(session)
+        add_worker(session, "v")
+        columns = {"upload_bytes": 10, "download_bytes": 300}
+        tasks = {
+            "update": ("w", {}, "accept", columns),
+            "evaluation": ("w", {"kind": "evaluate", "round_id": None}, "accept", {"download_bytes": 7}),
+            "signature": ("w", {"kind": "agree", "round_id": None}, "accept", columns),
+            "failed": ("v", {}, "fail", {}),
+            "rejected": ("v", {"round_id": None, "version_number": 1}, "reject", {}),
+            "late": ("v", {"round_id": None, "version_number": 2}, "expire", {}),
+        }
+        for name, (worker_id, fields, event, values) in tasks.items():
+            task = add_task(session, name, worker_id, "leased", **fields)
+            move_task(session, NOW, "x", task, event, dict(values))
+            with pytest.raises(Conflict):
+                move_task(session, NOW, "x", task, event, dict(values))
+        move_round(session, NOW, "x", round_, "close", None)
+        session.refresh(run)
+        session.refresh(worker)
+        totals = (run.updates, run.fetches, run.upload_bytes, run.download_bytes, run.evaluation_bytes)
+        assert totals == (1, 2, 10, 307, 7)
+        other = session.get_one(WorkerRow, "v", populate_existing=True)
+        assert [(one.accepted, one.faulty) for one in (worker, other)] == [(3, 0), (0, 2)]
 
 
 def test_a_run_moves_only_from_the_sources_of_an_event(database: Database) -> None:

@@ -32,7 +32,20 @@ def test_the_conductor_hears_that_it_is_called_and_many_calls_are_one(bells: Soc
         assert heard == []
         bells.wake_conductor()
         waiting.join(5)
-        assert heard == [None]
+        assert heard == [[]]
+
+
+def test_a_wakeup_names_its_run_unless_one_was_perhaps_lost(bells: SocketWakeups) -> None:
+    with bells.listener(CONDUCTOR) as bell:
+        bells.wake_conductor(["a"])
+        bells.wake_conductor(["b"])
+        assert bell.wait() == ["a", "b"]
+        bells.wake_conductor(["a"])
+        bells.wake_conductor()
+        assert bell.wait() == []
+        for number in range(1000):
+            bells.wake_conductor([str(number)])
+        assert bell.wait() == []
 
 
 def test_all_who_serve_hear_of_every_worker(bells: SocketWakeups) -> None:

@@ -79,7 +79,7 @@ def test_metrics_tell_of_rounds_that_are_late(coordinator: LiveCoordinator) -> N
     database = coordinator.services.database
     conductor, looked = coordinator.services.conductor, threading.Event()
     # When this is called, the last look has ended.
-    conductor.step = looked.set
+    conductor.step = lambda _: looked.set()
     conductor.call()
     until(looked.is_set)
     with database.transaction() as session:

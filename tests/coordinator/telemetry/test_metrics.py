@@ -14,6 +14,7 @@ from tessera.shared.api.runs import Cohort, Evaluation
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.paths import ROOT
+from tests.support.storage import statements
 
 MONITORING = ROOT / "docs" / "operating" / "monitoring.md"
 
@@ -176,12 +177,14 @@ def test_a_request_that_fails_counts_as_a_fault_of_the_coordinator(coordinator: 
     until(lambda: counted(metrics_of(coordinator), **labels) > before)
 
 
-def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coordinator: LiveCoordinator) -> None:
+def test_the_commits_of_rounds_are_told_once_each_and_a_new_process_reads_none_of_the_past(
+    coordinator: LiveCoordinator,
+) -> None:
     client, model = coordinator.client(), small_model()
     run = start_run(client, model, values(model), rounds=2, cohort=Cohort(size=1))
     worker = ScriptedWorker(coordinator.client("site", "a"))
     heard: list[RoundDurations] = []
-    commits = Commits(heard.append)
+    commits = Commits(0.0, heard.append)
     for number in (1, 2):
         worker.train(worker.take())
         until(lambda number=number: client.run(run.id).version.number == number)  # type: ignore[misc]
@@ -191,9 +194,12 @@ def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coo
         assert len(heard) == number
     assert all(one.merge_seconds <= one.round_seconds for one in heard)
     anew: list[RoundDurations] = []
-    with coordinator.services.database.snapshot() as session:
-        Commits(anew.append).follow(session)
-    assert anew == heard
+    database = coordinator.services.database
+    with database.snapshot() as session, statements(database) as asked:
+        Commits(database.now(), anew.append).follow(session)
+        assert anew == []
+        # Where it begins, where it ends, and the commits between.
+        assert sum(one.startswith("SELECT") for one in asked) == 3
 
 
 def test_every_metric_is_described_with_its_labels_and_no_other_is(busy_metrics: list[Metric]) -> None:
