@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -295,12 +295,20 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
     for variable, _ in environment.unknown(os.environ, CoordinatorSettings.model_fields):
         log.warning("coordinator.variable_ignored", variable=variable)
     services = _assembled(duty, wait=wait)
+    if duty == "serve" and services.database.ended_uncleanly():
+        # Beside the work: what it finds is remembered, and the process is not ready then.
+        threading.Thread(target=_check, args=(services.database,), name="check", daemon=True).start()
     swept = services.blobs.sweep()
     settings = services.settings
     blobs = settings.blob_url if "://" in settings.blob_url else str(Path(settings.blob_url).absolute())
     places = {"database": services.database.shown, "blobs": blobs, "staging": str(settings.staging_dir.absolute())}
     log.info("coordinator.opened", **places, swept_files=swept)
     return services
+
+
+def _check(database: Database) -> None:
+    with suppress(SQLAlchemyError):
+        database.check()
 
 
 def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False) -> Services:

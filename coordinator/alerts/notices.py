@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.alerts.channels import Channel
-from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.tables import NoticeRow
 from tessera.shared.client.webhook import Undelivered
 
@@ -60,7 +60,9 @@ class Notifier:
             pause = EVERY_SECONDS
             try:
                 self.look()
-            except Exception:  # the next look may find the database back
+            except DATABASE_AWAY as fault:
+                log_away(fault)
+            except Exception:  # the next look may do better
                 log.exception("notices.failed", channel=self.channel.name)
 
     def look(self) -> None:

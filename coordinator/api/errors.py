@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
-from tessera.coordinator.db.engine import DATABASE_AWAY
+from tessera.coordinator.db.engine import DATABASE_AWAY, DatabaseDamaged, log_away
 from tessera.coordinator.limits.disk import RETRY_SECONDS, is_full
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
 from tessera.coordinator.telemetry.request_timing import present_trace
@@ -141,9 +141,10 @@ def _away(request: Request, fault: Exception) -> Response:
     """Respond with 503, because a retry may succeed: the database was restarted, is busy, or its disk is full."""
     if is_full(fault):
         return _no_room(request, fault)
-    log.warning(
-        "database.away", method=request.method, path=request.scope["path"], detail=str(fault).partition("\n")[0]
-    )
+    log_away(fault, method=request.method, path=request.scope["path"])
+    if isinstance(fault, DatabaseDamaged):
+        detail = "the coordinator's database is damaged; its administrator has to restore a backup"
+        return respond(request, Unavailable(detail, retry_after_seconds=RETRY_SECONDS))
     return respond(request, Unavailable("the coordinator's database did not answer in time", retry_after_seconds=1))
 
 

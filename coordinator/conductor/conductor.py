@@ -26,7 +26,7 @@ from structlog.contextvars import bound_contextvars
 from tessera.coordinator.conductor.actions import Actions
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling
 from tessera.coordinator.conductor.merge import RoundMerger
-from tessera.coordinator.db.engine import DATABASE_AWAY, Database
+from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
 from tessera.coordinator.db.tables import RoundRow
 from tessera.coordinator.db.workers import note_seen
@@ -107,7 +107,9 @@ class Conductor:
             self._note_alive()
             try:
                 self.step(named)
-            except Exception:  # the loop outlives a database that is away for a while
+            except DATABASE_AWAY as fault:
+                log_away(fault)
+            except Exception:  # the loop outlives what is wrong with a step
                 log.exception("conductor.step_failed")
         # A small merge ends by itself; the next process repeats a long one.
         if self._merging.acquire(timeout=LAST_SECONDS):
@@ -204,9 +206,9 @@ class Conductor:
                 # The look may be older than a merge that has just ended.
                 if alone and self.merger.is_due(action.round, closing=isinstance(action, todo.Close)):
                     self._try(run, action, aside=True)
-        except DATABASE_AWAY:
+        except DATABASE_AWAY as fault:
             alone = False
-            log.exception("conductor.merge_failed", run=run.id)
+            log_away(fault, run=run.id)
         finally:
             self._merging.release()
         if alone:

@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import structlog
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, event, make_url
-from sqlalchemy.engine import URL, Connection
+from sqlalchemy.engine import URL, Connection, ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
@@ -32,6 +33,12 @@ _READING = "tessera_reading"
 
 DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
 """Errors raised when the database is away, busy or was restarted: nothing was done, and a retry may help."""
+
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_POSTGRES_DAMAGED = {"XX001", "XX002"}
+
+CHECK_SECONDS = 60.0
+"""Time after which a check of SQLite's file gives up: it reads all of it."""
 
 KEPT_CONNECTIONS = 5
 """Idle connections to PostgreSQL."""
@@ -59,7 +66,10 @@ GOOD_TRIP_SECONDS = 0.05
 """A measurement of the clock that takes at most this long is not repeated."""
 
 
+log = structlog.get_logger()
+
 _SQLITE_REASONS = {
+    "database disk image is malformed": "it is damaged: see 'A damaged database' in docs/operating/backups.md",
     "file is not a database": "it is no file of SQLite; name another in TESSERA_DATABASE_URL, or restore a backup",
     "unable to open database file": "SQLite cannot open it; name a file in a folder where this user may write",
     "attempt to write a readonly database": "this user may not write to it",
@@ -72,6 +82,17 @@ def reason_of(fault: Exception) -> str:
     line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
     remedy = "" if isinstance(cause, sqlite3.Error | OSError) else "; check that the server runs and admits this user"
     return _SQLITE_REASONS.get(line, f"{line}{remedy}")
+
+
+class DatabaseDamaged(OperationalError):
+    """The database's file has bytes that it cannot have. It is reported as a database that is away: nothing was done,
+    and no run is at fault."""
+
+
+def log_away(fault: Exception, **about: object) -> None:
+    """Log in a line that the database is away; damage was logged when it was found."""
+    if not isinstance(fault, DatabaseDamaged):
+        log.warning("database.away", **about, detail=str(fault).partition("\n")[0])
 
 
 class DatabaseInUse(RuntimeError):
@@ -117,8 +138,54 @@ class Database:
             # Locks, notifications and the clock have their own connections, so that they never wait for transactions.
             self._aside = _postgresql(self.url, pool_size=2, max_overflow=0, isolation_level="AUTOCOMMIT")
             self._clock = clock or _RemoteClock(self._asked_time)
+        for engine in (self.engine, *([] if self.is_sqlite else [self._aside])):
+            event.listen(engine, "handle_error", self._note_damage, retval=True)
         self._writing = threading.Lock()
         self._lock: IO[str] | None = None
+        self.damage: str | None = None
+
+    def _note_damage(self, context: ExceptionContext) -> DatabaseDamaged | None:
+        """Return the error to raise in place of one that means damage, which is remembered."""
+        fault = context.original_exception
+        code = getattr(fault, "sqlite_errorcode", 0) & 0xFF
+        if code not in _DAMAGED and getattr(fault, "sqlstate", None) not in _POSTGRES_DAMAGED:
+            return None
+        self._remember_damage(str(fault))
+        return DatabaseDamaged(context.statement, None, fault)
+
+    def _remember_damage(self, detail: str) -> None:
+        """Remember that the database is damaged, and log it the first time."""
+        if self.damage is None:
+            self.damage = detail
+            remedy = "Stop the coordinator and restore a backup: see docs/operating/backups.md."
+            log.error("database.damaged", database=self.shown, detail=detail, remedy=remedy)
+
+    def ended_uncleanly(self) -> bool:
+        """Return whether the last process to use a SQLite file left a log beside it, or another one uses it now."""
+        with suppress(OSError):
+            return self.is_sqlite and Path(f"{self.url.database}-wal").stat().st_size > 0
+        return False
+
+    def check(self, seconds: float = CHECK_SECONDS) -> bool:
+        """Read all of SQLite's file for at most this time; return whether that was enough. Raise DatabaseDamaged."""
+        if not self.is_sqlite:
+            return True
+        until = time.monotonic() + seconds
+        with self._reading.connect() as connection:
+            raw: Any = connection.connection.dbapi_connection
+            raw.set_progress_handler(lambda: time.monotonic() > until, 1_000)
+            try:
+                found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+            except OperationalError as fault:
+                if getattr(fault.orig, "sqlite_errorcode", 0) != sqlite3.SQLITE_INTERRUPT:
+                    raise
+                return False
+            finally:
+                raw.set_progress_handler(None, 0)
+        if found != "ok":
+            self._remember_damage(found)
+            raise DatabaseDamaged(None, None, sqlite3.DatabaseError(found))
+        return True
 
     @property
     def shown(self) -> str:

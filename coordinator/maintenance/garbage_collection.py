@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Uploads
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.snapshots import central_due, latest_due
 from tessera.coordinator.db.tables import (
     BlobRow,
@@ -94,7 +94,9 @@ class Retention:
         while not self._ended.wait(self.every_seconds):
             try:
                 work()
-            except Exception:  # the next pass may find the database or the store back
+            except DATABASE_AWAY as fault:
+                log_away(fault)
+            except Exception:  # the next pass may find the store back
                 log.exception("housekeeping.failed")
 
     def sweep(self) -> int:

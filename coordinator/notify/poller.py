@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.tasks import offered_to
 from tessera.coordinator.db.workers import note_seen, note_used
 from tessera.coordinator.notify.event_stream import ChangeFeed
@@ -59,6 +59,8 @@ class Poller:
                 if time.monotonic() - stored_at > USES_SECONDS:
                     stored_at = time.monotonic()
                     self._store_uses()
+            except DATABASE_AWAY as fault:
+                log_away(fault)
             except SQLAlchemyError:
                 log.exception("attendance.failed")
         with suppress(SQLAlchemyError):

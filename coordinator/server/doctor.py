@@ -18,7 +18,7 @@ from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.alerts.certificate import examine
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.engine import DatabaseInUse, reason_of
+from tessera.coordinator.db.engine import CHECK_SECONDS, DatabaseDamaged, DatabaseInUse, reason_of
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.server.http_limits import (
@@ -73,6 +73,17 @@ def _database(services: Services) -> Iterator[Finding]:
         )
         return
     yield ok("database", f"{database.url.get_backend_name()} {version} at {database.shown}")
+    began_at = time.monotonic()
+    try:
+        complete = database.check()
+    except DatabaseDamaged as damage:
+        yield fail("file", reason_of(damage), "Stop the coordinator and restore a backup.")
+        return
+    if complete:
+        yield ok("file", f"intact, read in {time.monotonic() - began_at:.1f} s")
+    else:
+        remedy = "Check a copy on a faster disk: `sqlite3 FILE 'PRAGMA quick_check'`."
+        yield warn("file", f"not read to its end in {CHECK_SECONDS:.0f} s; nothing wrong so far", remedy)
     if database.at_head():
         yield ok("schema", "up to date")
     elif database.at_head_or_later():

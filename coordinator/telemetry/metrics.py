@@ -173,12 +173,17 @@ def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
 
 
 def readiness(services: Services) -> Readiness:
-    """Return whether the schema is at head or later and the store accepts bytes, and what is missing."""
+    """Return whether the schema is at head or later, the database was not found damaged, and the store accepts bytes,
+    and what is missing."""
     try:
         schema = services.database.at_head_or_later()
     except SQLAlchemyError:
         schema = False
-    writable = services.blobs.writable()
+    writable, intact = services.blobs.writable(), services.database.damage is None
     return Readiness(
-        ready=schema and writable, schema_at_head=schema, store_writable=writable, store_has_space=services.disk.has()
+        ready=schema and writable and intact,
+        database_intact=intact,
+        schema_at_head=schema,
+        store_writable=writable,
+        store_has_space=services.disk.has(),
     )

@@ -185,6 +185,8 @@ class About(Message):
 class Readiness(Message):
     ready: bool
     schema_at_head: bool
+    database_intact: bool = True
+    """False once the database said that it is damaged."""
     store_writable: bool
     store_has_space: bool = True
     """True if the disk has more free space than the reserve."""

@@ -20,7 +20,13 @@ def test_health_and_version_answer_anybody(standing: LiveCoordinator) -> None:
     ready = http.get("/healthz/ready")
     assert (ready.status_code, ready.json()) == (
         200,
-        {"ready": True, "schema_at_head": True, "store_writable": True, "store_has_space": True},
+        {
+            "ready": True,
+            "schema_at_head": True,
+            "database_intact": True,
+            "store_writable": True,
+            "store_has_space": True,
+        },
     )
     assert http.get("/version").json() == {"version": "0.1.0", "protocol_min": PROTOCOL, "protocol_max": PROTOCOL}
 

@@ -220,6 +220,7 @@ def test_a_wakeup_that_names_its_run_costs_as_much_with_many_live_runs_as_with_f
         with services.database.transaction() as session:
             for number in runs:
                 add_run(session, f"run-{number}").spec = SPEC
+        services.conductor.step(["run-0"])
         with statements(services.database) as asked:
             services.conductor.step(["run-0"])
         counts.append(len(asked))
