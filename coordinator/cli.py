@@ -187,6 +187,7 @@ def back_up(
     services = _assembled()
     _copying(
         "backed up",
+        folder,
         lambda: backup.back_up(services.database, services.blobs, folder, verifying=verifying),
         as_json=as_json,
     )
@@ -196,7 +197,7 @@ def back_up(
 def restore(folder: Folder, as_json: AsJson = False) -> None:
     """Copy a backup into an empty, migrated database and into the blob store, of any kind."""
     services = _assembled()
-    _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
+    _copying("restored", folder, lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 
 
 @app.command()
@@ -224,7 +225,13 @@ def show(as_json: AsJson = False) -> None:
     print_settings(effective(_settings().model_dump(), {}, os.environ, "TESSERA_"), as_json=as_json)
 
 
-def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
+def _reason_of(fault: Exception) -> str:
+    if isinstance(fault, OSError):
+        return f"{fault.filename}: {fault.strerror}" if fault.filename else fault.strerror or str(fault)
+    return reason_of(fault) if isinstance(fault, SQLAlchemyError) else str(fault)
+
+
+def _copying(what: str, folder: Path, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
     try:
         copied = work()
     except (
@@ -235,7 +242,7 @@ def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool)
         OSError,
         SQLAlchemyError,
     ) as fault:
-        raise _exit(str(fault), 1) from None
+        raise _exit(f"not {what}: {folder}: {_reason_of(fault)}", 1) from None
     if as_json:
         print_json(asdict(copied))
         return

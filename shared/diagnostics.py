@@ -104,7 +104,13 @@ def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
             yield from check()
         except Exception as fault:  # noqa: BLE001  (what is not well may be anything)
             reason = str(fault).splitlines()[0] if str(fault) else ""
-            yield fail(name, f"could not be looked at: {type(fault).__name__}: {reason[:300]}", "See what it names.")
+            if isinstance(fault, OSError) and fault.strerror:
+                where = f"{fault.filename}: " if fault.filename else ""
+                yield fail(name, f"could not be looked at: {where}{fault.strerror}", "Mend that, then look again.")
+            else:
+                yield fail(
+                    name, f"could not be looked at: {type(fault).__name__}: {reason[:300]}", "See what it names."
+                )
 
 
 HIDDEN = "***"

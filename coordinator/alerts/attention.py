@@ -101,11 +101,11 @@ def alerts(
             lasting_seconds=AWAY_SECONDS,
         )
     yield from _of_tasks(session, now)
-    if not disk.has():
+    if shortage := disk.shortage():
         yield Alert(
             "disk-low",
             "The disk is nearly full",
-            f"{decimal(disk.free_bytes())} are free, less than the reserve: uploads and merges are refused.",
+            f"{decimal(disk.free_bytes())} are free, but {shortage}: uploads and merges are refused.",
             "Free disk space, or keep fewer versions (setting keep_versions).",
             "/storage",
             "bad",

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
 from tessera.coordinator.db.engine import DATABASE_AWAY, DatabaseDamaged, log_away
-from tessera.coordinator.limits.disk import RETRY_SECONDS, is_full
+from tessera.coordinator.limits.disk import RETRY_SECONDS, is_full, is_unusable
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
 from tessera.coordinator.telemetry.request_timing import present_trace
 from tessera.shared.problems import (
@@ -126,10 +126,14 @@ def _fault(request: Request, fault: Exception) -> Response:
 
 
 def _full(request: Request, fault: Exception) -> Response:
-    """Report a full disk; raise any other file error again."""
-    if not is_full(fault):
+    """Respond with 503 to a full disk and to files that this machine refuses; raise any other file error again."""
+    if is_full(fault):
+        return _no_room(request, fault)
+    if not is_unusable(fault):
         raise fault
-    return _no_room(request, fault)
+    log.error("files.unusable", method=request.method, path=request.scope["path"], fault=str(fault))
+    detail = "the coordinator cannot use its files at the moment; see its log"
+    return respond(request, Unavailable(detail, retry_after_seconds=RETRY_SECONDS))
 
 
 def _no_room(request: Request, fault: Exception) -> Response:

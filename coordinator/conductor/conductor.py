@@ -34,7 +34,7 @@ from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action, Timeouts, decide
 from tessera.coordinator.domain.snapshot import RunSnapshot
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.coordinator.limits.disk import is_full
+from tessera.coordinator.limits.disk import is_full, is_unusable
 from tessera.coordinator.notify.long_poll import LastSeen
 from tessera.shared.problems import Conflict, StoreAway, StoreFull
 from tessera.shared.telemetry import spans
@@ -264,9 +264,10 @@ class Conductor:
             log.info("conductor.overtaken", **about, detail=str(conflict))
             return False
         except Exception as fault:  # a method is anybody's code, and one that fails must not hold up other runs
-            if isinstance(fault, StoreFull) or is_full(fault):
-                # No fault of this run either: it waits until there is room.
-                log.warning("conductor.disk_full", **about, detail=str(fault))
+            if isinstance(fault, StoreFull) or is_full(fault) or is_unusable(fault):
+                # No fault of this run either: it waits until there is room, or the files can be used.
+                event = "files_unusable" if is_unusable(fault) else "disk_full"
+                log.warning(f"conductor.{event}", **about, detail=str(fault))
                 self._full_at = self.database.now()
                 return False
             if isinstance(fault, StoreAway):

@@ -71,6 +71,7 @@ log = structlog.get_logger()
 _SQLITE_REASONS = {
     "database disk image is malformed": "it is damaged: see 'A damaged database' in docs/operating/backups.md",
     "file is not a database": "it is no file of SQLite; name another in TESSERA_DATABASE_URL, or restore a backup",
+    "database or disk is full": "the disk is full: free some space",
     "unable to open database file": "SQLite cannot open it; name a file in a folder where this user may write",
     "attempt to write a readonly database": "this user may not write to it",
 }

@@ -17,6 +17,9 @@ STEP_BYTES = 4 << 20
 """Space reserved for an upload in progress, however long it is: a sender that stops keeps no more from others."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNUSABLE = {errno.EMFILE, errno.ENFILE, errno.EPERM, errno.EACCES, errno.EROFS, errno.EIO}
+MIN_FILES = 100
+"""Files that must still fit into a file system; one may have no inode left, but space."""
 _POSTGRES_FULL = "53100"
 
 
@@ -38,17 +41,27 @@ class DiskSpace:
         return min(status.f_bavail * status.f_frsize for status in statuses)
 
     def has(self, count: int = 0) -> bool:
-        """Return whether there is space for `count` bytes more than this process already expects."""
-        return self.free_bytes() - self._expected_bytes >= self._reserve_bytes + count
+        """Return whether there is space for `count` bytes more than this process already expects, and for files."""
+        return self.shortage(count) is None
+
+    def shortage(self, count: int = 0) -> str | None:
+        """Return what the disk lacks for `count` bytes more, or None if there is space."""
+        if self.free_bytes() - self._expected_bytes < self._reserve_bytes + count:
+            more = f"{count} bytes and " if count else ""
+            return (
+                f"{more}the reserve of {self._reserve_bytes} bytes (setting disk_reserve_bytes) exceed the free space"
+            )
+        for folder in self._folders:
+            disk = os.statvfs(folder)
+            # Some file systems have no limit of files, and say 0.
+            if disk.f_files and disk.f_favail < MIN_FILES:
+                return f"the file system of {folder} has room for {disk.f_favail} more files (inodes) only"
+        return None
 
     def require(self, count: int) -> None:
         """Raise StoreFull unless there is space for `count` bytes."""
-        if not self.has(count):
-            raise StoreFull(
-                f"{count} bytes and the reserve of {self._reserve_bytes} (setting disk_reserve_bytes) exceed the "
-                "free disk space",
-                retry_after_seconds=RETRY_SECONDS,
-            )
+        if shortage := self.shortage(count):
+            raise StoreFull(shortage, retry_after_seconds=RETRY_SECONDS)
 
     @contextmanager
     def expecting(self, count: int) -> Iterator[Callable[[int], None]]:
@@ -72,6 +85,12 @@ class DiskSpace:
         finally:
             with self._lock:
                 self._expected_bytes -= step
+
+
+def is_unusable(fault: BaseException) -> bool:
+    """Return whether a file's error is one of this machine, which a person or time mends: no request or run caused
+    it."""
+    return isinstance(fault, OSError) and fault.errno in _UNUSABLE
 
 
 def is_full(fault: BaseException) -> bool:

@@ -119,11 +119,11 @@ def _blobs(services: Services) -> Iterator[Finding]:
 
 
 def _disk(services: Services) -> Iterator[Finding]:
-    reserve = services.settings.disk_reserve_bytes
-    if services.disk.has():
-        yield ok("disk", f"free space exceeds the reserve of {reserve} bytes")
+    if shortage := services.disk.shortage():
+        yield fail("disk", shortage, "Free disk space, or add a disk.")
     else:
-        yield fail("disk", f"free space is below the reserve of {reserve} bytes", "Free disk space, or add a disk.")
+        reserve = services.settings.disk_reserve_bytes
+        yield ok("disk", f"free space exceeds the reserve of {reserve} bytes, and there is room for files")
 
 
 def _address(services: Services) -> Iterator[Finding]:

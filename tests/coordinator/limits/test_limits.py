@@ -13,11 +13,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from sqlalchemy import delete
+from structlog.testing import capture_logs
 
+from tessera.coordinator.api import errors
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.conductor.conductor import FULL_SECONDS
 from tessera.coordinator.db.tables import RunRow, UploadRow
+from tessera.coordinator.limits import disk
 from tessera.coordinator.limits.disk import STEP_BYTES, DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MAX_KEYS, Rate
@@ -25,7 +30,7 @@ from tessera.coordinator.services import _bytes_per_day
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tessera.shared.host_memory import groups
-from tessera.shared.problems import Busy
+from tessera.shared.problems import Busy, StoreFull
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -373,3 +378,28 @@ def test_the_limit_of_a_control_group_is_found_wherever_it_is_set(tmp_path: Path
 
 def test_without_a_limit_memory_is_never_short(tmp_path: Path) -> None:
     assert Memory(None, tmp_path, tmp_path / "nothing").share() == 0.0
+
+
+def test_a_file_system_without_inodes_is_not_called_roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = DiskSpace([tmp_path], 0)
+    assert room.has()
+    monkeypatch.setattr(disk, "MIN_FILES", 1 << 60)
+    assert not room.has()
+    with pytest.raises(StoreFull, match=rf"{tmp_path} has room for \d+ more files \(inodes\)"):
+        room.require(1)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM, errno.EROFS])
+def test_a_file_that_the_machine_refuses_is_to_be_tried_again_and_no_fault_of_the_server(number: int) -> None:
+    app = FastAPI()
+    errors.install(app)
+
+    @app.get("/")
+    def read() -> None:
+        raise OSError(number, os.strerror(number), "/blobs/ab")
+
+    with capture_logs() as logs:
+        answer = TestClient(app, raise_server_exceptions=False).get("/")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "30")
+    assert "/blobs/ab" in next(line["fault"] for line in logs if line["event"] == "files.unusable")
+    assert [line for line in logs if "exc_info" in line] == []

@@ -6,24 +6,28 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
 
 import pytest
+import typer
 from alembic import command
 from sqlalchemy import delete, event, update
 from sqlalchemy.exc import OperationalError
 
 from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.cli import _copying
 from tessera.coordinator.db import engine as engine_module
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
-from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, DatabaseNotEmpty
+from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, CopyCounts, DatabaseNotEmpty
 from tessera.shared.api.runs import Run
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import StoreSpoilt
@@ -448,3 +452,19 @@ def test_every_damage_is_found_and_named(tmp_path: Path, damage: Callable[[LiveC
     # As another process sees it, which has nothing at hand.
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
         assert any(expected in fault for fault in faults(live)), faults(live)
+
+
+def test_a_failing_backup_names_its_folder_and_no_page_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    fault = OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+    folder = tmp_path / "file" / "backup"
+    for work in (folder.mkdir, partial(_raise, fault)):
+        with pytest.raises(typer.Exit), redirect_stderr(StringIO()) as said:
+            _copying("backed up", folder, work, as_json=False)
+        assert str(folder) in said.getvalue()
+        assert "sqlalche.me" not in said.getvalue()
+        assert "Errno" not in said.getvalue()
+
+
+def _raise(fault: Exception) -> CopyCounts:
+    raise fault
