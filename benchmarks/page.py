@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -58,6 +59,11 @@ DIGEST = "sha256:" + "0" * 64
 WORKERS_PER_SITE = 4
 COPIED_ROUNDS, COPIED_COHORT = 100, 2
 """Of each copied run: four tasks a round, half of them evaluations."""
+COPIED = f"{'c' * 31}b"
+
+
+def _copied(number: int) -> str:
+    return f"{number:031x}c"
 
 
 def fill(services: Services, rounds: int, tasks: int, sites: int, copies: int) -> str:
@@ -82,12 +88,11 @@ def fill(services: Services, rounds: int, tasks: int, sites: int, copies: int) -
     counts = [rounds // 2] + [rounds // 2 // 9] * 9
     trained = tasks // (2 * sum(counts))
     for run_id, count in zip(runs, counts, strict=True):
-        _fill_run(services, run_id, count, max(1, trained), workers, dice, now)
-    copied = f"{'c' * 31}b"
-    _fill_run(services, copied, COPIED_ROUNDS, COPIED_COHORT, workers, dice, now)
+        fill_run(services, run_id, count, max(1, trained), workers, dice, now)
+    fill_run(services, COPIED, COPIED_ROUNDS, COPIED_COHORT, workers, dice, now)
     with services.database.transaction() as session:
         for number in range(copies):
-            _copy(session, copied, f"{number:031x}c")
+            _copy(session, COPIED, _copied(number))
     return runs[0]
 
 
@@ -96,16 +101,16 @@ def _copy(session: Session, run_id: str, other: str) -> None:
     last = session.query(func.max(AuditRow.seq)).scalar()
     first = session.query(func.min(AuditRow.seq)).filter(AuditRow.run_id == run_id).scalar()
     for table in (RunRow, VersionRow, RoundRow, TaskRow, AuditRow):
-        columns = {column.name: column for column in table.__table__.columns}
+        columns: dict[str, Any] = {column.name: column for column in table.__table__.columns}
         for name in {"id", "run_id", "round_id", "subject", "digest"} & columns.keys():
             columns[name] = func.replace(columns[name], run_id, other)
         if table is AuditRow:
             columns |= {"seq": AuditRow.seq + (last - first + 1), "digest": func.printf("%064d", AuditRow.seq + last)}
-        of_run = (RunRow.id if table is RunRow else table.run_id) == run_id
+        of_run = table.__table__.columns["id" if table is RunRow else "run_id"] == run_id
         session.execute(insert(table).from_select(list(columns), select(*columns.values()).where(of_run)))
 
 
-def _fill_run(
+def fill_run(
     services: Services, run_id: str, rounds: int, trained: int, workers: list[str], dice: random.Random, now: float
 ) -> None:
     spec = RunSpec(
@@ -117,7 +122,8 @@ def _fill_run(
            "spec": spec.model_dump(mode="json"), "model_bytes": MODEL_BYTES, "version_number": rounds, "revision": 1,
            "created_at": now - 60.0 * rounds, "resumed_at": now, "updated_at": now}  # fmt: skip
     plan = Plan().model_dump(mode="json")
-    versions, rows, tasks, audit = [], [], [], []
+    versions, rows, audit = [], [], []
+    tasks: list[dict[str, Any]] = []
     for number in range(rounds + 1):
         at = now - 60.0 * (rounds - number)
         scalars = {
@@ -210,14 +216,15 @@ def measure(results: Results, url: str, token: str, run: str, times: int) -> Non
     looking = Looking(url, token)
     rounds = int(re.findall(r"rounds/(\d+)", looking.http.get(f"/page/runs/{run}").text)[0])
     ways = {
-        "overview": "/page/", "runs": "/page/runs", "run": f"/page/runs/{run}",
-        "run, what changes": f"/page/runs/{run}?part=live", "rounds": f"/page/runs/{run}/rounds",
+        "overview": "/page/", "runs": "/page/runs", "run": f"/page/runs/{COPIED}",
+        "run, what changes": f"/page/runs/{COPIED}?part=live", "rounds": f"/page/runs/{run}/rounds",
         "round": f"/page/runs/{run}/rounds/{rounds}", "sites": "/page/sites", "approvals": "/page/approvals",
         "sites, filtered": "/page/sites?q=site-01&health=well", "worker": "/page/workers/w0000",
         "tokens": "/page/tokens",
         "failures": "/page/failures", "audit": "/page/audit", "audit of a run": f"/page/audit?run={run}",
         "audit, filtered": "/page/audit?who=nothing&what=task",
-        "runs compared": f"/page/runs/compare?run={run}&run={1:032x}",
+        "runs compared": f"/page/runs/compare?run={COPIED}&run={_copied(0)}",
+        "long run": f"/page/runs/{run}", "long run compared": f"/page/runs/compare?run={run}&run={COPIED}",
         "audit, of a time": "/page/audit?until=2001-01-01T00:00",
         "metrics": "/metrics", "storage": "/page/storage", "start": "/page/runs/new?method=safl",
     }  # fmt: skip
@@ -226,7 +233,10 @@ def measure(results: Results, url: str, token: str, run: str, times: int) -> Non
     for name, path in ways.items():
         taken, computed = looking.seconds(path, times)
         p95 = taken[min(len(taken) - 1, int(0.95 * len(taken)))]
-        worst, most_processor = max(worst, p95), max(most_processor, 1e3 * computed)
+        worst = max(worst, p95)
+        # Its pages compute over all its evaluations, however few other runs there are.
+        if not name.startswith("long run"):
+            most_processor = max(most_processor, 1e3 * computed)
         size = len(looking.http.get(path).content)
         results.add(
             page=name,

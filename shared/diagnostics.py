@@ -106,7 +106,7 @@ def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
             reason = str(fault).splitlines()[0] if str(fault) else ""
             if isinstance(fault, OSError) and fault.strerror:
                 where = f"{fault.filename}: " if fault.filename else ""
-                yield fail(name, f"could not be looked at: {where}{fault.strerror}", "Mend that, then look again.")
+                yield fail(name, f"could not be looked at: {where}{fault.strerror}", "Repair that, then look again.")
             else:
                 yield fail(
                     name, f"could not be looked at: {type(fault).__name__}: {reason[:300]}", "See what it names."

@@ -88,8 +88,8 @@ class DiskSpace:
 
 
 def is_unusable(fault: BaseException) -> bool:
-    """Return whether a file's error is one of this machine, which a person or time mends: no request or run caused
-    it."""
+    """Return whether a file's error is one of this machine, which no request and no run caused: it passes, or a
+    person repairs it."""
     return isinstance(fault, OSError) and fault.errno in _UNUSABLE
 
 

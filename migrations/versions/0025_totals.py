@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -12,7 +14,7 @@ depends_on = None
 
 FAULTY = sa.text("state in ('failed', 'rejected')")
 OTHERS = sa.text("state in ('open', 'merging', 'abandoned')")
-COLUMNS = {
+COLUMNS: dict[str, dict[str, type[sa.types.TypeEngine[Any]]]] = {
     "runs": {
         "updates": sa.BigInteger,
         "fetches": sa.BigInteger,

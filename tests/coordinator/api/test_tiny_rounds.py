@@ -90,7 +90,7 @@ def test_a_small_update_is_stored_and_accepted_in_one_transaction(coordinator: L
     with Commits(database) as commits, statements(database) as seen:
         submit(worker, task, data)
     assert len([name for name in commits if name.startswith("inspection")]) == 1
-    assert len([statement for statement in seen if statement.startswith(("INSERT", "UPDATE"))]) <= 8
+    assert len([statement for statement in seen if statement.startswith(("INSERT", "UPDATE"))]) <= 10
     assert coordinator.services.blobs.read(digest_of(data)) == data
 
 
