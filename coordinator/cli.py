@@ -22,12 +22,12 @@ from tessera.coordinator.auth.tokens import first_token, issue_token, require_fr
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from tessera.coordinator.db.engine import (
-    DATABASE_AWAY,
     Database,
     DatabaseInUse,
     SchemaBehind,
     UnknownDatabase,
     alembic_config,
+    is_away,
     reason_of,
 )
 from tessera.coordinator.maintenance import backup
@@ -274,7 +274,7 @@ def _database(failure: str) -> Iterator[Database]:
         yield database
     except (SQLAlchemyError, OSError) as fault:
         unusable = f"{failure}: the database {database.shown} cannot be used: {reason_of(fault)}"
-        raise _exit(unusable, 1 if isinstance(fault, DATABASE_AWAY) else 2) from None
+        raise _exit(unusable, 1 if is_away(fault) else 2) from None
     except CommandError as fault:
         newer = f"{database.shown} is of a newer version of Tessera: install that here too ({fault})"
         raise _exit(f"{failure}: {newer}") from None
@@ -336,7 +336,7 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
         raise _exit(str(refusal)) from None
     except SQLAlchemyError as fault:
         unusable = f"the database {Database(settings.database_url).shown} cannot be used: {reason_of(fault)}"
-        raise _exit(unusable, 1 if duty != "both" and isinstance(fault, DATABASE_AWAY) else 2) from None
+        raise _exit(unusable, 1 if duty != "both" and is_away(fault) else 2) from None
     except (OSError, ImportError, ValueError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
         places = "database, blob store, staging folder or merge engine"

@@ -11,7 +11,16 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.certificate import outdated
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
-from tessera.coordinator.db.tables import EnrolmentRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow, one_of
+from tessera.coordinator.db.tables import (
+    IS_LEASED,
+    EnrolmentRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+    one_of,
+)
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
@@ -174,7 +183,7 @@ def held_updates(session: Session) -> list[tuple[RunRow, list[tuple[str, datetim
         .join_from(TaskRow, RunRow, RunRow.id == TaskRow.run_id)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.state == "leased", TaskRow.kind == "train")
+        .where(IS_LEASED, TaskRow.kind == "train")
         .order_by(RunRow.created_at, SiteRow.name, WorkerRow.name)
     )
     found: dict[str, tuple[RunRow, list[tuple[str, datetime]]]] = {}

@@ -90,6 +90,11 @@ class DatabaseDamaged(OperationalError):
     and no run is at fault."""
 
 
+def is_away(fault: Exception) -> bool:
+    """Return whether a retry may help: the database is away, and not damaged."""
+    return isinstance(fault, DATABASE_AWAY) and not isinstance(fault, DatabaseDamaged)
+
+
 def log_away(fault: Exception, **about: object) -> None:
     """Log in a line that the database is away; damage was logged when it was found."""
     if not isinstance(fault, DatabaseDamaged):

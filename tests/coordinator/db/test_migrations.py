@@ -143,7 +143,7 @@ def test_updates_know_the_version_that_earlier_coordinators_merged_them_in(empty
 
 def test_totals_have_what_earlier_coordinators_accepted(empty: Database) -> None:
     with empty.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "0024")
+        command.upgrade(alembic_config(connection), "0025")
         tables = known(connection)
         for number, (kind, state) in enumerate(
             [("train", "merged"), ("evaluate", "accepted"), ("agree", "accepted"), ("train", "rejected")]
@@ -152,7 +152,7 @@ def test_totals_have_what_earlier_coordinators_accepted(empty: Database) -> None
             about |= {"round_id": None, "upload_bytes": 10, "download_bytes": number}
             for table in tables:
                 connection.execute(insert(table), {**row(table, number), **(about if table.name == "tasks" else {})})
-        command.upgrade(alembic_config(connection), "0025")
+        command.upgrade(alembic_config(connection), "0026")
         moved = "updates, fetches, upload_bytes, download_bytes, evaluation_bytes"
         found = connection.exec_driver_sql(f"SELECT {moved} FROM runs WHERE id = 'runs.id.0'")
         assert found.one() == (1, 1, 20, 1, 1)
