@@ -34,7 +34,7 @@ _READING = "tessera_reading"
 DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
 """Errors raised when the database is away, busy or was restarted: nothing was done, and a retry may help."""
 
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT}
 _POSTGRES_DAMAGED = {"XX001", "XX002"}
 
 CHECK_SECONDS = 60.0
@@ -69,7 +69,7 @@ GOOD_TRIP_SECONDS = 0.05
 log = structlog.get_logger()
 
 _SQLITE_REASONS = {
-    "database disk image is malformed": "it is damaged: see 'A damaged database' in docs/operating/backups.md",
+    "database disk image is malformed": "it is damaged: see `tessera docs operating/backups`",
     "file is not a database": "it is no file of SQLite; name another in TESSERA_DATABASE_URL, or restore a backup",
     "database or disk is full": "the disk is full: free some space",
     "unable to open database file": "SQLite cannot open it; name a file in a folder where this user may write",
@@ -163,7 +163,7 @@ class Database:
         """Remember that the database is damaged, and log it the first time."""
         if self.damage is None:
             self.damage = detail
-            remedy = "Stop the coordinator and restore a backup: see docs/operating/backups.md."
+            remedy = "Stop the coordinator and restore a backup: see `tessera docs operating/backups`."
             log.error("database.damaged", database=self.shown, detail=detail, remedy=remedy)
 
     def ended_uncleanly(self) -> bool:

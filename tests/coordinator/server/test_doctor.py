@@ -36,7 +36,7 @@ def test_a_coordinator_that_works_has_nothing_that_fails(coordinator: LiveCoordi
 
 
 def test_a_disk_below_its_reserve_fails(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, disk_reserve_bytes=1 << 60) as coordinator:
+    with LiveCoordinator(tmp_path, disk_reserve_bytes=1 << 52) as coordinator:
         (found,) = [one for one in findings(coordinator) if one.verdict == "fail"]
     assert "disk_reserve_bytes" in found.detail
     assert (found.name, found.remedy) == ("disk", "Free disk space, or add a disk.")
