@@ -15,7 +15,15 @@ from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.forms import Field, fields_of, filled, placed
 from tessera.coordinator.dashboard.runs import facts_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import FORM_TOKEN, STEERING, Fields, PageRoute, Sender, Signed, Visitor
+from tessera.coordinator.dashboard.session import (
+    FORM_TOKEN,
+    STEERING,
+    Fields,
+    PageRoute,
+    Signed,
+    SteeringSender,
+    Visitor,
+)
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
@@ -95,9 +103,8 @@ def _given_by(spec: RunSpec) -> dict[str, str]:
 
 
 @router.post("")
-def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -> Response:
+def take_form(request: Request, serving: Serving, who: SteeringSender, fields: Fields) -> Response:
     """Return the form with its errors, the preview, or the created run."""
-    require_role(who.principal, *STEERING)
     method = _method(fields.get(METHOD, ""))
     if fields.get(STEP) == "change":
         return _form(request, serving, who, method, fields)
@@ -238,10 +245,10 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[tu
             if raw[:1] != b"{":
                 continue
             if b'"config"' in raw:
-                models[digest] = Model.model_validate_json(raw)
+                models[digest] = serving.states.model(digest)
             else:
-                manifests[digest] = Manifest.read(raw, serving.blobs.read)
-        except (ValueError, NotFound):
+                manifests[digest] = serving.states.manifest(digest)
+        except (ValueError, NotFound, Invalid):
             continue
     return [
         (f"{model} {version}", f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})")

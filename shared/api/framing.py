@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from tessera.shared.api.tasks import Submission, Task
-from tessera.shared.json_limits import check_document
+from tessera.shared.json_limits import bounded, check_document
 from tessera.shared.schema import MAX_INLINE_BLOBS
 
 MEDIA_TYPE = "application/vnd.tessera.blobs"
@@ -23,7 +23,7 @@ def unpack_task(body: bytes) -> Task:
     document, blobs = unpack(body)
     if len(blobs) > MAX_INLINE_BLOBS:
         raise ValueError(f"the body has {len(blobs)} blobs; a task has at most {MAX_INLINE_BLOBS}")
-    return Task.model_validate_json(document).model_copy(update={"inline_blobs": blobs})
+    return Task.model_validate_json(bounded(document)).model_copy(update={"inline_blobs": blobs})
 
 
 def pack_submission(submission: Submission, length: int | None = None) -> bytes:
@@ -59,7 +59,7 @@ def unpack_head(body: bytes) -> tuple[bytes, list[int], bytes]:
     beginning of a body that is none."""
     document, _, rest = body.partition(b"\n")
     line, _, data = rest.partition(b"\n")
-    sizes = check_document(line)
+    sizes = check_document(line, MAX_INLINE_BLOBS)
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("the second line is no list of sizes")
     return document, sizes, data

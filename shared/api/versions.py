@@ -17,7 +17,8 @@ from pydantic import (
 )
 
 from tessera.shared import renamed_keys
-from tessera.shared.model.blocks import Name
+from tessera.shared.json_limits import read_document
+from tessera.shared.model.blocks import MAX_BLOCKS, Name
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Frozen, Message, canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import digest_of
@@ -44,7 +45,7 @@ class Manifest(Frozen):
 
     format: Literal[2] = 2
     """Documents of format 1 have none, and `memory` and `numbers` in place of `server_state` and `scalars`."""
-    blocks: dict[Name, Digest]
+    blocks: dict[Name, Digest] = Field(max_length=MAX_BLOCKS)
     server_state: dict[Name, ServerTensor] = {}
     scalars: dict[str, float] = {}
     root: Digest | None = None
@@ -58,10 +59,10 @@ class Manifest(Frozen):
     @classmethod
     def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
         """Return the manifest of a document; its root's is fetched. Raises ValueError for what is none."""
-        manifest = cls.model_validate_json(document)
+        manifest = read_document(cls, document)
         if manifest.root is None:
             return manifest
-        root = cls.model_validate_json(fetch(manifest.root))
+        root = read_document(cls, fetch(manifest.root))
         if root.root is not None:
             raise ValueError(f"the root {manifest.root} of a manifest has itself a root")
         return manifest.model_copy(update={"blocks": root.blocks | manifest.blocks})

@@ -65,6 +65,7 @@ from tessera.shared.client.transport import (
 )
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
+from tessera.shared.json_limits import bounded
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.near_names import unread
 from tessera.shared.problems import (
@@ -309,7 +310,7 @@ class Client:
         return self.download_line if measured is None else measured
 
     def model(self, digest: str) -> Model:
-        return _read(Model, self.read_blob(digest))
+        return _read(Model, self.read_blob(digest), Model.read)
 
     def manifest(self, digest: str) -> Manifest:
         try:
@@ -531,7 +532,7 @@ def _run_path(run_id: str) -> str:
 
 def _read(kind: type[T], content: bytes, read: Callable[[bytes], T] | None = None) -> T:
     try:
-        return (read or kind.model_validate_json)(content)
+        return read(content) if read else kind.model_validate_json(bounded(content))
     except ValidationError as refusal:
         raise NotUnderstood(f"the answer is not a valid {kind.__name__}", errors=faults_of(refusal)) from None
     except ValueError as fault:

@@ -19,10 +19,10 @@ import httpcore
 import httpx
 from httpx import codes
 from opentelemetry.trace import SpanKind
-from pydantic import ValidationError
 
 from tessera.shared.client.bulk import BULK, PIECE_BYTES, BulkTransport, FilePart
 from tessera.shared.diagnostics import pem_fault, reason_of
+from tessera.shared.json_limits import bounded
 from tessera.shared.problems import (
     MEDIA_TYPE,
     Invalid,
@@ -514,8 +514,8 @@ def problem_of(answer: Answer) -> Problem:
         # It has no body to judge by, so that nothing lasting may follow from it.
         return kind_of_status(answer.status_code)(f"HTTP {answer.status_code}", headers=headers)
     try:
-        document = ProblemDocument.model_validate_json(answer.content)
-    except ValidationError:
+        document = ProblemDocument.model_validate_json(bounded(answer.content))
+    except ValueError:
         return IntermediaryFault(answer)
     return problem_from(document, _retry_after(answer), headers)
 

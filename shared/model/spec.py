@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tessera.shared.model.blocks import Block, Name, Role, check_table
+from tessera.shared.json_limits import read_document
+from tessera.shared.model.blocks import MAX_BLOCKS, Block, Name, Role, check_table
 from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.schema import ActsOnlyIf, Digest, Frozen
 
@@ -25,7 +26,7 @@ Head = Literal[
 ]
 """Head of the model, which selects the Auto class of transformers that builds it."""
 
-MAX_DOCUMENT_BYTES = 64 << 20
+MAX_DOCUMENT_BYTES = 32 << 20
 """The most that a model document or a manifest may have: both are JSON of a few hundred bytes a block."""
 
 WEIGHTS_FILE = "model.safetensors"
@@ -159,12 +160,17 @@ class Model(Frozen):
     float32: tuple[Float32Role, ...] = ()
     """The roles of the blocks that are float32 where the config's dtype has 16 bits: in 16 bits a weight does not
     move under small steps."""
-    blocks: tuple[Block, ...] = Field(min_length=1)
-    external: dict[Name, Digest] = Field(default_factory=dict)
+    blocks: tuple[Block, ...] = Field(min_length=1, max_length=MAX_BLOCKS)
+    external: dict[Name, Digest] = Field(default_factory=dict, max_length=MAX_BLOCKS)
     """The digests of the blocks of an external base: they are in no version and never change, and each worker takes
     them from its own site."""
     preprocessing: dict[FileName, FileRef] = Field(default_factory=dict)
     """The files of the model's tokenizer and image processor, if it has any."""
+
+    @classmethod
+    def read(cls, raw: bytes) -> Self:
+        """Return the model of a document. Raises ValueError."""
+        return read_document(cls, raw)
 
     @model_serializer(mode="wrap")
     def _without_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

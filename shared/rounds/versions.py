@@ -67,7 +67,7 @@ class States:
         self._vocabulary = lru_cache(maxsize=16)(lambda digest: vocabulary_in(self.read(digest)))
 
     def _read_model(self, digest: str) -> Model:
-        return Model.model_validate_json(self._document(digest))
+        return Model.read(self._document(digest))
 
     def _read_manifest(self, digest: str) -> Manifest:
         return Manifest.read(self._document(digest), self._document)

@@ -21,7 +21,6 @@ from tessera.shared.client.line import ThreadTimes
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
 from tessera.shared.hashing import Sink, derive_seed
-from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
@@ -405,10 +404,8 @@ class TaskRun:
         return path.read_bytes() if data is None else data
 
     def document(self, digest: str) -> bytes:
-        """Return a document's bytes as `read` does. Raises ValueError for one that would grow out of proportion."""
-        raw = self.read(digest, MAX_DOCUMENT_BYTES)
-        check_document(raw)
-        return raw
+        """Return a document's bytes as `read` does."""
+        return self.read(digest, MAX_DOCUMENT_BYTES)
 
     @cached_property
     def snapshot(self) -> RunSnapshot:

@@ -300,7 +300,7 @@ def read_model(run: TaskRun) -> Model:
     digest = run.task.model
     with failing_as("invalid-model"):
         run.fetch(digest, MAX_DOCUMENT_BYTES)
-        return run.env.models.document(Model, digest, lambda: Model.model_validate_json(run.document(digest)))
+        return run.env.models.document(Model, digest, lambda: Model.read(run.document(digest)))
 
 
 def _read_manifest(run: TaskRun) -> Manifest:

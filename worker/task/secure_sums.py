@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tessera.shared.api.refusals import check_settings
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
 from tessera.shared.api.versions import Manifest
-from tessera.shared.json_limits import check_document
+from tessera.shared.json_limits import read_document
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.rounds.planning import check_work
@@ -247,9 +247,7 @@ def _terms(run: TaskRun, sums: SumTask) -> Terms:
 
 def _read(run: TaskRun, digest: str, kind: type[M]) -> M:
     with failing_as("invalid-terms"):
-        raw = run.read(digest, MAX_DOCUMENT_BYTES)
-        check_document(raw)
-        return kind.model_validate_json(raw)
+        return read_document(kind, run.read(digest, MAX_DOCUMENT_BYTES))
 
 
 @contextmanager

@@ -429,16 +429,21 @@ CASES = [
     ),
     Case(
         "a model document that is a bomb",
-        "invalid-model: a document of more than 4194304 values",
+        "invalid-model: a document of more than 1048576 values",
         lambda scene: {
             **OTHER_RUN,
             "model": scene.coordinator.make(b'{"config":{"x":[' + b"[]," * (5 * MIB) + b"[]]}}"),
         },
     ),
     Case(
+        "a model document of too many blocks",
+        "invalid-model: a document of more than 1048576 values",
+        lambda scene: {**OTHER_RUN, "model": scene.coordinator.make(many_blocks(500_000))},
+    ),
+    Case(
         "a model document nested too deep",
         "invalid-model: a document nested too deep",
-        lambda scene: {**OTHER_RUN, "model": scene.coordinator.make(b"[" * MIB)},
+        lambda scene: {**OTHER_RUN, "model": scene.coordinator.make(b"[" * 500_000)},
     ),
     # ---------------------------------------------------------------- versions
     Case(
@@ -788,7 +793,7 @@ CASES = [
     ),
     Case(
         "sizes of blobs nested too deep",
-        "answer-not-understood: the answer is not a valid Task: a document nested too deep",
+        "answer-not-understood: the answer is not a valid Task: a document of more than 1024 values",
         told=False,
         lies=lambda _: [answering(CLAIM, Answered(200, {"Content-Type": FRAMED}, b"{}\n" + b"[" * MIB))],
     ),
@@ -863,6 +868,11 @@ ALIKE = {
 }
 """Take the path of another case, or show at length what a smaller test shows: of the two loops test_sandbox.py, of
 time that is up test_settling.py, of bombs the model document that is one. The long tests run them too."""
+
+
+def many_blocks(count: int) -> bytes:
+    """A model's document of so many tiny blocks."""
+    return b'{"blocks":[' + b'{"tensor":"w","role":"other","shape":[1],"dtype":"F32"},' * count + b"0]}"
 
 
 @pytest.fixture(scope="module")
