@@ -1,4 +1,7 @@
-"""Memory in use: near the limit no work starts, because a process above it is killed without warning."""
+"""Memory in use: near the limit no work starts, because a process above it is killed without warning.
+
+The allocator keeps freed memory, so what seems to be too much in use is given back before it is judged.
+"""
 
 import os
 import re
@@ -6,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from tessera.shared.host_memory import CGROUPS, MEMBERSHIP, groups
+from tessera.shared.host_memory import CGROUPS, MEMBERSHIP, groups, return_freed_memory
 from tessera.shared.problems import Busy
 
 WATERMARK = 0.85
@@ -29,6 +32,9 @@ class Memory:
         with self._lock:
             if time.monotonic() - self._measured_at > FRESH_SECONDS:
                 self._share = self._measure()
+                if self._share > WATERMARK:
+                    return_freed_memory()
+                    self._share = self._measure()
                 self._measured_at = time.monotonic()
             return self._share
 
@@ -39,7 +45,7 @@ class Memory:
 
     def _measure(self) -> float:
         if self._limit_bytes:
-            return _own_bytes() / self._limit_bytes
+            return own_bytes() / self._limit_bytes
         return max((used_bytes(group) / limit for group, limit in self._groups), default=0.0)
 
 
@@ -51,7 +57,7 @@ def used_bytes(group: Path) -> int:
     return int(used.read_text()) - sum(map(int, cached[-2:]))
 
 
-def _own_bytes() -> int:
+def own_bytes() -> int:
     """Return the resident bytes of this process, without mapped files."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
