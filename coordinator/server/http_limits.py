@@ -13,32 +13,35 @@ import socket
 import ssl
 import struct
 import termios
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import structlog
-import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.server.bulk_bodies import BulkHTTPProtocol
+from tessera.coordinator.server.connections import (
+    BODY_READ_BYTES,
+    HEAD_READ_BYTES,
+    BoundedReader,
+    ConnectionLimiter,
+    ServerConfig,
+    TLSHandshake,
+)
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.coordinator.telemetry.metrics import CONNECTIONS, PROBLEMS_TOTAL
+from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
 from tessera.shared.diagnostics import pem_fault, reason_of
-from tessera.shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
+from tessera.shared.problems import MEDIA_TYPE, BadRequest, HeadersTooLarge, Problem, TooSlow, Unavailable
 from tessera.shared.urls import is_loopback
 
 log = structlog.get_logger()
 
 GRACE_SECONDS = 5
 """Time for open requests when the process stops."""
-
-RETRY_SECONDS = 5.0
-"""Time after which a refused client may retry."""
 
 TURNED_AWAY = 256
 """Connections beyond the limit that get a response; further ones are closed without one."""
@@ -49,18 +52,22 @@ OTHER_FILES = 1_024
 MAX_PIPELINED = 32
 """Most requests sent ahead of the first response: uvicorn queues any number of them."""
 
+PROBE = "/healthz/live"
+"""The path of requests that wait for no others."""
+
 LOOKS = 4
 """Checks within `idle_timeout_seconds` of whether a receiver has read anything."""
 
 
-def configuration(app: ASGIApp, settings: CoordinatorSettings) -> uvicorn.Config:
+def configuration(app: ASGIApp, settings: CoordinatorSettings) -> ServerConfig:
     """Return the configuration of the server that `serve` runs."""
     limiter = ConnectionLimiter(settings)
-    return uvicorn.Config(
+    follow = partial(LimitedHTTPProtocol, limiter)
+    return ServerConfig(
         ShutdownMiddleware(app),
         host=settings.host,
         port=settings.port,
-        http=partial(LimitedHTTPProtocol, limiter),  # type: ignore[arg-type]  # any callable works
+        http=partial(TLSHandshake, limiter, follow) if settings.tls_cert else follow,  # type: ignore[arg-type]  # callables
         # No route uses WebSockets, and their protocol would have no limits.
         ws="none",
         log_config=None,
@@ -141,44 +148,15 @@ def raise_file_limit(connections: int) -> None:
             log.warning("coordinator.few_files", allowed=allowed, wanted=wanted)
 
 
-class ConnectionLimiter:
-    """The number of connections, in all and from each address."""
-
-    def __init__(self, settings: CoordinatorSettings) -> None:
-        self.settings = settings
-        self._by_address: Counter[str] = Counter()
-        self.total = 0
-
-    def enter(self, address: str) -> Problem | None:
-        """Count a connection; return the reason to refuse it, if there is one. Call `leave` at its end."""
-        self._by_address[address] += 1
-        self.total += 1
-        CONNECTIONS.inc()
-        most, each = self.settings.max_connections, self.settings.most_per_address
-        if self.total > most:
-            return Busy(f"{most} connections are open (setting max_connections)", retry_after_seconds=RETRY_SECONDS)
-        if each is not None and self._by_address[address] > each:
-            return Busy(
-                f"{each} connections from your address are open (setting max_connections_per_address)",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-        return None
-
-    def leave(self, address: str) -> None:
-        CONNECTIONS.dec()
-        self.total -= 1
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
-
-
 class LimitedHTTPProtocol(BulkHTTPProtocol):
     """One connection with limits on the bytes and time of a request's head, and on how long a receiver may read
     nothing of a response."""
 
-    def __init__(self, limiter: ConnectionLimiter, **uvicorns: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, *, is_counted: bool = False, **uvicorns: Any) -> None:
+        """`is_counted`: the limiter has counted the connection already."""
         super().__init__(**uvicorns)
         self._limiter = limiter
+        self._is_counted = is_counted
         self._settings = limiter.settings
         self.idle_timeout_seconds = limiter.settings.idle_timeout_seconds
         self._turned_away: Problem | None = None
@@ -198,7 +176,10 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
-        self._turned_away = self._limiter.enter(self._address)
+        if self.scheme == "http":
+            transport.set_protocol(BoundedReader(self, self._useful_bytes, self._limiter.read_buffer))
+        if not self._is_counted:
+            self._turned_away = self._limiter.enter(self._address)
         if self._turned_away and self._limiter.total > self._settings.max_connections + TURNED_AWAY:
             transport.abort()
         else:
@@ -234,6 +215,20 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._parsed_bytes = self._unparsed_bytes = 0
         self._in_head, self._body_ended = True, False
         self._start_deadline()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        start = partial(super()._start_asgi_task, cycle, app)
+        if cycle.scope["path"] == PROBE:
+            start()
+        else:
+            self._limiter.turns.begin(start)
+        if any(name in (b"content-length", b"transfer-encoding") for name, _ in cycle.scope["headers"]):
+            # Until the application asks for the body.
+            self.flow.pause_reading()
+
+    def _useful_bytes(self) -> int:
+        """Return how many bytes to read at a time."""
+        return HEAD_READ_BYTES if self._in_head or self._body_ended else BODY_READ_BYTES
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

@@ -11,6 +11,7 @@ import uvicorn
 from tessera.coordinator.alerts.certificate import CertificateFiles
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
+from tessera.coordinator.server.connections import ServerConfig
 from tessera.coordinator.server.http_limits import configuration, raise_file_limit
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
@@ -43,15 +44,16 @@ def freeze_imports() -> None:
 class _Server(uvicorn.Server):
     """A server that ends long polls and event streams when it stops, instead of waiting for them."""
 
-    def __init__(self, config: uvicorn.Config, services: Services, child: ChildConductor | None) -> None:
+    def __init__(self, config: ServerConfig, services: Services, child: ChildConductor | None) -> None:
         super().__init__(config)
+        self._config = config
         self._services = services
         self._child = child
         self._certificate = CertificateFiles(services.settings)
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % RENEWAL_TICKS == 0 and self.config.ssl:
-            await asyncio.to_thread(self._certificate.refresh, self.config.ssl)
+        if counter % RENEWAL_TICKS == 0 and self._config.tls:
+            await asyncio.to_thread(self._certificate.refresh, self._config.tls)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -110,8 +110,7 @@ def test_a_body_that_comes_slowly_is_not_cut_off(tmp_path: Path) -> None:
 
 def test_a_body_that_takes_too_long_in_all_is_cut_off(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, body_timeout_seconds=0.5) as live, connected(live) as raw:
-        headers = {"Content-Type": "application/json", "Content-Length": "1000"}
-        raw.sendall(head("POST", "/v1/sites", headers))
+        raw.sendall(site_request(live, b" " * 1000))
         trickle(raw, b" " * 20, 0.05)
         assert "body_timeout_seconds" in refused(answer(raw), 408, "too-slow").detail
 

@@ -29,6 +29,7 @@ from tessera.shared.problems import Invalid
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.proxying import proxying
+from tests.support.raw import connected, rest
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,16 @@ def test_one_whose_authority_is_not_known_is_refused_with_what_to_do(
         assert "ca_bundle" in refused.value.advice
         assert "TESSERA_CA_BUNDLE" in refused.value.advice
         assert not refused.value.retryable
+
+
+def test_connections_that_begin_no_handshake_count_and_end_soon(tmp_path: Path, authority: Authority) -> None:
+    limits = {"max_connections_per_address": 2, "header_timeout_seconds": 1.0}
+    with LiveCoordinator(tmp_path, tls_cert=authority.server, **limits) as live, connected(live) as first:
+        with connected(live) as second, connected(live) as third:
+            # Beyond the limit: closed, since nothing can be said before the handshake.
+            assert rest(third) == b""
+            assert rest(first) == rest(second) == b""
+        assert reached(live, authority.ca)
 
 
 NOW = datetime(2030, 6, 1, tzinfo=UTC)
