@@ -144,6 +144,7 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.rounds
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.guards
+	$(BIN)/python -m benchmarks.strangers
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.memory --sizes 100
 	$(BIN)/python -m benchmarks.images

@@ -99,10 +99,11 @@ def forget_peak(pid: int) -> None:
 def peak_bytes(pid: int) -> int:
     """The most memory that a process has held since its start, or since `forget_peak` (VmHWM), and each of its
     descendants: no less than the most that they held at one time."""
-    return sum(_peak(process.pid) for process in _with_descendants([pid]))
+    return sum(own_peak_bytes(process.pid) for process in _with_descendants([pid]))
 
 
-def _peak(pid: int) -> int:
+def own_peak_bytes(pid: int) -> int:
+    """The same of a process alone."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     # A process that has ended and was not waited for yet holds no memory, and its status has no such line.
     return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0) * 1024
