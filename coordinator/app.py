@@ -65,8 +65,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     app.add_middleware(Timing)
     app.add_middleware(Tracing)
     routers = (module.router for module in (runs, events, tasks, blobs, sites, enrolments, admin, health))
-    # Before the other blob routes, which would match its path as a digest.
-    for router in (blobs.listed, *routers):
+    for router in routers:
         app.include_router(router, responses=REFUSALS)
     page.install(app)
     # FastAPI builds its routes on first use: build them now, so that the first request is not slow.

@@ -30,7 +30,7 @@ from tessera.coordinator.domain.decide import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
-from tessera.coordinator.limits.response_memory import ResponseMemory
+from tessera.coordinator.limits.request_memory import BodyMemory, ResponseMemory
 from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
 from tessera.coordinator.maintenance.garbage_collection import Retention
 from tessera.coordinator.notify.event_stream import ChangeFeed
@@ -61,11 +61,12 @@ class Services:
     memory: Memory
     admission: Admission
     answers: ResponseMemory
+    bodies: BodyMemory
     blobs: Blobs
     states: States
     inspector: Inspector
     inspections: FairThreadPool
-    """For the slow part of each submission."""
+    """For the slow part of each submission, and for parsing large bodies."""
     submitting: KeyedLocks
     uploads: Uploads
     hashing: KeyedLocks
@@ -169,6 +170,7 @@ def assemble(
             clock or time.monotonic,
         ),
         answers=ResponseMemory(settings.response_bytes_per_token),
+        bodies=BodyMemory(settings.body_memory_bytes),
         blobs=blobs,
         states=states,
         inspector=inspector,

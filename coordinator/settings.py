@@ -220,6 +220,12 @@ class CoordinatorSettings(BaseSettings):
         default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )
     body_timeout_seconds: PositiveFloat = Field(default=60.0, description="maximum time for a JSON body")
+    body_memory_bytes: PositiveInt = Field(
+        default=128 << 20,
+        ge=16 << 20,
+        description="maximum memory for the bodies of requests in progress per process, besides those of uploads; "
+        "half of it per site, other token or person, a sixteenth for all callers without a token",
+    )
     max_connections: PositiveInt = Field(default=16_384, description="maximum number of open connections per process")
     max_connections_per_address: PositiveInt | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
 from starlette.types import Receive, Scope, Send
 
-from tessera.coordinator.api.dependencies import Serving, allow
+from tessera.coordinator.api.dependencies import Callers, Serving
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.portions import Portion
@@ -32,13 +32,11 @@ from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, To
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.schema import WAITED_HEADER, TokenRole
 
-router = APIRouter(prefix="/v1", tags=["blobs"])
-listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
-"""Endpoints with a JSON body, which is kept in memory and must be bounded."""
+router = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
 
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
 HOLDERS: tuple[TokenRole, ...] = ("site", "orchestrator", "admin")
-Holder = Annotated[Principal, Depends(allow(*HOLDERS))]
+Holder = Annotated[Principal, Depends(Callers(*HOLDERS))]
 """Callers that may read and write blobs: viewers may not."""
 Complete = Annotated[str, Header(alias="Upload-Complete", pattern=r"^\?[01]$")]
 
@@ -81,6 +79,30 @@ _PARTS: dict[int | str, dict[str, Any]] = {
 }
 
 
+# Before the other routes of blobs, which would match its path as a digest.
+@router.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
+async def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
+    """Return several blobs that the caller may read, concatenated in one response."""
+
+    def find() -> tuple[list[Portion], list[Portion]]:
+        serving.memory.require()
+        with serving.database.snapshot() as session:
+            readable = readable_blobs(session, caller, wanted.digests)
+            if missing := [digest for digest in wanted.digests if digest not in readable]:
+                raise NotFound(f"there is no blob {missing[0]} that this token may read")
+            portions = serving.blobs.portions(session, wanted.digests)
+        return portions, serving.blobs.unverified(portions)
+
+    portions, unverified = await to_thread.run_sync(find)
+    await verified(serving, caller, unverified)
+    left = sum(portion.size for portion in portions) - wanted.start
+    if left < 0:
+        raise RangeUnsatisfiable(
+            f"the blobs have {left + wanted.start} bytes in total; offset {wanted.start} is beyond"
+        )
+    return BlobAnswer(serving, caller, portions, wanted.start, wanted.start + left)
+
+
 @router.get("/blobs/{digest}", operation_id="getBlob", response_class=StreamingResponse, responses=_PARTS)
 @router.head("/blobs/{digest}", operation_id="headBlob", response_class=StreamingResponse, responses=_PARTS)
 async def get_blob(
@@ -117,29 +139,6 @@ async def get_blob(
         return Response(status_code=status, headers=headers, media_type=OCTETS)
     portion = Portion((blob,), inline=blob.inline is not None)
     return BlobAnswer(serving, caller, [portion], start, stop, status, headers)
-
-
-@listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
-async def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Response:
-    """Return several blobs that the caller may read, concatenated in one response."""
-    serving.memory.require()
-
-    def find() -> tuple[list[Portion], list[Portion]]:
-        with serving.database.snapshot() as session:
-            readable = readable_blobs(session, caller, wanted.digests)
-            if missing := [digest for digest in wanted.digests if digest not in readable]:
-                raise NotFound(f"there is no blob {missing[0]} that this token may read")
-            portions = serving.blobs.portions(session, wanted.digests)
-        return portions, serving.blobs.unverified(portions)
-
-    portions, unverified = await to_thread.run_sync(find)
-    await verified(serving, caller, unverified)
-    left = sum(portion.size for portion in portions) - wanted.start
-    if left < 0:
-        raise RangeUnsatisfiable(
-            f"the blobs have {left + wanted.start} bytes in total; offset {wanted.start} is beyond"
-        )
-    return BlobAnswer(serving, caller, portions, wanted.start, wanted.start + left)
 
 
 async def verified(serving: Services, caller: Principal, portions: Sequence[Portion]) -> None:
@@ -252,8 +251,11 @@ async def announced(serving: Services, caller: Principal, digest: str, length: i
     if length > serving.settings.max_upload_bytes:
         limit = serving.settings.max_upload_bytes
         raise TooLarge(f"{length} bytes were announced; the limit is {limit} (setting max_upload_bytes)")
-    serving.memory.require()
-    announce = partial(serving.uploads.announce, caller.owner, digest, length, site_id=caller.site_id)
+
+    def announce() -> Upload:
+        serving.memory.require()
+        return serving.uploads.announce(caller.owner, digest, length, site_id=caller.site_id)
+
     return await serving.uploads.threads.run(caller.owner, announce)
 
 
@@ -280,8 +282,8 @@ async def append_upload(
     """Append bytes to an upload at its offset."""
     if request.headers.get("Content-Type") != PARTIAL_UPLOAD:
         raise BadRequest(f"a PATCH to an upload must have Content-Type {PARTIAL_UPLOAD}")
-    serving.memory.require()
     owner = caller.owner
+    await serving.uploads.threads.run(owner, serving.memory.require)
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
     with bulk_counted(request) as bulk:
         await serving.uploads.append(upload, offset, received(request.stream()), bulk)

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
-from tessera.coordinator.api.dependencies import Admin, Cursor, Limit, Serving, Shown, SiteCaller, address_of
+from tessera.coordinator.api.dependencies import Admin, Cursor, Gate, Limit, Serving, Shown, SiteCaller, address_of
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import enrolments, sites
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
@@ -14,21 +14,42 @@ from tessera.shared.schema import Page
 router = APIRouter(prefix="/v1", tags=["enrolments"], route_class=BoundedRoute)
 
 
+class Strangers(Gate):
+    """Admits all callers; a refused request counts like one without a valid token."""
+
+    async def __call__(self) -> None:
+        """Give a handler nothing."""
+
+    def refused(self, request: Request) -> None:
+        request.app.state.services.admission.count_failure(address_of(request))
+
+
+class Joining(Strangers):
+    """Admits all callers as often as the rate of enrolments permits."""
+
+    async def admit(self, request: Request) -> None:
+        """Raise TooManyRequests."""
+        request.app.state.services.admission.count_enrolment(address_of(request))
+
+
 # A token is optional, which its dependency does not describe.
 @router.post("/enrolments", status_code=201, operation_id="createEnrolment", openapi_extra={"security": [{}]})
-def create_enrolment(spec: EnrolmentSpec, request: Request, serving: Serving, shown: Shown) -> Enrolment:
+def create_enrolment(
+    spec: EnrolmentSpec, request: Request, serving: Serving, shown: Shown, _: Annotated[None, Depends(Joining())]
+) -> Enrolment:
     """Request a worker's enrolment: by an administrator, or at once with an enrolment token. Only the hash of its
     secret is sent; repeating the request with the same hash returns the same enrolment."""
     return enrolments.ask(serving, spec, address_of(request), shown.credentials if shown else None)
 
 
 @router.get("/enrolments/{enrolment_id}", operation_id="getEnrolment")
-def get_enrolment(enrolment_id: str, request: Request, serving: Serving, shown: Shown) -> Enrolment:
+def get_enrolment(
+    enrolment_id: str, serving: Serving, shown: Shown, _: Annotated[None, Depends(Strangers())]
+) -> Enrolment:
     """Return the state of an enrolment to the holder of its secret."""
     if shown is None:
-        serving.admission.count_failure(address_of(request))
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
-    return enrolments.get_enrolment(serving, enrolment_id, address_of(request), shown.credentials)
+    return enrolments.get_enrolment(serving, enrolment_id, shown.credentials)
 
 
 @router.get("/enrolments", operation_id="listEnrolments")

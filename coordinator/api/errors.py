@@ -161,7 +161,7 @@ def _unstorable(request: Request, fault: Exception) -> Response:
     )
 
 
-def page_of(code: str) -> Response:
+async def page_of(code: str) -> Response:
     """Return the page at a problem's `type` URL."""
     kind = PROBLEMS.get(code)
     if kind is None:

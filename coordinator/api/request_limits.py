@@ -1,22 +1,30 @@
-"""Request bodies with a bounded size and time, and strict JSON."""
+"""Routes that know who calls, and that the caller may, before they read any of the body; and bounded bodies."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
-import pydantic_core
 from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.types import Scope
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope
 
-from tessera.coordinator.settings import CoordinatorSettings
+from tessera.coordinator.api.dependencies import Gate, address_of
+from tessera.coordinator.services import Services
 from tessera.shared.api.framing import MEDIA_TYPE, unpack, unpack_head
-from tessera.shared.json_limits import check_document
-from tessera.shared.problems import BadRequest, TooLarge, TooSlow
+from tessera.shared.json_limits import MAX_ERRORS, check_document, count_values
+from tessera.shared.problems import BadRequest, Fault, Invalid, Problem, TooLarge, TooSlow, faults_of
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+INLINE_BYTES = 16 << 10
+"""Bodies up to this size are parsed in the event loop, larger ones in a thread, in their caller's share."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,19 @@ class FollowingBlob:
 
 
 class BoundedRequest(Request):
-    """A request whose JSON body has at most `max_body_bytes` and no NaN, broken surrogate or duplicate name.
+    """A request whose body has as many bytes, and whose JSON as many values, as its gate permits."""
 
-    The standard parser accepts these, and they would fail later: in the database or in a response.
-    """
+    def __init__(self, scope: Scope, receive: Receive, gate: Gate) -> None:
+        super().__init__(scope, receive)
+        self._serving: Services = self.app.state.services
+        self._gate = gate
+        self.count: Callable[[int], None] = lambda _: None
+        """Counts received bytes against the memory for bodies."""
+        self.document: BaseModel | None = None
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
+            self._require_size(int(self.headers.get("Content-Length", 0)))
             self._body = await self._read()
         return self._body
 
@@ -45,7 +59,7 @@ class BoundedRequest(Request):
         try:
             head = await self._read(lines=2)
             _, sizes, begun = unpack_head(head)
-            if len(sizes) == 1 and sizes[0] > self._settings.submission_bytes:
+            if len(sizes) == 1 and sizes[0] > self._serving.settings.submission_bytes:
                 self._body, self.state.following = head[: head.index(b"\n")], FollowingBlob(sizes[0], begun)
             else:
                 self._body, self.state.blobs = unpack(head + await self._read(len(head)))
@@ -54,35 +68,63 @@ class BoundedRequest(Request):
 
     async def _read(self, before: int = 0, lines: int | None = None) -> bytes:
         """Return the rest of the body, of which `before` bytes were read, or as much of it as has that many lines."""
-        limit, received = self._settings.max_body_bytes, bytearray()
-        async with in_time(self._settings.body_timeout_seconds, self._settings.header_timeout_seconds) as came:
+        settings, received = self._serving.settings, bytearray()
+        async with in_time(settings.body_timeout_seconds, settings.header_timeout_seconds) as came:
             async for piece in self.pieces:
                 came()
+                self._require_size(before + len(received) + len(piece))
+                self.count(len(piece))
                 received += piece
-                if before + len(received) > limit:
-                    raise TooLarge(f"the body is larger than {limit} bytes (setting max_body_bytes)")
                 if lines is not None and (lines := lines - piece.count(b"\n")) <= 0:
                     break
         return bytes(received)
+
+    def _require_size(self, size: int) -> None:
+        limit, default = self._gate.most_bytes, self._serving.settings.max_body_bytes
+        most = default if limit is None else min(limit, default)
+        if size > most:
+            setting = " (setting max_body_bytes)" if most == default else ""
+            raise TooLarge(f"the body is larger than {most} bytes{setting}", remedy=self._gate.remedy)
 
     @cached_property
     def pieces(self) -> AsyncGenerator[bytes, None]:
         """The stream, which is read in parts: each begins where the one before ended."""
         return self.stream()
 
-    @property
-    def _settings(self) -> CoordinatorSettings:
-        settings: CoordinatorSettings = self.app.state.services.settings
-        return settings
-
     async def json(self) -> Any:
-        try:
-            value = pydantic_core.from_json(await self.body(), allow_inf_nan=False, cache_strings=False)
-            check_document(await self.body())
-            return value
-        except ValueError as fault:
-            error = {"type": "json_invalid", "loc": ("body",), "msg": str(fault)[:200], "input": None}
-            raise RequestValidationError([error]) from None
+        """Return the content of the JSON body, which `read_json` has validated."""
+        return self.document
+
+    async def read_json(self, kind: type[BaseModel]) -> None:
+        """Parse and validate the JSON body. Raises TooLarge, BadRequest and Invalid."""
+        if (count := count_values(await self.body())) > (most := self._gate.most_values):
+            raise TooLarge(f"the body has {count} values; at most {most} are read here", remedy="Send fewer.")
+        self.document = await self.parsed(partial(_read, kind, self._gate.check))
+
+    async def parsed(self, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of the body: in a thread, in the caller's share, if the body is large."""
+        body = await self.body()
+        if len(body) <= INLINE_BYTES:
+            return parse(body)
+        caller = self.state.caller
+        return await self._serving.inspections.run(caller.owner if caller else address_of(self), parse, body)
+
+
+def _read(kind: type[M], check: Callable[[Any], None], body: bytes) -> M:
+    try:
+        document = check_document(body)
+    except ValueError as fault:
+        errors = [Fault(pointer="", detail=str(fault)[:200])]
+        raise BadRequest("the request is invalid; see the errors", errors=errors) from None
+    check(document)
+    try:
+        return kind.model_validate(document)
+    except ValidationError as refusal:
+        if (count := refusal.error_count()) > MAX_ERRORS:
+            # To list them takes longer than all else.
+            raise Invalid(f"the request is invalid: its body has {count} errors", remedy=BadRequest.remedy) from None
+        errors = faults_of(refusal, model=kind)
+        raise Invalid("the request is invalid; see the errors", errors=errors) from None
 
 
 @asynccontextmanager
@@ -111,17 +153,36 @@ def _of_json(scope: Scope) -> Scope:
 
 
 class BoundedRoute(APIRoute):
-    """A route whose handler gets a BoundedRequest; blobs behind its document are in `request.state.blobs`, or in
-    `request.state.following`."""
+    """A route that asks its gate first, and only then reads a body, if it takes one. Its handler gets a
+    BoundedRequest; blobs behind its document are in `request.state.blobs`, or in `request.state.following`."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        handle = super().get_route_handler()
+        handle, gate = super().get_route_handler(), gate_of(self.dependant)
 
-        async def bounded(request: Request) -> Response:
-            framed = request.headers.get("Content-Type") == MEDIA_TYPE
-            reading = BoundedRequest(_of_json(request.scope) if framed else request.scope, request.receive)
-            # Read here, because FastAPI would turn TooLarge into a bad request.
-            await (reading.take_blobs() if framed else reading.body())
-            return await handle(reading)
+        async def gated(request: Request) -> Response:
+            serving: Services = request.app.state.services
+            framed = self.body_field is not None and request.headers.get("Content-Type") == MEDIA_TYPE
+            reading = BoundedRequest(_of_json(request.scope) if framed else request.scope, request.receive, gate)
+            address = address_of(request)
+            try:
+                caller = reading.state.caller = await gate.admit(reading)
+                owner = caller.owner if caller else None
+                with serving.bodies.receive(owner, address) as reading.count:
+                    # Read here, because FastAPI would turn each refusal into a bad request without its reason.
+                    if framed:
+                        await reading.take_blobs()
+                    kind = reading.headers.get("Content-Type", "").lower()
+                    if self.body_field and await reading.body() and "json" in kind:
+                        await reading.read_json(cast("type[BaseModel]", self.body_field.field_info.annotation))
+                    return await handle(reading)
+            except (Problem, RequestValidationError):
+                gate.refused(request)
+                raise
 
-        return bounded
+        return gated
+
+
+def gate_of(dependant: Dependant) -> Gate:
+    """Return the gate among a route's dependencies, or one that admits all callers."""
+    calls: list[object] = [each.call for each in dependant.dependencies]
+    return next((call for call in calls if isinstance(call, Gate)), Gate())

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
@@ -11,7 +11,9 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.blobs import OCTETS, Holder, get_blob, verified
 from tessera.coordinator.api.dependencies import (
+    MANY,
     Anyone,
+    Callers,
     Cursor,
     Key,
     Limit,
@@ -34,6 +36,7 @@ from tessera.shared.schema import Page
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
+Starter = Annotated[Principal, Depends(Callers("orchestrator", "admin", most_values=MANY))]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Earlier = Annotated[int, Query(alias="since", ge=0, lt=1 << 31, description="the number of the earlier version")]
 Since = Annotated[int, Query(ge=0, lt=1 << 31, description="only this version and later ones")]
@@ -41,7 +44,7 @@ Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description=
 
 
 @router.post("", status_code=201, operation_id="createRun")
-def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: Response, key: Key = None) -> Run:
+def create_run(spec: RunSpec, serving: Serving, caller: Starter, response: Response, key: Key = None) -> Run:
     """Start a run from an uploaded model and first version."""
     run = runs.create_run(serving, caller, spec, key)
     response.headers["Location"] = f"/v1/runs/{run.id}"
@@ -50,7 +53,7 @@ def create_run(spec: RunSpec, serving: Serving, caller: Orchestrator, response: 
 
 
 @router.post("/preview", operation_id="previewRun")
-def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Preview:
+def preview_run(spec: RunSpec, serving: Serving, caller: Starter) -> Preview:
     """Return which workers would take part in a run, why others would not, and its first round's workload. Change
     nothing."""
     return runs.preview_run(serving, caller, spec)

@@ -2,13 +2,12 @@
 
 import re
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from pydantic_core import from_json
 
 from tessera.coordinator.api.blobs import announced, bulk_counted, received
-from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
+from tessera.coordinator.api.dependencies import Anyone, Callers, Cursor, Limit, Serving, SiteCaller
 from tessera.coordinator.api.request_limits import BoundedRequest, BoundedRoute, FollowingBlob
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import tasks
@@ -27,7 +26,7 @@ from tessera.shared.api.tasks import (
     Task,
     TaskView,
 )
-from tessera.shared.problems import BadRequest, Fault, Invalid, TooLarge
+from tessera.shared.problems import BadRequest, Fault, Invalid
 from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, WAITED_HEADER, Page
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
@@ -35,23 +34,26 @@ router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 _WAIT = re.compile(r"wait=(\d{1,4})")
 
 
-async def require_protocol(request: Request, _: SiteCaller) -> None:
-    """Raise Invalid for a worker of another protocol, before anything else of its claim is read."""
-    try:
-        claim = from_json(await request.body())
-    except ValueError:
-        # Empty, or not labelled JSON: it is refused as a claim.
-        return
-    spoken = [claim.get(name) if isinstance(claim, dict) else None for name in ("protocol_min", "protocol_max")]
-    lowest, highest = (number if isinstance(number, int) else PROTOCOL for number in spoken)
-    if not lowest <= PROTOCOL <= highest:
-        older = "worker" if highest < PROTOCOL else "coordinator"
-        raise Invalid(
-            f"this coordinator speaks protocol {PROTOCOL}; the worker speaks {lowest} to {highest}",
-            errors=[Fault(pointer="/protocol_max", detail=f"{lowest} to {highest}")],
-            remedy=f"The {older} is older: install the other's release of Tessera there, whose version number may be "
-            f"the same. The worker asks again by itself within an hour.",
-        )
+class Claimants(Callers):
+    """Admits workers; a claim of another protocol is refused before anything else of it is validated."""
+
+    def __init__(self) -> None:
+        remedy = "Shorten the worker's declaration, such as the lists of its policy."
+        super().__init__("site", most_bytes=MAX_CLAIM_BYTES, remedy=remedy)
+
+    def check(self, document: Any) -> None:
+        """Raise Invalid."""
+        claim = document if isinstance(document, dict) else {}
+        spoken = [claim.get(name) for name in ("protocol_min", "protocol_max")]
+        lowest, highest = (number if isinstance(number, int) else PROTOCOL for number in spoken)
+        if not lowest <= PROTOCOL <= highest:
+            older = "worker" if highest < PROTOCOL else "coordinator"
+            raise Invalid(
+                f"this coordinator speaks protocol {PROTOCOL}; the worker speaks {lowest} to {highest}",
+                errors=[Fault(pointer="/protocol_max", detail=f"{lowest} to {highest}")],
+                remedy=f"The {older} is older: install the other's release of Tessera there, whose version number "
+                "may be the same. The worker asks again by itself within an hour.",
+            )
 
 
 @router.post(
@@ -59,22 +61,16 @@ async def require_protocol(request: Request, _: SiteCaller) -> None:
     operation_id="claimTask",
     response_model=Task,
     responses={200: {"content": {MEDIA_TYPE: {}}}, 204: {"description": "nothing now"}},
-    dependencies=[Depends(require_protocol)],
 )
 async def claim(
     body: Claim,
     request: Request,
     serving: Serving,
-    caller: SiteCaller,
+    caller: Annotated[Principal, Depends(Claimants())],
     prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits up to 25 s for a task")] = "",
     accept: Annotated[str, Header(max_length=256, include_in_schema=False)] = "",
 ) -> Response:
     """Lease the next task that is offered to this worker; wait for one if `Prefer` says so."""
-    if (length := len(await request.body())) > MAX_CLAIM_BYTES:
-        raise TooLarge(
-            f"the claim has {length} bytes; the limit is {MAX_CLAIM_BYTES}",
-            remedy="Shorten the worker's declaration, such as the lists of its policy.",
-        )
     wanted = _WAIT.search(prefer)
     wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.max_wait_seconds)
 

@@ -5,9 +5,9 @@ from fastapi.responses import RedirectResponse
 from sqlalchemy import select
 
 from tessera.coordinator.alerts.attention import held_updates, withheld_runs
-from tessera.coordinator.api.dependencies import Serving, require_role
+from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed
+from tessera.coordinator.dashboard.session import AdminSender, Fields, PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import SiteRow
@@ -32,9 +32,8 @@ def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
 
 
 @router.post("/approvals/{enrolment_id}")
-def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+def decide(enrolment_id: str, serving: Serving, who: AdminSender, fields: Fields) -> Response:
     """Admit a worker by the code that its site's people read on their machine, or decline it."""
-    require_role(who.principal, "admin")
     if fields.get("decision") == "approve":
         given: dict[str, object] = {name: fields.get(name, "").strip() for name in ("code", "site")}
         given["create_site"] = fields.get("create_site") == "yes"

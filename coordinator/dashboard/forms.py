@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import from_json
 
+from tessera.shared.json_limits import check_document
 from tessera.shared.problems import Fault
+
+MAX_VALUES = 4_096
+"""Of a field's JSON."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,14 @@ def _read(field: Field, text: str) -> Any:
     if field.kind == "list":
         return [part.strip() for part in text.split(",") if part.strip()]
     if field.kind == "json":
-        return from_json(text, allow_inf_nan=False)
+        return check_document(text.encode(), MAX_VALUES)
     if field.kind == "choice" and set(field.choices) != {"true", "false"}:
         return text
     # With choices the text may be a number as well.
     if field.kind == "text" and not field.choices:
         return text
     try:
-        return from_json(text, allow_inf_nan=False)
+        return check_document(text.encode(), MAX_VALUES)
     except ValueError:
         # The model's own validation reports what it needs.
         return text

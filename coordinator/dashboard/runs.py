@@ -30,7 +30,7 @@ from tessera.coordinator.dashboard.queries import (
     short_layers,
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
+from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Signed, SteeringSender, Visitor
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted, Sorting
 from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
@@ -541,9 +541,8 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
 
 
 @router.post("/{run_id}/state")
-def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+def set_state(run_id: str, serving: Serving, who: SteeringSender, fields: Fields) -> Response:
     """Raise PreconditionFailed if the run is no longer what was shown to the person."""
-    require_role(who.principal, *STEERING)
     wanted, revision = fields.get("state", ""), fields.get("revision", "")
     if wanted not in STATES:
         fault = Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")
@@ -554,9 +553,8 @@ def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Res
 
 
 @router.post("/{run_id}/notes")
-def annotate(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+def annotate(run_id: str, serving: Serving, who: SteeringSender, fields: Fields) -> Response:
     """Change the tags and the note. Raise PreconditionFailed if they are no longer what was shown to the person."""
-    require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
     # A page shows characters that cannot be seen as others, and so the form comes back with those.

@@ -12,12 +12,13 @@ from typing import Annotated, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from fastapi import Depends, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 
-from tessera.coordinator.api.dependencies import Serving, address_of
+from tessera.coordinator.api.dependencies import Gate, address_of, require_role
 from tessera.coordinator.api.errors import faults_of_request
-from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.api.request_limits import BoundedRequest, BoundedRoute
 from tessera.coordinator.auth import sessions
 from tessera.coordinator.dashboard.security_headers import PREFIX, under
 from tessera.coordinator.domain.principal import Principal
@@ -91,7 +92,7 @@ class PageRoute(BoundedRoute):
         return handle_problems
 
 
-def visitor(request: Request, serving: Serving) -> Visitor:
+def visitor(request: Request, serving: Services) -> Visitor:
     """Return the signed-in visitor. Raises Unauthenticated and TooManyRequests."""
     secret = request.cookies.get(COOKIE, "")
     if not secret:
@@ -106,7 +107,30 @@ def visitor(request: Request, serving: Serving) -> Visitor:
     return Visitor(principal, secret)
 
 
-Signed = Annotated[Visitor, Depends(visitor)]
+class Visitors(Gate):
+    """Admits signed-in visitors, with one of these roles if there are any."""
+
+    def __init__(self, *roles: TokenRole) -> None:
+        super().__init__(None)
+        self._roles = roles
+
+    async def __call__(self, request: Request) -> Visitor:
+        who: Visitor = request.state.visitor
+        return who
+
+    async def admit(self, request: Request) -> Principal:
+        """Return the visitor. Raises Unauthenticated, Forbidden and TooManyRequests."""
+        serving: Services = request.app.state.services
+        # Without a session there is nothing to look up, and no thread to wait for.
+        shown = request.cookies.get(COOKIE)
+        who = await run_in_threadpool(visitor, request, serving) if shown else visitor(request, serving)
+        request.state.visitor = who
+        if self._roles:
+            require_role(who.principal, *self._roles)
+        return who.principal
+
+
+Signed = Annotated[Visitor, Depends(Visitors())]
 
 
 def holder(serving: Services, secret: str) -> Principal:
@@ -118,28 +142,36 @@ def holder(serving: Services, secret: str) -> Principal:
 # ---------------------------------------------------------------- forms
 
 
-async def form(request: Request) -> dict[str, str]:
+async def form(request: BoundedRequest) -> dict[str, str]:
     """Return the fields of a form. Raises Forbidden if a page of another origin sent it."""
     require_same_origin(request)
-    body = await request.body()
     try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=MAX_FIELDS))
+        return await request.parsed(_fields)
     except ValueError:
         raise BadRequest("the form cannot be read") from None
+
+
+def _fields(body: bytes) -> dict[str, str]:
+    return dict(parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=MAX_FIELDS))
 
 
 Fields = Annotated[dict[str, str], Depends(form)]
 
 
-def own_form(request: Request, serving: Serving, fields: Fields) -> Visitor:
-    """Return the sender of a form by the token that only this session's pages have. Raises Forbidden."""
-    who = visitor(request, serving)
-    if not hmac.compare_digest(fields.get(FORM_TOKEN, "").encode(), who.form_token.encode()):
-        raise Forbidden("the form does not belong to your session", remedy="Go back, reload the page and repeat.")
-    return who
+class Senders(Visitors):
+    """Admits the visitors whose session's pages have the form, by a token that no other page has."""
+
+    async def __call__(self, request: Request, fields: Fields) -> Visitor:  # type: ignore[override]
+        """Return the sender. Raises Forbidden."""
+        who = await super().__call__(request)
+        if not hmac.compare_digest(fields.get(FORM_TOKEN, "").encode(), who.form_token.encode()):
+            raise Forbidden("the form does not belong to your session", remedy="Go back, reload the page and repeat.")
+        return who
 
 
-Sender = Annotated[Visitor, Depends(own_form)]
+Sender = Annotated[Visitor, Depends(Senders())]
+SteeringSender = Annotated[Visitor, Depends(Senders(*STEERING))]
+AdminSender = Annotated[Visitor, Depends(Senders("admin"))]
 
 
 def require_same_origin(request: Request) -> None:

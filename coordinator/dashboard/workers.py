@@ -15,7 +15,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, undefer
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Sender, Signed
+from tessera.coordinator.dashboard.session import AdminSender, PageRoute, Signed
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
@@ -354,8 +354,7 @@ def confirm_site(
 
 
 @router.post("/sites/{site_id}/{action}")
-def set_site(site_id: str, action: Literal["suspend", "resume"], serving: Serving, who: Sender) -> Response:
-    require_role(who.principal, "admin")
+def set_site(site_id: str, action: Literal["suspend", "resume"], serving: Serving, who: AdminSender) -> Response:
     {"suspend": sites.suspend_site, "resume": sites.resume_site}[action](serving, who.principal, site_id)
     return RedirectResponse(f"{PREFIX}/sites", status_code=303)
 
@@ -388,15 +387,13 @@ def confirm_token(
 
 
 @router.post("/tokens/{token_id}/revoke")
-def revoke_token(token_id: str, serving: Serving, who: Sender) -> Response:
-    require_role(who.principal, "admin")
+def revoke_token(token_id: str, serving: Serving, who: AdminSender) -> Response:
     sites.revoke_token(serving, who.principal, token_id)
     return RedirectResponse(f"{PREFIX}/tokens", status_code=303)
 
 
 @router.post("/tokens/{token_id}/rotate")
-def rotate_token(token_id: str, request: Request, serving: Serving, who: Sender) -> Response:
-    require_role(who.principal, "admin")
+def rotate_token(token_id: str, request: Request, serving: Serving, who: AdminSender) -> Response:
     with serving.database.snapshot() as session:
         token = _token(session, token_id)
     secret = new_secret(token.role)

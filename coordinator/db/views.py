@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Float, Row, Select, cast, func, select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, load_only, selectinload, undefer
 
@@ -33,6 +32,7 @@ from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
+from tessera.shared.json_limits import check_document
 from tessera.shared.problems import BadRequest, NotFound
 from tessera.shared.rounds.client_privacy import EPSILON
 from tessera.shared.rounds.outliers import PREFIX
@@ -90,7 +90,7 @@ def page(
 def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:
     """Return the keys of the last shown item. Raises BadRequest unless their types are those of the collection."""
     try:
-        values = from_json(base64.urlsafe_b64decode(cursor), allow_inf_nan=False)
+        values = check_document(base64.urlsafe_b64decode(cursor))
     except ValueError:
         values = None
     if not isinstance(values, list) or len(values) != len(kinds) or not all(map(_fits, values, kinds)):

@@ -49,30 +49,24 @@ def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | Non
 
     Repeating the request with the same hash returns the same enrolment, which a token approves if it is pending.
     """
-    services.admission.count_enrolment(address)
-    try:
-        with services.database.transaction() as session:
-            now, liveness = services.database.now(), services.settings.liveness_seconds
-            row = _asked_before(session, now, spec)
-            if secret is not None and (row is None or row.state == "pending"):
-                caller = tokens.authenticate(session, now, secret)
-                if caller.role != "enrolment":
-                    raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
-                row = _redeem(session, now, spec, caller, address, row, liveness)
-            if row is None:
-                row = _wait(session, now, spec, address, services.settings.pending_enrolments)
-            return views.enrolment_view(row, now)
-    except Unauthenticated:
-        services.admission.count_failure(address)
-        raise
+    with services.database.transaction() as session:
+        now, liveness = services.database.now(), services.settings.liveness_seconds
+        row = _asked_before(session, now, spec)
+        if secret is not None and (row is None or row.state == "pending"):
+            caller = tokens.authenticate(session, now, secret)
+            if caller.role != "enrolment":
+                raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
+            row = _redeem(session, now, spec, caller, address, row, liveness)
+        if row is None:
+            row = _wait(session, now, spec, address, services.settings.pending_enrolments)
+        return views.enrolment_view(row, now)
 
 
-def get_enrolment(services: Services, enrolment_id: str, address: str, secret: str) -> Enrolment:
+def get_enrolment(services: Services, enrolment_id: str, secret: str) -> Enrolment:
     """Return an enrolment to the holder of its secret. Raise NotFound to any other caller."""
     with services.database.snapshot() as session:
         row = session.get(EnrolmentRow, enrolment_id)
         if row is None or not secrets.compare_digest(row.secret_hash, hash_of(secret)):
-            services.admission.count_failure(address)
             raise NotFound(f"there is no enrolment {enrolment_id} with this secret")
         view = views.enrolment_view(row, services.database.now())
     services.admission.count_request(view.id)

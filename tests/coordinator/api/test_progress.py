@@ -52,7 +52,7 @@ def test_a_new_lease_begins_without_progress(coordinator: LiveCoordinator) -> No
         pytest.param({"phase": "uploading", "bytes": 1 << 60}, marks=pytest.mark.long),
         pytest.param({}, marks=pytest.mark.long),
         "training",
-        ["training"] * 10_000,
+        ["training"] * 5_000,
     ],
 )
 def test_progress_that_cannot_be_read_renews_the_lease_all_the_same(

@@ -14,7 +14,7 @@ from sqlalchemy import update
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits.cache import Recent
-from tessera.coordinator.limits.response_memory import HELD_BYTES
+from tessera.coordinator.limits.request_memory import HELD_BYTES
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
