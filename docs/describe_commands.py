@@ -32,6 +32,7 @@ read. `tessera --install-completion` has your shell (bash, zsh or fish) complete
 | 2 | wrong usage or settings; nothing was done | an unknown option; a file that makes no run; a part not installed |
 | 3 | a person has to act | a run that is paused; fewer sites than the quorum; a token that is not admitted |
 | 4 | the command has to be started again | a worker whose GPU failed |
+| 5 | the same, once there is room | a worker on a full disk |
 | 130 | interrupted | ^C |
 
 A command with further meanings of a code lists them below.

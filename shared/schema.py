@@ -5,8 +5,8 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 """
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -36,6 +36,13 @@ class Frozen(BaseModel):
 
     conditions: ClassVar[tuple[ActsOnlyIf, ...]] = ()
     """The settings that others can leave without effect: a new run with one of these is refused."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        # Cached properties follow from fields that may have changed.
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 def without_effect(record: Frozen) -> Iterator[tuple[str, str]]:

@@ -189,14 +189,14 @@ FENCING = (
     ),
     Mutant(
         "coordinator/domain/decide.py",
-        "(task.lease_expires_at or 0) <= now",
-        "(task.lease_expires_at or 0) < now",
+        'if task.state == "leased" and expires_at <= now:',
+        'if task.state == "leased" and expires_at < now:',
         DECIDE,
     ),
     Mutant(
         "coordinator/domain/decide.py",
-        'elif task.state == "expired" and task.attempts < run.cohort.max_task_attempts:',
-        'elif task.state == "expired" and task.attempts <= run.cohort.max_task_attempts:',
+        'elif task.state == "expired" and task.attempts < most_attempts:',
+        'elif task.state == "expired" and task.attempts <= most_attempts:',
         DECIDE,
     ),
     Mutant(

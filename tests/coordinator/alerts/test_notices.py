@@ -198,7 +198,7 @@ def test_a_condition_that_returns_is_notified_again_after_it_was_gone_for_an_hou
     tmp_path: Path, receiver: Receiver
 ) -> None:
     clock = Clock()
-    with serving(tmp_path, clock, **hook(tmp_path, receiver.port, disk_reserve_bytes=1 << 60)) as services:
+    with serving(tmp_path, clock, **hook(tmp_path, receiver.port, disk_reserve_bytes=1 << 52)) as services:
         (notifier,), disk = services.notifiers, services.disk
 
         def look(reserve_bytes: int, after_seconds: float) -> int:
@@ -207,12 +207,12 @@ def test_a_condition_that_returns_is_notified_again_after_it_was_gone_for_an_hou
             notifier.look()
             return len(receiver.asked)
 
-        assert look(1 << 60, 0) == 1
+        assert look(1 << 52, 0) == 1
         assert look(0, FORGET_SECONDS) == 1
         # It is the same one, and lasts on from here.
-        assert look(1 << 60, -1) == 1
+        assert look(1 << 52, -1) == 1
         assert look(0, FORGET_SECONDS + 1) == 1
-        assert look(1 << 60, 0) == 2
+        assert look(1 << 52, 0) == 2
 
 
 def test_a_process_that_dies_while_it_sends_leaves_the_notice_to_another(

@@ -76,7 +76,8 @@ def test_a_change_of_the_task_is_a_change_of_the_key(env: TaskEnvironment, chang
 
 def test_every_field_of_a_task_is_in_the_key_or_has_no_effect_on_training() -> None:
     named = {"run", "round", "id", "model", "version", "plan", "dataset"}
-    of_the_lease = {"token", "lease_seconds", "orchestrator", "receipt", "inline_bytes", "inline_blobs", "run_name"}
+    of_the_lease = {"token", "lease_seconds", "orchestrator", "receipt", "audit_head", "run_name"}
+    of_the_lease |= {"inline_bytes", "inline_blobs"}
     of_evaluations = {"kind", "held_out"}
     # Both choices of a codec have the same bits; masks and a sum's noise come after training.
     of_the_upload = {"decode_seconds_per_byte", "stream_bytes", "secure_sums", "sums", "client_privacy"}

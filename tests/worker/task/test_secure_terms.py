@@ -239,10 +239,11 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "inline_bytes": 1 << 20, "stream_bytes": 1 << 20, "decode_seconds_per_byte": 1e-6,
     "inline_blobs": [b64encode(b"x").decode()],
     "receipt": {"task": "before", "token": 1, "state": "left_out"},
+    "audit_head": None,
     "sums": {"document": OTHER, "seeds": [1]},
 }  # fmt: skip
 """The other fields. A receipt decides which of two states of its own a site goes on from, which no one else knows:
-helpers open one sum from a version."""
+helpers open one sum from a version. An audit head that the site lacks ends the task."""
 
 
 def test_every_field_of_a_task_is_alike_or_without_effect() -> None:
