@@ -127,12 +127,14 @@ def _number(value: JsonValue) -> float | None:
 
 
 def totals(found: Iterable[Departure]) -> list[tuple[str, str, int, int, int, float | None]]:
-    """Return by study and data set: the numbers of updates and of other messages, the bytes, and the last epsilon."""
+    """Return by study and data set: the numbers of updates and of other messages, the bytes, and the last update's
+    epsilon."""
     rows: dict[tuple[str, str], tuple[int, int, int, float | None]] = {}
     for one in found:
         updates, others, nbytes, epsilon = rows.get((one.study, one.dataset), (0, 0, 0, None))
         is_update = one.sent == "update"
-        last = epsilon if one.epsilon is None else one.epsilon
+        # An evaluation's is its own; an update's is the run's so far.
+        last = one.epsilon if is_update and one.epsilon is not None else epsilon
         rows[one.study, one.dataset] = (updates + is_update, others + (not is_update), nbytes + one.bytes, last)
     return [(study, dataset, *row) for (study, dataset), row in sorted(rows.items())]
 

@@ -200,7 +200,7 @@ class Egress:
             env.history.add(self.run.snapshot, env.policy)
         self.run.wait_for_quantum(self.run.check)
         counts = self.run.report.class_counts
-        if env.privacy_of_figures(task) is None:
+        if (privacy := env.privacy_of_figures(task)) is None:
             self.run.journal.note_exact(examples, "evaluation")
         head = self.run.journal.note(
             "figures.leave",
@@ -208,6 +208,7 @@ class Egress:
             examples=examples,
             figures=_finite(metrics),
             **({"class_counts": counts.model_dump(mode="json")} if counts else {}),
+            **({"epsilon": privacy.epsilon} if privacy else {}),
             ledger=self.run.journal.ledger_head(),
         )
         evaluated = EvaluationResult(

@@ -23,11 +23,13 @@ from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
+from tessera.worker.governance.departures import departures
 from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.settings import WorkerSettings
+from tessera.worker.state.audit import Audit
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, noisy_in, of_training
 from tessera.worker.state.vault import Vault
@@ -292,6 +294,7 @@ def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
         methods=("fedavg",),
     )
     ledger, privacy = Ledger(tmp_path / "ledger"), Budget(epsilon=3.0, delta=1e-5)
+    audit = Audit(tmp_path, "w")
     rules: list[tuple[Policy, Allowance]] = [
         (Policy(), Allowance(epsilon=3.5, delta=1e-5)),
         # Noise of single examples does not hide a patient with several.
@@ -305,6 +308,7 @@ def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
         runner = TaskRunner(
             worker.client, datasets_of(settings(coordinator, tmp_path / "state")), TrainingSetup(CPU),
             Vault(tmp_path / "vault"), Cache(tmp_path / "cache", 1 << 24), tmp_path, policy=policy, ledger=ledger,
+            audit=audit,
             allowances={"digits": budget},
         )  # fmt: skip
         run = begin(client, "fedavg", Evaluation(sites=True))
@@ -323,6 +327,8 @@ def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
     (entry,) = ledger.read("digits")
     assert entry.events == (NoisyFigures(rho=rho_of(privacy)),)
     assert 2.5 < epsilon(noisy_in([entry]), 1e-5) <= 3.0
+    (left,) = departures(audit.read(), None, None)
+    assert (left.sent, left.epsilon) == ("figures", 3.0)
     # What trains has its target for itself.
     assert of_training([entry]) == []
 
