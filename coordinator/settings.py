@@ -220,7 +220,7 @@ class CoordinatorSettings(BaseSettings):
         default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )
     body_timeout_seconds: PositiveFloat = Field(default=60.0, description="maximum time for a JSON body")
-    body_memory_bytes: PositiveInt = Field(
+    body_memory_bytes: Bytes = Field(
         default=128 << 20,
         ge=16 << 20,
         description="maximum memory for the bodies of requests in progress per process, besides those of uploads; "

@@ -44,7 +44,6 @@ router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_c
 START, METHOD, REQUEST_KEY, STEP = "start", "method", "request_key", "step"
 FIRST = ("name", "dataset", "rounds")
 APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
-FIRST_METHOD = "fedavg"
 MAX_RUNS = 50
 MAX_UPLOADS = 50
 MAX_DATASETS = 100
@@ -76,7 +75,7 @@ def show_form(
     if method is None:
         choices = _choices(serving, who.principal)
         # The one that is good for a first run is first, and preselected.
-        offered = sorted(methods().values(), key=lambda method: (method.name != FIRST_METHOD, method.name))
+        offered = sorted(methods().values(), key=lambda method: (not method.is_preselected, method.name))
         return render(request, "methods.html", who, methods=offered, **choices)
     chosen = _method(method)
     given = {REQUEST_KEY: new_id(), "/evaluation/sites": "true", "/dataset": dataset}

@@ -58,7 +58,7 @@ _PROBLEMS = (
     .join_from(TaskRow, WorkerRow)
     .join(SiteRow)
     .where(_IN_ROUND)
-    .order_by(TaskRow.created_at, TaskRow.id)
+    .order_by(SiteRow.name, WorkerRow.name)
 )
 _ASSIGN = update(TaskRow).where(_ACCEPTED).returning(TaskRow.update_digest)
 _UPDATES = (

@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sqlalchemy.exc import OperationalError
@@ -52,10 +52,12 @@ class DiskSpace:
                 f"{more}the reserve of {self._reserve_bytes} bytes (setting disk_reserve_bytes) exceed the free space"
             )
         for folder in self._folders:
-            disk = os.statvfs(folder)
-            # Some file systems have no limit of files, and say 0.
-            if disk.f_files and disk.f_favail < MIN_FILES:
-                return f"the file system of {folder} has room for {disk.f_favail} more files (inodes) only"
+            # A folder that is gone takes no writes, which is another fault.
+            with suppress(OSError):
+                disk = os.statvfs(folder)
+                # Some file systems have no limit of files, and say 0.
+                if disk.f_files and disk.f_favail < MIN_FILES:
+                    return f"the file system of {folder} has room for {disk.f_favail} more files (inodes) only"
         return None
 
     def require(self, count: int) -> None:

@@ -521,6 +521,8 @@ class Method(Generic[C]):
     charts: tuple[Chart, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
     """The settings of local training, other than the defaults, that the method requires."""
+    is_preselected: bool = False
+    """True for the method that a form offers first."""
 
 
 UPDATE_NORM = "update_norm"

@@ -56,7 +56,7 @@ def test_a_claim_has_64_kib_at_most(standing: LiveCoordinator) -> None:
     http = standing.http("site", "long")
     withheld = {f"r{number}": "x" * 290 for number in range(220)}
     assert MAX_CLAIM_BYTES < len(json.dumps(withheld)) < standing.settings.max_body_bytes
-    assert "the limit is 65536" in refused(claim(http, withheld=withheld), 413, "too-large").detail
+    assert "larger than 65536 bytes" in refused(claim(http, withheld=withheld), 413, "too-large").detail
 
 
 def test_a_worker_whose_claim_would_be_too_long_shortens_it() -> None:
