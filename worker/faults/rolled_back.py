@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from tessera.shared.api.runs import Run
 from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.client.client import Client
+from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.settings import WorkerSettings, tls_of, token_of
 from tessera.worker.state.audit import NO_HEAD, ROLLED_BACK_FILE, Audit
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Ledger, LedgerPage
+from tessera.worker.state.privacy_ledger import Ledger, LedgerPage, NoisyFigures, of_training
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, run_history_of
 
@@ -41,7 +42,7 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
                     paid = {(entry.task, entry.token) for entry in page.entries}
                     for ref in lost:
                         if (ref.task, ref.token) not in paid:
-                            _charge(page, run, task, ref)
+                            _charge(page, run, task, ref, settings.policy.figures_privacy)
                             charged[name] = charged.get(name, 0) + 1
             if task.receipt and task.receipt.state == "merged":
                 merged[task.run] = task.receipt
@@ -72,16 +73,22 @@ def _datasets(run: Run, task: TaskView, settings: WorkerSettings) -> Iterator[st
     yield from (name for name in {run.spec.dataset, central} if name in settings.datasets)
 
 
-def _charge(page: LedgerPage, run: Run, task: TaskView, lost: TaskRef) -> None:
-    """Charge a lost task: like the run's last one in the ledger; without one, or without privacy, as unbounded."""
-    known = [entry for entry in page.entries if entry.run == task.run and entry.target]
-    if task.kind == "evaluate" or run.spec.privacy is None:
-        page.exact(lost, task.examples or 0, "evaluation" if task.kind == "evaluate" else "training")
-    elif known and known[-1].target:
-        last = known[-1]
+def _charge(page: LedgerPage, run: Run, task: TaskView, lost: TaskRef, figures: Budget | None) -> None:
+    """Charge a lost task: like the run's last one of its kind in the ledger; without one, an evaluation by the site's
+    own rule for `figures`; without that, as unbounded."""
+    of_run = [entry for entry in page.entries if entry.run == task.run and entry.target]
+    trained = of_training(of_run)
+    alike = trained if task.kind == "train" else [entry for entry in of_run if entry not in trained]
+    if alike and alike[-1].target:
+        last = alike[-1]
         events = [
-            event for entry in known if (entry.task, entry.token) == (last.task, last.token) for event in entry.events
+            event for entry in alike if (entry.task, entry.token) == (last.task, last.token) for event in entry.events
         ]
-        page.spend(lost, last.examples, known[-1].target, events, unit=last.unit)
+        page.spend(lost, last.examples, alike[-1].target, events, unit=last.unit)
+    elif task.kind == "evaluate" and figures:
+        # Of the version, and of the site's own model.
+        page.spend(lost, task.examples or 0, figures, [NoisyFigures(rho=rho_of(figures))] * 2)
+    elif task.kind == "evaluate" or run.spec.privacy is None:
+        page.exact(lost, task.examples or 0, "evaluation" if task.kind == "evaluate" else "training")
     else:
         page.exact(lost, task.examples or 0, "lost")

@@ -6,6 +6,7 @@ read any data. Needs the extra `privacy`.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -295,6 +296,10 @@ class PrivateTask:
     def spent(self) -> float:
         """Return the epsilon that the run has spent on this data set so far, at the run's delta."""
         return epsilon(self._of_run(self._ledger.read(self._dataset)), self._target.delta)
+
+    def limit_weekly(self, weekly: Allowance | None) -> None:
+        """Judge by this limit from now on, the only one that `leave` looks at."""
+        self._limits = replace(self._limits, weekly=weekly)
 
     def leave(self) -> None:
         """Record that a result is about to leave the site: the reserved privacy stays spent, and counts from now on.

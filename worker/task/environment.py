@@ -281,11 +281,12 @@ class Journal:
             with self.ledger.page(self.dataset) as page:
                 page.exact(self.task, examples, use)
 
-    def reserve_figures(self, examples: int, privacy: Budget) -> float:
-        """Reserve the privacy of one evaluation's figures in the ledger, and return it in zCDP.
+    def reserve_figures(self, examples: int, epsilon: float, delta: float) -> float:
+        """Reserve the privacy of one evaluation's figures in the ledger, and return it in zCDP. Called by ranks too.
 
         Raises PolicyViolation, LedgerError, TaskFailure.
         """
+        privacy = Budget(epsilon=epsilon, delta=delta)
         rho = rho_of(privacy)
         if self.ledger:
             if self.limits is None:

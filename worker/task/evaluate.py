@@ -59,7 +59,8 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
             noise = None
             if privacy:
                 # What is reserved stays spent, though a failure may send nothing.
-                noise = Noise(run.journal.reserve_figures(measured.examples, privacy), NoiseSource(secret_key()))
+                rho = run.journal.reserve_figures(measured.examples, privacy.epsilon, privacy.delta)
+                noise = Noise(rho, NoiseSource(secret_key()))
             with autocast(task.training, env.device):
                 sums = bounded_sums(context, measured, env.device, check, ranks)
             return sums.figures(measured.examples, noise)

@@ -192,6 +192,8 @@ class TaskRunner(TaskEnvironment):
                 head,
             )
         structlog.get_logger("worker").warning("state-lost", head=head, remedy="Nothing, if the state folder is new.")
+        # Otherwise the next task would find entries that left, and not this one.
+        self.audit.record("chain.adopt", None, head=head)
 
     def spent(self) -> dict[str, float]:
         """Return the epsilon spent of each data set with a budget; infinite after an uncovered use without noise."""

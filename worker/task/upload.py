@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -55,6 +56,10 @@ from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
+
+
+APPROVAL_SECONDS = 5.0
+"""Time after which an approval is read again while an update is sent, or waits for a coordinator that is away."""
 
 
 @dataclass(frozen=True)
@@ -411,9 +416,22 @@ class HeldUpdate:
         """Send the released update under the site's present rules in `env`. Raises PolicyViolation, Unapproved,
         LedgerError, Problem and the exceptions of `check`."""
         summary, path = self.summary, self.airlock.path(self.summary)
-        run = replace(self.egress.run, env=env, check=check)
+        approved_at = time.monotonic()
+
+        def check_approved() -> None:
+            nonlocal approved_at
+            check()
+            if time.monotonic() > approved_at + APPROVAL_SECONDS:
+                self._require_approval(env)
+                approved_at = time.monotonic()
+
+        run = replace(self.egress.run, env=env, check=check_approved)
         egress, task = replace(self.egress, run=run), run.task
         env.policy.check_task(task, env.kinds)
+        if allowance := env.allowances.get(task.dataset):
+            allowance.check(task, env.policy.figures_privacy)
+        if egress.private:
+            egress.private.limit_weekly(env.policy.max_weekly_privacy)
         self._require_approval(env)
         written = WrittenUpdate({}, {}, summary.update)
         opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,16 +17,17 @@ from typer.testing import CliRunner
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.run_settings import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.worker.agent import Agent
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.site import site_of
 from tessera.worker.cli.worker import app
+from tessera.worker.faults.rolled_back import _charge
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK_FILE, Audit, StateRolledBack
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
-from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
+from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, LedgerError, NoisyFigures, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
@@ -459,14 +461,37 @@ def test_a_state_folder_that_was_put_back_stops_its_worker_until_a_person_adopts
 def test_a_new_state_folder_stops_only_a_worker_whose_data_have_a_budget(tmp_path: Path) -> None:
     settings = nowhere("http://127.0.0.1:1", tmp_path)
     agent = Agent(settings, Hasty())
-    unknown = "a" * 64
-    agent._runner._require_state(unknown)
-    budget = {"digits": Allowance(epsilon=1.0, delta=1e-5)}
+    limited = replace(agent._runner, allowances={"digits": Allowance(epsilon=1.0, delta=1e-5)})
+    held, older = "a" * 64, "b" * 64
     with pytest.raises(StateRolledBack):
-        replace(agent._runner, allowances=budget)._require_state(unknown)
+        limited._require_state(held)
+    agent._runner._require_state(held)
     # What the coordinator holds of this folder is known without its having read the chain to the end.
     head = agent._runner.audit.record("update.leave").digest
-    replace(agent._runner, allowances=budget)._require_state(head)
+    limited._require_state(head)
+    # An update that left, and that nobody accepted, makes the new folder no older copy.
+    agent._runner._require_state(held)
     with pytest.raises(StateRolledBack):
-        agent._runner._require_state(unknown)
+        agent._runner._require_state(older)
     agent.close()
+
+
+def test_a_lost_task_is_charged_like_one_of_its_kind(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    run = begin(coordinator.client(), rounds=4, privacy=Privacy(epsilon=8.0, delta=1e-5, clip_norm=1.0))
+    steps, figures = NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10), NoisyFigures(rho=0.1)
+    noise, view = Budget(epsilon=1.0, delta=1e-5), TaskView.model_construct(run=run.id, examples=9)
+
+    def charged(before: Sequence[Event], kind: str, rule: Budget | None) -> tuple[Event, ...]:
+        ledger = Ledger(Path(tempfile.mkdtemp(dir=tmp_path)), KEY)
+        with ledger.page("digits") as page:
+            for number, event in enumerate(before):
+                page.spend(TaskRef(run.id, "r", 1, f"{number}", 1), 100, TARGET, [event])
+            _charge(page, run, view.model_copy(update={"kind": kind}), TaskRef(run.id, "r", 2, "lost", 1), rule)
+        return ledger.read("digits")[-1].events
+
+    # The last entry of a round is an evaluation's.
+    assert charged([steps, figures], "train", noise) == (steps,)
+    assert charged([steps, figures], "evaluate", None) == (figures,)
+    assert charged([steps], "evaluate", noise) == (NoisyFigures(rho=rho_of(noise)),) * 2
+    assert charged([steps], "evaluate", None) == (Exact(use="evaluation"),)
+    assert charged([figures], "train", noise) == (Exact(use="lost"),)
