@@ -54,6 +54,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             services.retention.end()
         services.inspections.close()
         services.uploads.threads.close()
+        services.differences.threads.close()
         services.database.close()
 
     # Without FastAPI's pages, which load scripts from another host; and the description requires a token.

@@ -178,7 +178,7 @@ def assemble(
         submitting=KeyedLocks(),
         uploads=uploads,
         hashing=KeyedLocks(),
-        differences=Differences(database, blobs, states, disk, uploads.threads, retention.remove),
+        differences=Differences(database, blobs, states, disk, FairThreadPool("difference", 2), retention.remove),
         last_seen=last_seen,
         waiters=waiters,
         change_feed=change_feed,

@@ -284,8 +284,9 @@ class CoordinatorSettings(BaseSettings):
     )
     merge_readahead_bytes: Bytes = Field(
         default=128 << 20,
-        description="memory for reading ahead in an object store; a merge divides it among its updates, and reads at "
-        "most 8 MiB of each at a time",
+        ge=8 << 20,
+        description="memory for reading ahead in an object store; a merge in threads divides it among its updates, "
+        "and reads 256 KiB to 8 MiB of each at a time",
     )
     merge_engine: Literal["threads", "ray"] = Field(
         default="threads",

@@ -30,7 +30,7 @@ Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 STRANGERS_BYTES = 64 << 10
-FEW, SOME, MANY = 256, 8_192, 16_384
+FEW, SOME, MANY = 256, 8_192, 1 << 17
 """Values that a body may have: without a token; with one; as the settings of a run."""
 
 

@@ -175,8 +175,10 @@ class BoundedRoute(APIRoute):
                     if self.body_field and await reading.body() and "json" in kind:
                         await reading.read_json(cast("type[BaseModel]", self.body_field.field_info.annotation))
                     return await handle(reading)
-            except (Problem, RequestValidationError):
-                gate.refused(request)
+            except (Problem, RequestValidationError) as refusal:
+                # What may pass is no fault of the caller.
+                if not (isinstance(refusal, Problem) and refusal.retryable):
+                    gate.refused(request)
                 raise
 
         return gated

@@ -244,7 +244,7 @@ def _next(run: RunSnapshot, now: float, patience: Timeouts) -> Iterator[Action]:
             yield Complete()
     elif run.abandoned >= run.cohort.max_attempts:
         yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times, at last because {because}")
-    elif run.abandoned and waited < min(
+    elif run.abandoned and 0 <= waited < min(
         RETRY_SECONDS[min(run.abandoned, len(RETRY_SECONDS)) - 1], MAX_RETRY_WAITS * patience.cohort_wait_seconds
     ):
         return

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import structlog
 import uvicorn
 from uvicorn.protocols.utils import get_remote_addr
 
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import CONNECTIONS
 from tessera.shared.problems import Busy, Problem
+
+log = structlog.get_logger()
 
 RETRY_SECONDS = 5.0
 """Time after which a refused client may retry."""
@@ -78,11 +81,16 @@ class RequestTurns:
             asyncio.get_running_loop().call_soon(self._begin_some)
 
     def _begin_some(self) -> None:
-        for _ in range(min(REQUESTS_AT_ONCE, len(self._waiting))):
-            self._waiting[0]()
-            self._waiting.popleft()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._begin_some)
+        try:
+            for _ in range(min(REQUESTS_AT_ONCE, len(self._waiting))):
+                # It is in the queue meanwhile, so that what it begins does not schedule another turn.
+                try:
+                    self._waiting[0]()
+                finally:
+                    self._waiting.popleft()
+        finally:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._begin_some)
 
 
 class ServerConfig(uvicorn.Config):
@@ -113,16 +121,27 @@ class TLSHandshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         host = get_remote_addr(transport)  # type: ignore[arg-type]  # one of TCP
         address = host[0] if host else ""
-        if self._limiter.enter(address):
-            self._limiter.leave(address)
-        else:
+        try:
+            if self._limiter.enter(address):
+                self._limiter.leave(address)
+            else:
+                self._begin(transport, address)
+        finally:
+            transport.abort()  # type: ignore[attr-defined]
+
+    def _begin(self, transport: asyncio.BaseTransport, address: str) -> None:
+        try:
             # Of a copy, since the server's transport begins to read as soon as this returns.
             connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-            task = asyncio.get_running_loop().create_task(self._shake_hands(connection, address))
-            # The event loop does not keep it.
-            self._limiter.handshakes.add(task)
-            task.add_done_callback(self._limiter.handshakes.discard)
-        transport.abort()  # type: ignore[attr-defined]
+        except OSError as fault:
+            # No file is left.
+            log.warning("connection.refused", reason=fault.strerror)
+            self._limiter.leave(address)
+            return
+        task = asyncio.get_running_loop().create_task(self._shake_hands(connection, address))
+        # The event loop does not keep it.
+        self._limiter.handshakes.add(task)
+        task.add_done_callback(self._limiter.handshakes.discard)
 
     async def _shake_hands(self, connection: socket.socket, address: str) -> None:
         loop, seconds = asyncio.get_running_loop(), self._limiter.settings.header_timeout_seconds

@@ -434,8 +434,8 @@ class Task(Message):
     receipt: Receipt | None = None
     """Of the last update that was accepted from this worker in this run."""
     audit_head: Annotated[AuditHead | None, Shown] = None
-    """The head that the worker reported with its last accepted result, of any run: its own audit has that entry,
-    unless it is an older copy."""
+    """The head that the worker reported with the result of its latest accepted task, of any run: its own audit has
+    that entry, unless it is an older copy."""
     inline_blobs: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
     digests of what is here, and by nothing else."""

@@ -102,7 +102,7 @@ def test_a_claim_is_refused_by_its_length_before_it_comes(live: LiveCoordinator)
         ("site", "/v1/tasks/claim", 8_192),
         ("site", "/v1/tasks/x/heartbeat", 8_192),
         ("admin", "/v1/sites", 8_192),
-        ("orchestrator", "/v1/runs", 16_384),
+        ("orchestrator", "/v1/runs", 1 << 17),
     ],
 )
 def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(
