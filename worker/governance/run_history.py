@@ -297,8 +297,10 @@ class RunHistory:
             raise PolicyViolation("run", f"run {snapshot.run} has changed its {', '.join(changed)}")
         handed, known_versions = dict(record.handed), record.versions
         last = handed.get(self._worker)
-        if last and _is_restored(last, record, snapshot):
-            last = last.model_copy(update={"round": 0, "version": -1, "restores": last.restores + 1})
+        if _is_restored(last, record, snapshot):
+            # Also of a task that only measures: else the next one would count again.
+            last = Handed(round=0, version=-1, seed=0, times=1, restores=(last.restores if last else 0) + 1)
+            handed[self._worker] = last
             known_versions = {number: known for number, known in known_versions.items() if number < snapshot.version}
         versions = _with_version(known_versions, snapshot)
         if snapshot.kind == "train":
@@ -310,21 +312,38 @@ class RunHistory:
         return record.model_copy(update=update)
 
 
-def _is_restored(last: Handed, record: Record, snapshot: RunSnapshot) -> bool:
+def _is_restored(last: Handed | None, record: Record, snapshot: RunSnapshot) -> bool:
     """Return whether a task may be of a run that went back with its coordinator: one that keeps nothing at the site,
     and whose single updates the coordinator sees in any case, without privacy or sums."""
     covered = any(snapshot.terms.get(name) for name in ("privacy", "client_privacy", "secure_sums"))
     keeps = any(one.kept for one in record.handed.values())
-    goes_back = snapshot.kind == "train" and snapshot.round < last.round
-    return goes_back and not covered and not keeps and last.restores < MAX_RESTORES
+    remade = record.versions.get(snapshot.version, snapshot.digest) != snapshot.digest
+    goes_back = snapshot.kind == "train" and not (_comes_after(last, snapshot) or _repeats(last, snapshot))
+    return (remade or goes_back) and not covered and not keeps and (last is None or last.restores < MAX_RESTORES)
+
+
+def _comes_after(last: Handed | None, snapshot: RunSnapshot) -> bool:
+    return last is None or (snapshot.round > last.round and snapshot.version > last.version)
+
+
+def _repeats(last: Handed | None, snapshot: RunSnapshot) -> bool:
+    """Return whether a task is a retry of the last round: on the same version and seed."""
+    asked = (snapshot.round, snapshot.version, snapshot.seed)
+    return last is not None and asked == (last.round, last.version, last.seed)
+
+
+def after_restore(run: str) -> str:
+    """Return the remedy for a refusal of a run that went back."""
+    return f"If the coordinator was restored from a backup: `tessera worker adopt --run {run}` at the site goes on"
 
 
 def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict[int, Digest]:
     number, digest = snapshot.version, snapshot.digest
+    about = f"version {number} of run {snapshot.run}"
     if versions.get(number, digest) != digest:
-        raise PolicyViolation("version", f"version {number} of run {snapshot.run} has changed its digest")
+        raise PolicyViolation("version", f"{about} has changed its digest. {after_restore(snapshot.run)}")
     if len(versions) >= VERSIONS_KEPT and number < min(versions):
-        raise PolicyViolation("version", f"version {number} of run {snapshot.run} is older than the versions kept")
+        raise PolicyViolation("version", f"{about} is older than the versions kept. {after_restore(snapshot.run)}")
     known = {**versions, number: digest}
     return {number: known[number] for number in sorted(known)[-VERSIONS_KEPT:]}
 
@@ -333,14 +352,13 @@ def _next_round(last: Handed | None, snapshot: RunSnapshot, max_attempts: int) -
     """Return the record of a training task; repeating the last round on the same version and seed is a retry."""
     restores = last.restores if last else 0
     current = Handed(round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1, restores=restores)
-    if last is None or (current.round > last.round and current.version > last.version):
+    if last is None or _comes_after(last, snapshot):
         return current
-    if (current.round, current.version, current.seed) != (last.round, last.version, last.seed):
+    if not _repeats(last, snapshot):
         raise PolicyViolation(
             "round",
             f"round {current.round} on version {current.version} does not come after round {last.round} on version "
-            f"{last.version}, which was already submitted. If the coordinator was restored from a backup: "
-            f"`tessera worker adopt --run {snapshot.run}` at the site goes on",
+            f"{last.version}, which was already submitted. {after_restore(snapshot.run)}",
         )
     if last.times >= max_attempts:
         raise PolicyViolation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tessera.worker.governance.run_history import MAX_RESTORES, SUMS_FOLDER, VER
 from tests.support.secure_sums import Federation
 from tests.support.task_document import task_of
 
+MEASURING: dict[str, Any] = {"kind": "evaluate", "held_out": True}
+PRIVATE: dict[str, Any] = {"privacy": Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)}
 SUMS = {"helpers": ["a", "b", "c"], "quorum": 5}
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
@@ -85,9 +88,9 @@ def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> Non
     assert refused(again, task(4, training=Training(epochs=2), codec="delta+int8"), "run").endswith("training, codec")
 
 
-def other(number: int) -> RunSnapshot:
+def other(number: int, **more: Any) -> RunSnapshot:
     """A round on a version that a restored coordinator made anew."""
-    return task(number, DIGESTS[number + 40])
+    return task(number, DIGESTS[number + 40], **more)
 
 
 def test_a_plain_run_of_a_restored_coordinator_goes_on_and_not_without_end(tmp_path: Path) -> None:
@@ -97,17 +100,39 @@ def test_a_plain_run_of_a_restored_coordinator_goes_on_and_not_without_end(tmp_p
     # From the version that the backup has. Those after it are made anew.
     for asked in (task(3), other(4), other(5), other(6)):
         seen.add(asked, policy)
-    refused(seen, task(6), "version")
     for _ in range(MAX_RESTORES - 1):
         seen.add(task(3), policy)
         seen.add(other(4), policy)
     refused(seen, task(3), "round")
+    for more in ({}, MEASURING):
+        assert "tessera worker adopt --run r" in refused(seen, task(4, **more), "version")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([task(4), task(5, **MEASURING)], [other(5, **MEASURING), task(4), other(5), other(6)]),
+        ([task(4)], [task(4, seed=6), other(5)]),
+        ([task(4)], [other(4), other(5)]),
+        ([task(number, **MEASURING) for number in (3, 4, 5)], [other(n, **MEASURING) for n in (4, 5, 6)]),
+        ([task(4), task(5, **MEASURING)], [other(5), other(6)]),
+    ],
+    ids=["measured first", "other seed", "other version", "only measures", "less than a round lost"],
+)
+def test_a_plain_run_of_a_restored_coordinator_is_not_stopped_by_what_the_worker_did_last(
+    tmp_path: Path, before: list[RunSnapshot], after: list[RunSnapshot]
+) -> None:
+    seen = RunHistory(tmp_path, "w")
+    for asked in (*before, *after):
+        seen.add(asked, Policy())
+    # Each restore counts once, whatever the worker sees of it.
+    assert json.loads((tmp_path / "r.json").read_bytes())["handed"]["w"]["restores"] == 1
 
 
 @pytest.mark.parametrize(
     "covered",
     [
-        {"privacy": Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)},
+        PRIVATE,
         {"secure_sums": SUMS, "sums": SumTask(terms=DIGESTS[9])},
         {"client_privacy": ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)},
         {},
@@ -121,6 +146,8 @@ def test_a_run_that_privacy_or_state_binds_goes_back_only_if_a_person_adopts_it(
     for number in (1, 2, 3, 4):
         seen.add(task(number, **covered), policy, upload_bytes=5, kept=kept)
     refused(seen, task(2, **covered), "round")
+    for more in ({}, MEASURING):
+        assert "tessera worker adopt --run r" in refused(seen, other(4, **covered, **more), "version")
     with pytest.raises(ValueError, match="0 runs here are called 'no-such'"):
         seen.adopt("no-such")
     assert seen.adopt(str(task(1).terms["run_name"])) == seen.adopt("r") == "r"
@@ -139,32 +166,32 @@ def refused_bytes(seen: RunHistory, asked: RunSnapshot) -> str:
 
 def test_two_workers_of_a_site_are_not_shown_two_versions(tmp_path: Path) -> None:
     north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
-    north.add(task(3), Policy(max_attempts=10))
-    south.add(task(3), Policy(max_attempts=10))
-    refused(south, task(3, DIGESTS[9]), "version")
+    north.add(task(3, **PRIVATE), Policy(max_attempts=10))
+    south.add(task(3, **PRIVATE), Policy(max_attempts=10))
+    refused(south, task(3, DIGESTS[9], **PRIVATE), "version")
     # Each has rounds of its own.
-    south.add(task(4), Policy(max_attempts=10))
-    north.check(task(3), Policy(max_attempts=10))
+    south.add(task(4, **PRIVATE), Policy(max_attempts=10))
+    north.check(task(3, **PRIVATE), Policy(max_attempts=10))
 
 
 def test_who_hands_in_second_is_judged_by_what_the_first_wrote(tmp_path: Path) -> None:
     north, south = RunHistory(tmp_path, "north"), RunHistory(tmp_path, "south")
-    north.check(task(1), Policy(max_attempts=10))
-    south.check(task(1, DIGESTS[9]), Policy(max_attempts=10))
-    north.add(task(1), Policy(max_attempts=10))
+    north.check(task(1, **PRIVATE), Policy(max_attempts=10))
+    south.check(task(1, DIGESTS[9], **PRIVATE), Policy(max_attempts=10))
+    north.add(task(1, **PRIVATE), Policy(max_attempts=10))
     with pytest.raises(PolicyViolation, match="version 0"):
-        south.add(task(1, DIGESTS[9]), Policy(max_attempts=10))
+        south.add(task(1, DIGESTS[9], **PRIVATE), Policy(max_attempts=10))
 
 
 def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
     for number in range(1, VERSIONS_KEPT + 3):
-        seen.add(task(number), Policy(max_attempts=10))
-    evaluation = {"kind": "evaluate", "dataset": "test", "round": 60}
+        seen.add(task(number, **PRIVATE), Policy(max_attempts=10))
+    evaluation = {"kind": "evaluate", "dataset": "test", "round": 60, **PRIVATE}
     seen.add(task(61, **evaluation), Policy(max_attempts=10))
     refused(seen, task(61, DIGESTS[1], **evaluation), "version")
     assert "older than the versions kept" in refused(seen, task(2, **evaluation), "version")
-    refused(seen, task(67, dataset="test"), "run")
+    refused(seen, task(67, dataset="test", **PRIVATE), "run")
 
 
 def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -> None:
