@@ -185,12 +185,16 @@ class Vault:
             )
 
     def lacks(self, receipt: Receipt, run: str, *, kept: bool) -> bool:
-        """Return whether the current tensors of a settled run are older than a merged task's, or gone although it
-        `kept` some. Those of an earlier version of Tessera do not say whose they are."""
-        current = self._of_run(run) / CURRENT
-        if receipt.state != "merged" or not current.exists():
+        """Return whether the current tensors of a settled run are another task's than a merged one's, or gone
+        although it `kept` some. Those of an earlier version of Tessera do not say whose they are."""
+        if receipt.state != "merged" or not (self._of_run(run) / CURRENT).exists():
             return receipt.state == "merged" and kept
-        return _task_of(current) not in ("", f"{receipt.task} {receipt.token}")
+        return self.task_of(run) not in ("", f"{receipt.task} {receipt.token}")
+
+    def task_of(self, run: str) -> str:
+        """Return the task and the token whose tensors a run's current ones are; empty if that is unknown."""
+        path = self._of_run(run) / CURRENT
+        return _task_of(path) if path.exists() else ""
 
     def adopt(self, run: str, receipt: Receipt | None) -> None:
         """Let the run's current tensors (none, if they are gone) be those of a merged task, or of an unknown one."""

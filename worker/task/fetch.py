@@ -24,7 +24,8 @@ from tessera.shared.updates.codec_choice import difference_pays
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.governance.policy import require
+from tessera.worker.governance.policy import PolicyViolation, require
+from tessera.worker.governance.run_history import after_restore
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, check_model, laid_out, memory_of, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
@@ -223,11 +224,18 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 
 
 def _require_merged(run: TaskRun) -> None:
-    """Raise StateRolledBack if the tensors that the run keeps here are older than its last merged update, or gone."""
+    """Raise StateRolledBack if the tensors that the run keeps here are older than its last merged update, or gone,
+    and PolicyViolation if they are newer."""
     env, task = run.env, run.task
     if env.audit is None or env.history is None or task.receipt is None:
         return
     if env.vault.lacks(task.receipt, task.run, kept=env.history.kept_by(task.run, task.receipt.task)):
+        # In the order in which they left. Then the worker's state is whole, and the coordinator's is older.
+        left = [f"{entry.task} {entry.token}" for entry in env.audit.read() if entry.action == "update.leave"]
+        merged, ours = f"{task.receipt.task} {task.receipt.token}", env.vault.task_of(task.run)
+        if merged in left and ours in left[left.index(merged) :]:
+            newer = f"the tensors that run {task.run_name} keeps here are newer than its last merged update"
+            raise PolicyViolation("round", f"{newer}. {after_restore(task.run)}")
         older = f"the tensors that run {task.run_name} keeps here are older than its last merged update, or gone"
         raise StateRolledBack(older, NO_HEAD)
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tessera.shared.api.runs import Training
-from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.worker.agent import Agent
@@ -23,12 +24,15 @@ from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.site import site_of
 from tessera.worker.cli.worker import app
 from tessera.worker.faults.rolled_back import _charge
-from tessera.worker.governance.policy import Allowance
+from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK_FILE, Audit, StateRolledBack
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, LedgerError, NoisyFigures, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
+from tessera.worker.task.environment import Journal, TaskRun
+from tessera.worker.task.fetch import _require_merged
+from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.task_document import task_of
@@ -495,3 +499,30 @@ def test_a_lost_task_is_charged_like_one_of_its_kind(coordinator: LiveCoordinato
     assert charged([steps], "evaluate", noise) == (NoisyFigures(rho=rho_of(noise)),) * 2
     assert charged([steps], "evaluate", None) == (Exact(use="evaluation"),)
     assert charged([figures], "train", noise) == (Exact(use="lost"),)
+
+
+def test_tensors_newer_than_a_restored_coordinator_stop_their_run_and_no_other(tmp_path: Path) -> None:
+    agent = Agent(nowhere("http://127.0.0.1:1", tmp_path), Hasty())
+    runner = agent._runner
+
+    def trains_after(merged: str) -> None:
+        task = task_of(id="t6", receipt=Receipt(task=merged, token=1, state="merged"))
+        journal = Journal(TaskRef.of(task), "wards", None, None)
+        _require_merged(TaskRun(runner, task, lambda: None, Report(), journal))
+
+    assert runner.audit
+    for name in ("t4", "t5"):
+        runner.audit.record("update.leave", TaskRef.of(task_of(id=name)))
+        runner.vault.stage("r", name, 1, {"own/a": np.zeros(2)}).commit()
+    trains_after("t5")
+    with pytest.raises(PolicyViolation, match=r"newer than its last merged update.*worker adopt --run r"):
+        trains_after("t4")
+    # Of a task that left later, or that the audit does not know, they are an older copy.
+    runner.audit.record("update.leave", TaskRef.of(task_of(id="t7")))
+    for later in ("t7", "t8"):
+        with pytest.raises(StateRolledBack):
+            trains_after(later)
+    # Which a person adopts.
+    runner.vault.adopt("r", None)
+    trains_after("t4")
+    agent.close()
