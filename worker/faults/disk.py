@@ -11,24 +11,18 @@ import structlog
 
 from tessera.worker.governance.approvals import InboxError
 from tessera.worker.governance.descriptions import size
-from tessera.worker.state.atomic_files import WriteFailed, temporary_file
+from tessera.worker.state.atomic_files import WRITES, WriteFailed, disk_error, temporary_file
 
 DISK_FULL = "disk-full"
 """The code of such a failure, for logs and for the coordinator."""
-
-WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""Errors of writes alone: a worker writes to no folder but its own."""
-
-ACCESS = {errno.EIO, errno.ESTALE, errno.EPERM, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOLCK}
-"""Errors of other files too, such as those of a data set."""
 
 PROBE_BYTES = 1 << 20
 
 
 def is_of_disk(error: BaseException) -> bool:
     """Return whether an error at a worker's start is of its disk, and not of its settings."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (WRITES | ACCESS) - {errno.EACCES, errno.EPERM}
+    cause = disk_error(error)
+    return cause is not None and cause.errno not in (errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -58,8 +52,8 @@ class Disk:
 
     def note(self, error: BaseException) -> str | None:
         """Remember an error of the worker's own folders, and return it in words. Return None for another error."""
-        cause = error.__cause__ if isinstance(error, InboxError) else error
-        if not isinstance(cause, OSError) or cause.errno not in WRITES | ACCESS:
+        cause = disk_error(error) if isinstance(error, OSError | InboxError) else None
+        if cause is None:
             return None
         file = Path(os.fsdecode(cause.filename)).resolve() if isinstance(cause.filename, str | bytes) else None
         folder = next((own for own in self._folders if file is None or file.is_relative_to(own)), None)

@@ -388,8 +388,9 @@ class PrivateTask:
         if self._reserved:
             return
         entries = self._ledger.check(self._dataset)
-        if {entry.seq for entry in entries if self._is_own(entry)} == set(resumed.reserved):
-            self._reserved = list(resumed.reserved)
+        own = [entry for entry in entries if self._is_own(entry)]
+        if {seq for entry in own for seq in entry.voids or (entry.seq,)} == set(resumed.reserved):
+            self._reserved = [entry.seq for entry in own]
             self.start()
             self._events = [*resumed.charged_choices, resumed.charged_steps]
             return
@@ -402,9 +403,11 @@ class PrivateTask:
         self._spend(lambda _: resumed.charged_steps)
 
     def _is_own(self, entry: LedgerEntry) -> bool:
-        """Return whether a resumed task reserved this entry before."""
+        """Return whether a resumed task reserved this entry before, or replaced what it reserved by it to leave."""
         resumed = self._resumed
-        return resumed is not None and entry.seq in resumed.reserved and entry.checkpoint == self.checkpoint
+        if resumed is None or entry.checkpoint != self.checkpoint:
+            return False
+        return entry.seq in resumed.reserved or entry.voids == tuple(sorted(resumed.reserved))
 
     def _others(self, entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
         return [entry for entry in entries if not self._is_own(entry)]

@@ -1,5 +1,6 @@
 """Atomic file writes: temporary name, fsync, rename, fsync of the folder."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -14,11 +15,23 @@ KEY_BYTES = 32
 TEMPORARY = ".tmp"
 """Suffix of files that are not complete yet."""
 
+WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""Errors of writes alone: a worker writes to no folder but its own."""
+
+ACCESS = {errno.EIO, errno.ESTALE, errno.EPERM, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOLCK}
+"""Errors of other files too, such as those of a data set."""
+
 
 class WriteFailed(OSError):
     """An error in writing a file, which it names, with the number of bytes that the file had by then."""
 
     written_bytes = 0
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """Return the error of a full, failing or read-only disk that this is, or that caused it; None for others."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return cause if isinstance(cause, OSError) and cause.errno in WRITES | ACCESS else None
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from tessera.shared.problems import Forbidden, LeaseLost, Problem, Unauthenticat
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
+from tessera.worker.state.atomic_files import disk_error
+from tessera.worker.state.audit import StateRolledBack
 from tessera.worker.state.checkpoints import CheckpointKey, TaskCheckpoint
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.heartbeat import Stopped
@@ -36,7 +38,7 @@ SETTINGS = {
 version_of = cache(version)
 """A library's version, which is looked for on disk once."""
 
-OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden)
+OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden, StateRolledBack)
 """Ends of a task after which this worker may get it again."""
 
 
@@ -75,7 +77,8 @@ def ending(checkpoint: TaskCheckpoint | HeldUpdate | None) -> Iterator[None]:
     except OFFERED_AGAIN:
         raise
     except Exception as fault:
-        if checkpoint and not (isinstance(fault, Problem) and may_pass(fault)):
+        # A worker whose disk is full gives the task back.
+        if checkpoint and not disk_error(fault) and not (isinstance(fault, Problem) and may_pass(fault)):
             checkpoint.remove()
         raise
     if checkpoint:

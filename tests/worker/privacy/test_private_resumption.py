@@ -27,6 +27,7 @@ from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.tasks import CPU, PLAIN, images
+from tests.worker.privacy.test_private_task import task as task_of
 
 DIGEST = f"sha256:{'0' * 64}"
 KEY = b"not secret, but always the same."
@@ -197,3 +198,20 @@ def test_a_budget_that_one_task_uses_up_lets_the_task_resume_but_not_begin_anew(
     private_update(tmp_path / "two", None, enough)
     with pytest.raises(PolicyViolation, match="would bring"):
         private_update(tmp_path / "two", None, enough, checkpoint=CHECKPOINT.model_copy(update={"task": "t2"}))
+
+
+def test_a_fault_amid_the_departure_of_a_held_update_does_not_charge_it_twice(tmp_path: Path) -> None:
+    asked = task_of(privacy=PRIVACY.model_copy(update={"selection": "refused"}))
+    assert asked.privacy
+    about = (asked, asked.privacy, 40, Ledger(tmp_path), None)
+    first = PrivateTask(*about, checkpoint="c")
+    first.begin(STEPS)
+    stored = first.progress_without_noise()
+    # The ledger has it, and the airlock could not be told.
+    first.leave()
+    paid = first.spent()
+    again = PrivateTask(*about, checkpoint="c", resumed=stored)
+    again.resume_leaving()
+    again.leave()
+    assert charges(tmp_path) == ["noisy-steps"]
+    assert again.spent() == paid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from tessera.shared.problems import (
     Unauthenticated,
     Unavailable,
 )
+from tessera.worker.governance.approvals import InboxError
+from tessera.worker.state.atomic_files import ACCESS, WRITES
+from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints, TaskCheckpoint
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
@@ -48,7 +52,25 @@ def test_a_task_that_may_be_offered_again_keeps_its_checkpoint(
     assert left(tmp_path)
 
 
-@pytest.mark.parametrize("end", [RoundClosed("x"), TaskCancelled("x"), TrainingDiverged("x"), ValueError("x"), None])
+@pytest.mark.parametrize("number", sorted(WRITES | ACCESS))
+def test_a_fault_of_the_disk_does_not_make_a_task_be_trained_and_charged_again(
+    checkpoint: TaskCheckpoint, tmp_path: Path, number: int
+) -> None:
+    written = OSError(number, "no", "update")
+    read = InboxError("x")
+    read.__cause__ = written
+    for end in (written, read, StateRolledBack("x", NO_HEAD)):
+        with pytest.raises(type(end)), ending(checkpoint):
+            raise end
+    assert left(tmp_path)
+
+
+GONE = FileNotFoundError(errno.ENOENT, "no", "x")
+
+
+@pytest.mark.parametrize(
+    "end", [RoundClosed("x"), TaskCancelled("x"), TrainingDiverged("x"), ValueError("x"), GONE, None]
+)
 def test_a_task_that_is_over_does_not(checkpoint: TaskCheckpoint, tmp_path: Path, end: Exception | None) -> None:
     if end:
         with pytest.raises(type(end)), ending(checkpoint):
