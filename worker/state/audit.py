@@ -96,6 +96,8 @@ class Audit:
         if action in LEAVING:
             # The next task names it, and the file is not read for that.
             self._found.add(entry.digest)
+        if BLOCK_NAMES in detail:
+            self._named.add(str(detail["names"]))
         return entry
 
     def named(self, names: Iterable[str]) -> dict[str, JsonValue]:
@@ -105,7 +107,6 @@ class Audit:
         digest = names_digest(found)
         if digest in self._named:
             return {"names": digest}
-        self._named.add(digest)
         return {"names": digest, BLOCK_NAMES: list[JsonValue](found)}
 
     def read(self) -> tuple[SiteAuditEntry, ...]:

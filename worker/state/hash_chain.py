@@ -234,12 +234,10 @@ class Chain(Generic[L]):
         entry = made.model_copy(update={"format": PLAIN if self._key is None else KEYED})
         document: dict[str, JsonValue] = entry.model_dump(mode="json")
         digest = self._digest(_json(document), entry.format)
-        try:
-            file.write(_json({"entry": document, "digest": digest}) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError as fault:
-            raise WriteFailed(fault.errno, fault.strerror, str(self._path)) from fault
+        line = _json({"entry": document, "digest": digest}) + b"\n"
+        while line:
+            line = line[file.write(line) :]
+        os.fsync(file.fileno())
         self._require_in_place(file)
         return entry.model_copy(update={"digest": digest})
 
@@ -249,10 +247,16 @@ class Chain(Generic[L]):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._path.touch(mode=0o600)
             sync_names(self._path.parent)
-        with self._path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            self._require_in_place(file)
-            yield file
+        try:
+            # Closing a file with a buffer would write once more what could not be written.
+            with self._path.open("r+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._require_in_place(file)
+                yield file
+        except OSError as fault:
+            if fault.errno is None or fault.filename is not None:
+                raise
+            raise WriteFailed(fault.errno, fault.strerror, str(self._path)) from fault
 
     def _require_in_place(self, file: BinaryIO) -> None:
         """Raise ChainError if the file was removed or replaced: writes to it would be lost."""

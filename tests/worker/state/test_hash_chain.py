@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from tessera.worker.faults.disk import Disk
 from tessera.worker.state.audit import Audit, SiteAuditEntry
 from tessera.worker.state.hash_chain import TAIL_BYTES, Chain, ChainError
 
@@ -59,6 +63,44 @@ def test_nothing_is_added_to_an_end_that_was_changed(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"number":2', b'"number":3'))
     with pytest.raises(ChainError, match="last line was changed"):
         Audit(tmp_path, "w").record("worker.stop")
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """A full disk: files grow to so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("free", [0, 20])
+def test_a_full_disk_of_a_ledger_is_not_taken_for_that_of_the_state_folder(tmp_path: Path, free: int) -> None:
+    state, ledgers = tmp_path / "state", tmp_path / "ledgers"
+    chain, path = filled(ledgers, 2), ledgers / "audit.jsonl"
+    disk = Disk([state, ledgers])
+    with (
+        files_of_at_most(path.stat().st_size + free),
+        pytest.raises(OSError, match="File too large") as full,
+    ):
+        Audit(ledgers, "w").record("worker.stop")
+    assert (disk.note(full.value) or "").startswith(f"{ledgers}: ")
+    # What was not taken as written has not been written after all.
+    assert len(chain.read()) == 2
+    Audit(ledgers, "w").record("worker.stop")
+    assert len(chain.read()) == 3
+
+
+def test_names_that_a_full_disk_did_not_take_are_not_left_out_of_the_next_entry(tmp_path: Path) -> None:
+    filled(tmp_path, 1)
+    audit, path = Audit(tmp_path, "w"), tmp_path / "audit.jsonl"
+    with files_of_at_most(path.stat().st_size), pytest.raises(OSError, match="File too large"):
+        audit.record("update.leave", None, **audit.named(["head"]))
+    first = audit.record("update.leave", None, **audit.named(["head"]))
+    second = audit.record("update.leave", None, **audit.named(["head"]))
+    assert ("block_names" in first.detail, "block_names" in second.detail) == (True, False)
 
 
 def _add(folder: Path) -> None:
