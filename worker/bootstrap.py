@@ -63,6 +63,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
         several = DeviceStages(devices, settings.state_dir, threads)
     vault_folder = settings.state_dir / "vault"
+    airlock_of(settings).sweep()
     allow_tf32(allowed=settings.compute.tf32)
     if settings.compute.base_bits:
         try:

@@ -131,14 +131,24 @@ class Airlock:
         """Move a finished update into the folder, and return its new path. It is on disk when this returns."""
         place = self._folder / summary.id
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        path.rename(place / UPDATE_FILE)
-        self.note(summary, task)
-        # The summary is written last: a folder with one is complete.
-        with written_whole(place / SUMMARY_FILE) as file:
-            file.write(canonical(summary))
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            path.rename(place / UPDATE_FILE)
+            self.note(summary, task)
+            # The summary is written last: a folder with one is complete.
+            with written_whole(place / SUMMARY_FILE) as file:
+                file.write(canonical(summary))
+        except BaseException:
+            self.remove(summary)
+            raise
         return place / UPDATE_FILE
+
+    def sweep(self) -> None:
+        """Remove what a killed process had not moved in whole."""
+        for place in self._folder.glob("*/"):
+            if not (place / SUMMARY_FILE).exists():
+                shutil.rmtree(place, ignore_errors=True)
 
     def note(self, summary: Summary, task: HeldTask) -> None:
         """Replace what is stored of a held update's task."""

@@ -376,7 +376,11 @@ class HeldUpdate:
         )
         run.journal.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
         run.env.vault.set_aside(run.task.run, run.task.id, keep)
-        airlock.hold(cast("Path", update.path), summary, stored)
+        try:
+            airlock.hold(cast("Path", update.path), summary, stored)
+        except BaseException:
+            run.env.vault.forget(run.task.run, run.task.id)
+            raise
         return cls(egress, airlock, summary, stored)
 
     @classmethod

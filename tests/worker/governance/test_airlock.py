@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.problems import RoundClosed
 from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.updates.update_file import WrittenUpdate
+from tessera.worker.agent import Agent
 from tessera.worker.governance.airlock import (
     Airlock,
     AirlockError,
@@ -25,10 +29,13 @@ from tessera.worker.governance.airlock import (
     work_of,
 )
 from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import TaskRef
+from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Journal, TaskRun
-from tessera.worker.task.upload import Egress, HeldUpdate
+from tessera.worker.task.heartbeat import Stop
+from tessera.worker.task.upload import Egress, HeldUpdate, UpdateFile
 from tessera.worker.training.progress import Report
 from tests.support.task_document import task_of
 
@@ -143,3 +150,32 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
     run = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None))
     with pytest.raises(PolicyViolation, match="the file changed after its release"):
         HeldUpdate(Egress(run), airlock, held, HeldTask(work=DIGEST, blocks=())).send(env, lambda: None)
+
+
+def test_an_update_that_could_not_be_held_is_not_left_behind(tmp_path: Path) -> None:
+    vault, airlock, task = Vault(tmp_path / "vault"), Airlock(tmp_path / "airlock"), task_of()
+    made = tmp_path / "made"
+    made.write_bytes(BYTES)
+    env: Any = SimpleNamespace(vault=vault)
+    run = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None))
+    update = UpdateFile(WrittenUpdate({}, {}, digest_of(BYTES)), len(BYTES), partial(made.open, "rb"), made)
+    place = tmp_path / "airlock" / Egress(run).summary(update, 1).id
+    # It cannot be replaced by a file.
+    (place / "task.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        HeldUpdate.of(Egress(run), airlock, update, {"head": np.ones(2)}, 1, ())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not place.exists()
+
+
+def test_what_a_killed_process_had_not_held_in_whole_is_not_kept_for_good(tmp_path: Path) -> None:
+    settings = WorkerSettings(
+        url="http://127.0.0.1:1", token="t", name="w", state_dir=tmp_path, datasets={"digits": {"kind": "digits"}}
+    )
+    airlock = held_in(tmp_path)
+    (half := tmp_path / "airlock" / "half-1").mkdir()
+    (half / "update.safetensors").write_bytes(BYTES)
+    Agent(settings, Stop()).close()
+    assert not half.exists()
+    (held,) = airlock.held()
+    assert airlock.path(held).read_bytes() == BYTES
