@@ -124,6 +124,8 @@ class Agent:
         self._outage = Outage(stop, self._show_alive)
         self._disk = Disk(own_folders(settings))
         self._rolled_back = settings.state_dir / ROLLED_BACK_FILE
+        self._lacking: str | None = None
+        """The digest for that file, which could not be written yet."""
         self._pace = Pace(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
@@ -292,7 +294,9 @@ class Agent:
         except OSError as fault:
             closed = self._disk.note(fault) or str(fault)
         closed = closed or self._disk.full() or self._holding.full()
-        if self._rolled_back.exists():
+        if not closed:
+            self._note_rolled_back()
+        if self._lacking or self._rolled_back.exists():
             closed = f"{StateRolledBack.code}: `tessera worker adopt` goes on with the state as it is"
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
@@ -394,15 +398,14 @@ class Agent:
         report = Report()
         self._client.trace(traceparent_of(task.run, task.round))
         try:
-            return self._outcome(task, report, partial(self._under_lease, task, report))
+            return self._outcome(task, report, time.monotonic(), partial(self._under_lease, task, report))
         finally:
             self._client.trace(None)
 
-    def _outcome(self, task: Task, report: Report, work: Callable[[], HeldUpdate | None]) -> str:
+    def _outcome(self, task: Task, report: Report, began_at: float, work: Callable[[], HeldUpdate | None]) -> str:
         """Do a task's work and report its failure, as `_run_task` does. An update that it returns is held."""
         trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
-        started_at = time.monotonic()
         outcome = "given-back"
         try:
             with _spanning(task):
@@ -433,19 +436,19 @@ class Agent:
             if is_device_failure(fault):
                 raise DeviceFailed from fault
         else:
-            outcome = self._done(task, report, held, log, time.monotonic() - started_at)
+            outcome = self._done(task, report, held, log, began_at)
         finally:
             self._live.ended(task, report, outcome)
             self._figures.ended(
                 task.kind,
                 outcome,
-                time.monotonic() - started_at,
+                time.monotonic() - began_at,
                 received_bytes=report.download_bytes,
                 sent_bytes=report.upload_bytes,
             )
         return outcome
 
-    def _done(self, task: Task, report: Report, held: HeldUpdate | None, log: Any, seconds: float) -> str:
+    def _done(self, task: Task, report: Report, held: HeldUpdate | None, log: Any, began_at: float) -> str:
         """Log that a task is done, or that its update is held, which a thread of its own then sends."""
         outcome = "held" if held else "done"
         log.info(
@@ -454,11 +457,11 @@ class Agent:
             metrics=report.metrics,
             download_bytes=report.download_bytes,
             upload_bytes=report.upload_bytes,
-            seconds=round(seconds, 2),
+            seconds=round(time.monotonic() - began_at, 2),
         )
         if held:
             send = partial(self._send_when_released, task, held)
-            self._holding.add(task.id, partial(self._outcome, task, report, send))
+            self._holding.add(task.id, partial(self._outcome, task, report, began_at, send))
         return outcome
 
     def _under_lease(self, task: Task, report: Report) -> HeldUpdate | None:
@@ -526,7 +529,8 @@ class Agent:
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> str:
         """Report a failure, or give the task back on a full disk. Return the task's outcome."""
         if isinstance(fault, StateRolledBack):
-            write_secret(self._rolled_back, fault.head)
+            self._lacking = fault.head
+            self._note_rolled_back()
             log.error(StateRolledBack.code, detail=str(fault), remedy=StateRolledBack.remedy)
             return self._give_back_for(task, StateRolledBack.code, str(fault))
         if full := self._disk.note(fault):
@@ -553,6 +557,15 @@ class Agent:
         )
         self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
         return "failed"
+
+    def _note_rolled_back(self) -> None:
+        """Stop this worker's later processes too, until a person adopts its state."""
+        if self._lacking:
+            try:
+                write_secret(self._rolled_back, self._lacking)
+                self._lacking = None
+            except OSError as fault:
+                self._disk.note(fault)
 
     def _give_back_for(self, task: Task, code: str, detail: str) -> str:
         self._note("task.give-back", task, code=code)

@@ -45,6 +45,9 @@ class Figures:
         self._write()
 
     def ended(self, kind: str, outcome: str, seconds: float, *, received_bytes: int, sent_bytes: int) -> None:
+        """Count a task and its bytes; one whose update is `held` is counted when that has left, or may not."""
+        if outcome == "held":
+            return
         self._tasks.labels(kind=kind, outcome=outcome).inc()
         self._seconds.labels(kind=kind).observe(seconds)
         self._received.inc(received_bytes)

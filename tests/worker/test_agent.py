@@ -68,7 +68,7 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import written_whole
-from tessera.worker.state.audit import StateRolledBack
+from tessera.worker.state.audit import ROLLED_BACK_FILE, StateRolledBack
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
@@ -82,6 +82,7 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, Asked, answering, answering_by
 from tests.support.tapping import Tap
+from tests.support.task_document import task_of as task_document
 from tests.support.tasks import DIGITS_VIT, untrained
 from tests.worker.task.test_hostile_coordinator import Hasty
 
@@ -724,6 +725,24 @@ def test_a_worker_that_may_not_write_claims_nothing_until_it_may(tmp_path: Path)
     assert closed
     assert "No space left on device" in str(agent._closed)
     assert not agent._is_closed()
+    agent.close()
+
+
+def test_a_full_disk_does_not_let_a_worker_with_older_files_go_on(tmp_path: Path) -> None:
+    settings = nowhere("http://127.0.0.1:1", tmp_path)
+    agent, task = Agent(settings, Hasty()), task_document()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with capture_logs():
+            outcome = agent._report_failure(task, StateRolledBack("older", "head"), agent._log)
+            closed_while_full = agent._is_closed()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (outcome, closed_while_full) == ("given-back", True)
+    assert agent._is_closed()
+    # For `tessera worker adopt`, and for the next process.
+    assert (settings.state_dir / ROLLED_BACK_FILE).read_text() == "head\n"
     agent.close()
 
 

@@ -39,6 +39,16 @@ def test_a_file_tells_of_claims_and_tasks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_task_whose_update_waits_for_a_release_is_not_counted_twice(tmp_path: Path) -> None:
+    file = tmp_path / "tessera.prom"
+    figures = Figures(file)
+    for outcome in ("held", "done"):
+        figures.ended("train", outcome, 7.0, received_bytes=100, sent_bytes=0)
+    found = told(file)
+    assert {key[1:] for key in found if key[0] == "tessera_worker_tasks_total"} == {("train", "done")}
+    assert found["tessera_worker_received_bytes_total",] == 100
+
+
 def test_a_worker_that_cannot_write_its_figures_works_on(tmp_path: Path) -> None:
     with capture_logs() as lines:
         Figures(tmp_path / "not-there" / "tessera.prom").asking(0.0)
