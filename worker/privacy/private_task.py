@@ -388,9 +388,9 @@ class PrivateTask:
         if self._reserved:
             return
         entries = self._ledger.check(self._dataset)
-        own = [entry for entry in entries if self._is_own(entry)]
-        if {seq for entry in own for seq in entry.voids or (entry.seq,)} == set(resumed.reserved):
-            self._reserved = [entry.seq for entry in own]
+        own = {entry.seq for entry in entries if self._is_own(entry)}
+        if not own < set(resumed.reserved):
+            self._reserved = sorted(own)
             self.start()
             self._events = [*resumed.charged_choices, resumed.charged_steps]
             return
