@@ -146,7 +146,7 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
     (held,) = airlock.held()
     airlock.path(held).write_bytes(b"another")
     task: Any = task_of()
-    env: Any = SimpleNamespace(policy=Policy(), kinds=("train",), inbox=None)
+    env: Any = SimpleNamespace(policy=Policy(), kinds=("train",), inbox=None, allowances={})
     run = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None))
     with pytest.raises(PolicyViolation, match="the file changed after its release"):
         HeldUpdate(Egress(run), airlock, held, HeldTask(work=DIGEST, blocks=())).send(env, lambda: None)
