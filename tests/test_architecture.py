@@ -291,8 +291,12 @@ def asked(url: str, headers: dict[str, str] | None = None) -> httpx.Response:
 def test_the_coordinator_serves_in_little_memory_in_an_interpreter_where_importing_torch_raises(
     environment: dict[str, str],
 ) -> None:
+    # Whoever imports a module for the first time compiles it, which takes memory.
     poisoned = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=environment, capture_output=True, check=False
+        [sys.executable, "-c", "import tessera.coordinator.app, tessera.coordinator.server.http_limits, torch"],
+        env=environment,
+        capture_output=True,
+        check=False,
     )
     assert b"torch was imported" in poisoned.stderr
     with serving(environment) as (process, url):
