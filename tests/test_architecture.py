@@ -25,7 +25,8 @@ from tests.support.processes import free_port
 TOP = "tessera"
 SIDES = ("coordinator", "shared", "worker")
 READY_SECONDS = 2.0
-IDLE_BYTES = 150 << 20
+IDLE_BYTES = 120 << 20
+"""Its own memory: how much of a library is mapped depends on the file cache of the machine."""
 PATIENT_SECONDS = 60.0
 """For what takes moments, however busy the machine is."""
 
@@ -300,7 +301,8 @@ def test_the_coordinator_serves_in_little_memory_in_an_interpreter_where_importi
     )
     assert b"torch was imported" in poisoned.stderr
     with serving(environment) as (process, url):
-        assert psutil.Process(process.pid).memory_info().rss < IDLE_BYTES
+        memory = psutil.Process(process.pid).memory_info()
+        assert memory.rss - memory.shared < IDLE_BYTES
         token = Path(environment["TESSERA_ADMIN_TOKEN_FILE"]).read_text().strip()
         status = asked(f"{url}/v1/admin/status", {"Authorization": f"Bearer {token}"})
         assert status.json()["runs"] == {}

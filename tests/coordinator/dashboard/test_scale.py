@@ -65,9 +65,13 @@ def test_the_lists_of_runs_ask_as_many_questions_of_many_runs_as_of_one(
         start_run(coordinator.client(), model, values(model), name=f"run-{number}", dataset="none")
         if number in (0, 3):
             for path in ("/page/runs", "/page/"):
-                with statements(coordinator.services.database) as asked:
-                    admin.http.get(path).raise_for_status()
-                counts.append(sum("metrics" in one for one in asked))
+                asked = []
+                for _ in range(3):
+                    with statements(coordinator.services.database) as seen:
+                        admin.http.get(path).raise_for_status()
+                    asked.append(sum("metrics" in one for one in seen))
+                # The conductor may ask something meanwhile.
+                counts.append(min(asked))
     assert counts[:2] == counts[2:]
 
 

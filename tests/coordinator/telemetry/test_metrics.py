@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import closing
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.stats import Commits, RoundDurations
 from tessera.shared.api.runs import Cohort, Evaluation
 from tests.support.coordinator import LiveCoordinator, until
@@ -194,8 +196,9 @@ def test_the_commits_of_rounds_are_told_once_each_and_a_new_process_reads_none_o
         assert len(heard) == number
     assert all(one.merge_seconds <= one.round_seconds for one in heard)
     anew: list[RoundDurations] = []
-    database = coordinator.services.database
-    with database.snapshot() as session, statements(database) as asked:
+    # One that nobody else uses meanwhile.
+    database = Database(coordinator.services.database.url.render_as_string(hide_password=False))
+    with closing(database), database.snapshot() as session, statements(database) as asked:
         Commits(database.now(), anew.append).follow(session)
         assert anew == []
         # Where it begins, where it ends, and the commits between.
