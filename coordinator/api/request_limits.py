@@ -102,7 +102,7 @@ class BoundedRequest(Request):
         self.document = await self.parsed(partial(_read, kind, self._gate.check))
 
     async def parsed(self, parse: Callable[[bytes], T]) -> T:
-        """Return what `parse` makes of the body: in a thread, in the caller's share, if the body is large."""
+        """Parse the body and return the result: in a thread, in the caller's share, if the body is large."""
         body = await self.body()
         if len(body) <= INLINE_BYTES:
             return parse(body)

@@ -29,7 +29,7 @@ FURTHEST = 8
 """Most versions that a difference spans; a worker further behind fetches the blocks."""
 
 KEPT_MODELS = 2
-"""Bytes of a run's stored differences, as a multiple of its model's; beyond them those of the oldest versions go."""
+"""Bytes of a run's stored differences, as a multiple of its model's. Beyond, the oldest versions lose theirs."""
 
 
 @dataclass(frozen=True)

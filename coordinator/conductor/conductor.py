@@ -131,7 +131,7 @@ class Conductor:
             pass
 
     def _pass(self, named: Iterable[str] | None) -> list[str]:
-        """Look at these runs, or at every run, once; return those of which anything was done."""
+        """Look at these runs, or at every run, once; return the runs for which anything was done."""
         # A step makes one pass after another while there is work.
         self._note_alive()
         with self.database.snapshot() as session:

@@ -138,7 +138,7 @@ def note_withheld(record: TaskRecord, reason: str) -> None:
 
 def claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> TaskRecord | None:
     """Return the task that this process of the worker has already, or else the oldest that is offered to the worker.
-    Those of which it is `holding` a finished update are left out.
+    Tasks whose finished update it is `holding` are left out.
 
     A site's own evaluation comes before training, which would change its state.
     """

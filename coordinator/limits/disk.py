@@ -45,7 +45,7 @@ class DiskSpace:
         return self.shortage(count) is None
 
     def shortage(self, count: int = 0) -> str | None:
-        """Return what the disk lacks for `count` bytes more, or None if there is space."""
+        """Return the shortage for `count` bytes more in words, or None if there is space."""
         if self.free_bytes() - self._expected_bytes < self._reserve_bytes + count:
             more = f"{count} bytes and " if count else ""
             return (

@@ -16,6 +16,7 @@ from tessera.coordinator.api.dependencies import FEW, STRANGERS_BYTES
 from tessera.coordinator.limits.memory import WATERMARK, Memory, own_bytes
 from tessera.coordinator.limits.request_memory import BODY_BYTES, BodyMemory
 from tessera.coordinator.server.connections import HEAD_READ_BYTES
+from tessera.shared.host_memory import return_freed_memory
 from tessera.shared.problems import Busy
 from tests.coordinator.api.test_routes import ROUTES
 from tests.coordinator.dashboard.conftest import SAME_ORIGIN, signed_in
@@ -199,6 +200,9 @@ def test_memory_that_was_freed_refuses_nothing() -> None:
     held = [bytearray(b"x" * 60_000) for _ in range(3_000)]
     # The allocator keeps what lies before it.
     last = bytearray(b"x" * 60_000)
+    # What earlier tests have freed is not to be given back in between.
+    gc.collect()
+    return_freed_memory()
     limit = int(own_bytes() / (WATERMARK + 0.01))
     with pytest.raises(Busy):
         Memory(limit).require()
