@@ -93,7 +93,7 @@ def alerts(
         yield Alert(
             "run-withheld",
             f"{run.name} waits for sites",
-            f"{counted(len(workers), 'worker')} will not take part before their sites agree.",
+            f"{_named([name for name, _ in workers])} will not take part before their sites agree.",
             "A person at each site approves it there.",
             "/approvals",
             key=run.id,
@@ -103,7 +103,7 @@ def alerts(
         yield Alert(
             "update-held",
             f"{waits} for a release in {run.name}",
-            f"Held at {', '.join(name for name, _ in held[:MAX_NAMED])}{' and others' * (len(held) > MAX_NAMED)}.",
+            f"Held at {_named([name for name, _ in held])}.",
             "A person at each site releases its update there.",
             "/approvals",
             key=run.id,
@@ -170,6 +170,10 @@ def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
     for state, count in session.execute(counts).all():
         code, noun, detail, remedy, weight = FAULTY[state]
         yield Alert(code, f"{counted(count, noun)} {state} within a day", detail, remedy, "/failures", weight)
+
+
+def _named(workers: Sequence[str]) -> str:
+    return ", ".join(workers[:MAX_NAMED]) + " and others" * (len(workers) > MAX_NAMED)
 
 
 def counted(count: int, noun: str) -> str:

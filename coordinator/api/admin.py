@@ -5,16 +5,15 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import Row, select
 
+from tessera.coordinator.alerts.status import status
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow, one_of
-from tessera.coordinator.domain.lifecycle import LIVE_ROUND
+from tessera.coordinator.db.tables import AuditRow, SiteRow, TokenRow
 from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
 from tessera.shared.api.admin import AuditEntry, IssuedToken, Rotated, Rotation, Status, Token, TokenSpec
-from tessera.shared.schema import PROTOCOL, Page
-from tessera.shared.version import VERSION
+from tessera.shared.schema import Page
 
 router = APIRouter(tags=["admin"], route_class=BoundedRoute)
 
@@ -57,23 +56,13 @@ def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Curs
 
 
 @router.get("/v1/admin/status", operation_id="getStatus")
-def status(serving: Serving, caller: Viewer) -> Status:
-    """Return the current runs, open rounds, workers and storage."""
-    since = serving.database.now() - serving.settings.liveness_seconds
+def get_status(serving: Serving, caller: Viewer) -> Status:
+    """Return the progress and warnings of the live runs, the latest failures with their remedies, the free disk and
+    memory, and what waits for a person."""
+    now = serving.database.now()
     with serving.database.snapshot() as session:
-        live = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(WorkerRow.last_seen_at >= since)
-        workers = session.execute(live.order_by(SiteRow.name, WorkerRow.name))
-        rounds = select(RoundRow).options(views.WITH_TASKS).where(one_of(RoundRow.state, *LIVE_ROUND))
-        blobs, blob_bytes = views.blob_totals(session)
-        return Status(
-            version=VERSION,
-            protocol=PROTOCOL,
-            runs=views.runs_by_state(session),
-            open_rounds=tuple(map(views.round_view, session.scalars(rounds))),
-            workers=tuple(views.worker_view(row, site, since) for row, site in workers),
-            blobs=blobs,
-            blob_bytes=blob_bytes,
-        )
+        needs = serving.alerts(session, now)
+        return status(session, now - serving.settings.liveness_seconds, needs, serving.disk, serving.memory)
 
 
 @router.get("/openapi.json", include_in_schema=False)

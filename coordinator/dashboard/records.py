@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from sqlalchemy import ColumnElement, func, select, true, tuple_
+from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -18,9 +18,10 @@ from tessera.coordinator.dashboard.charts.run_charts import download
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.sorting import Sorted
-from tessera.coordinator.dashboard.templating import plural, render, span
+from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
+from tessera.coordinator.db.failures import alike, failed_tasks
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     AuditRow,
@@ -56,7 +57,6 @@ ABANDONED = 10
 RUNS = 100
 CHOICES = 200
 MAX_CSV_ROWS = 10_000
-FAULTS = ("failed", "rejected")
 
 Word = Annotated[str, Query(max_length=128)]
 Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
@@ -140,7 +140,7 @@ def list_failures(request: Request, serving: Serving, who: Signed, filters: Filt
             who,
             run=of_run,
             filters=filters,
-            failures=_alike(failures),
+            failures=alike(failures),
             abandoned=[(views.round_view(row), name) for row, name in session.execute(rounds)] if besides else [],
             paused=[views.run_view(session, row) for row in session.scalars(paused)]
             if besides and not filters.run
@@ -148,29 +148,6 @@ def list_failures(request: Request, serving: Serving, who: Signed, filters: Filt
             newer=f"{PREFIX}/failures?{filters.query}" if after else None,
             older=f"{PREFIX}/failures?{filters.query}after={older}" if older else None,
         )
-
-
-@dataclass(frozen=True)
-class Failures:
-    """Tasks of a run that failed for the same reason, newest first."""
-
-    run: str
-    code: str
-    tasks: list[TaskView]
-
-    @property
-    def where(self) -> str:
-        workers = {task.worker for task in self.tasks}
-        return plural(len(workers), "worker") if len(workers) > 1 else self.tasks[0].worker
-
-
-def _alike(failures: Iterable[tuple[TaskView, str]]) -> list[Failures]:
-    """Group failures by run, state and code; the group with the newest one is first."""
-    groups: dict[tuple[str, str, str], Failures] = {}
-    for task, run in failures:
-        code = task.problem.code if task.problem else "no reason given"
-        groups.setdefault((task.run, task.state, code), Failures(run, code, [])).tasks.append(task)
-    return list(groups.values())
 
 
 @router.get("/failures.csv")
@@ -189,30 +166,13 @@ def download_failures(serving: Serving, who: Signed, filters: Filtered) -> Respo
 def _failures(
     session: Session, filters: Filters, most: int, after: str = ""
 ) -> tuple[list[tuple[TaskView, str]], str | None]:
-    """Return failed tasks with the names of their runs, newest first, and the id of the last if there are more."""
-    query = (
-        select(TaskRow, RunRow.name, WORKER_NAME)
-        .join_from(TaskRow, RunRow)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
-        .where(one_of(TaskRow.state, *FAULTS), TaskRow.state == filters.what if filters.what else true())
-        .where(*filters.within(TaskRow.created_at))
-        .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
-        .limit(most + 1)
-    )
+    which = [TaskRow.state == filters.what] if filters.what else []
+    which += filters.within(TaskRow.created_at)
     if filters.who:
-        query = query.where(containing(WORKER_NAME, filters.who))
+        which.append(containing(WORKER_NAME, filters.who))
     if filters.run:
-        query = query.where(TaskRow.run_id == filters.run)
-    if after and (last := session.get(TaskRow, after)):
-        # All tasks of a round have the same instant.
-        query = query.where(tuple_(TaskRow.created_at, TaskRow.id) < tuple_(last.created_at, last.id))
-    rows = session.execute(query).all()
-    failures = [
-        (views.task_view(task, worker, task.version_number + (task.kind == "train")), name)
-        for task, name, worker in rows[:most]
-    ]
-    return failures, rows[most - 1][0].id if len(rows) > most else None
+        which.append(TaskRow.run_id == filters.run)
+    return failed_tasks(session, most, *which, after=after)
 
 
 # ---------------------------------------------------------------- audit

@@ -1,7 +1,7 @@
 """Sites, tokens, enrolments, the audit chain and the coordinator's status."""
 
 from datetime import datetime
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -10,16 +10,18 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared.api.runs import Round
 from tessera.shared.schema import (
     EnrolmentState,
     Frozen,
     Identifier,
     Label,
     Message,
+    RoundState,
+    RunState,
     SecretHash,
     ShortText,
     TaskKind,
+    TaskState,
     TokenRole,
 )
 
@@ -164,16 +166,79 @@ class ChangeEvent(Message):
     run: str | None
 
 
+class OpenRound(Message):
+    """An open or merging round, with the numbers of its tasks by their state."""
+
+    number: int
+    attempt: int
+    stage: str
+    state: RoundState
+    opened_at: datetime
+    deadline_at: datetime
+    tasks: dict[str, int]
+
+
+class LiveRun(Message):
+    """The progress of a running or paused run."""
+
+    run: str
+    name: str
+    state: RunState
+    reason: str | None
+    """The reason of a pause."""
+    method: str
+    version: int
+    rounds: int
+    round: OpenRound | None
+    warnings: tuple[str, ...]
+    """Of the latest version."""
+
+
+class Concern(Message):
+    """A condition that needs a person, as the dashboard's overview lists it."""
+
+    code: str
+    title: str
+    detail: str
+    remedy: str
+    weight: Literal["warn", "bad"]
+
+
+class FailureGroup(Message):
+    """The latest tasks of a run that failed, or whose updates were refused, for one reason."""
+
+    run: str
+    name: str
+    state: TaskState
+    code: str
+    tasks: int
+    workers: tuple[str, ...]
+    latest_at: datetime | None
+    detail: str
+    """Of the newest of them."""
+    remedy: str
+
+
 class Status(Message):
-    """The coordinator at a glance."""
+    """The coordinator at a glance, on one page: the lists are bounded, the totals count everything."""
 
     version: str
     protocol: int
     runs: dict[str, int]
-    open_rounds: tuple[Round, ...]
-    workers: tuple[WorkerView, ...]
+    """The number of runs in each state."""
+    live_runs: tuple[LiveRun, ...]
+    """The last changed ones."""
+    workers: int
+    live_workers: int
+    needs_attention: tuple[Concern, ...]
+    needs_attention_total: int
+    failures: tuple[FailureGroup, ...]
+    """Those that failed last, the newest first."""
     blobs: int
     blob_bytes: int
+    free_disk_bytes: int
+    memory_share: float
+    """The share of this process's memory limit that is in use; 0 without a limit."""
 
 
 class About(Message):

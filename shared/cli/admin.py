@@ -13,11 +13,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 
-from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec, WorkerView
+from tessera.shared.api.admin import (
+    Approval,
+    Enrolment,
+    FailureGroup,
+    IssuedToken,
+    LiveRun,
+    Site,
+    Status,
+    Token,
+    TokenSpec,
+    WorkerView,
+)
 from tessera.shared.api.token_format import hash_of, new_secret, normal_code
 from tessera.shared.cli.connection import (
     WATCHING_PATIENCE_SECONDS,
@@ -30,7 +41,6 @@ from tessera.shared.cli.connection import (
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.client.client import Client
-from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound, Problem
 from tessera.shared.schema import TokenRole
@@ -375,12 +385,37 @@ LOOK_SECONDS = 1.0
 
 
 def status_view(found: Status) -> Group:
-    """Return a table of the coordinator's facts, followed by one of the open rounds, if any."""
-    facts = output.table(("", ""), list(_facts(found).items()))
-    if not found.open_rounds:
-        return Group(facts)
-    rows = [(r.number, r.stage, r.state, at_work(r)) for r in found.open_rounds]
-    return Group(facts, "", output.table(("round", "stage", "state", "tasks"), rows, right=("round",)))
+    """Return tables of the coordinator's facts, the live runs, what needs a person, and the latest failures."""
+    parts: list[RenderableType] = [output.table(("", ""), list(_facts(found).items()))]
+    if found.live_runs:
+        runs = [(r.name, r.state, r.method, f"{r.version} of {r.rounds}", _round(r)) for r in found.live_runs]
+        parts += ["", output.table(("run", "state", "method", "versions", "round"), runs)]
+        parts += [escape(f"{r.name} warns: {warning}") for r in found.live_runs for warning in r.warnings]
+    if found.needs_attention:
+        parts += ["", "Needs attention"]
+        parts += [_line_of(one.title, one.detail, one.remedy) for one in found.needs_attention]
+        if left := found.needs_attention_total - len(found.needs_attention):
+            parts.append(f"and {left} more")
+    if found.failures:
+        parts += ["", "Latest failures"]
+        parts += [_line_of(_failure(one), one.detail, one.remedy) for one in found.failures]
+    return Group(*parts)
+
+
+def _line_of(*sentences: str) -> str:
+    return escape("- " + " ".join(f"{one.removesuffix('.')}." for one in sentences if one))
+
+
+def _failure(group: FailureGroup) -> str:
+    when = f" {output.ago(group.latest_at)}" if group.latest_at else ""
+    return f"{group.name}: {group.tasks} {group.state}, {group.code}, at {', '.join(group.workers)}{when}"
+
+
+def _round(run: LiveRun) -> str:
+    if run.round is None:
+        return run.reason or "none open"
+    tasks = ", ".join(f"{count} {state}" for state, count in run.round.tasks.items())
+    return f"{run.round.number} {run.round.stage} {run.round.state} ({tasks or 'no task'})"
 
 
 def watch_status(client: Client, *, as_json: bool) -> None:
@@ -406,7 +441,10 @@ def _changes(client: Client) -> Iterator[Status]:
     before: Status | None = None
     while True:
         found = client.status()
-        if found != before:
+        # Free disk and memory differ at each look.
+        if before is None or found != found.model_copy(
+            update={"free_disk_bytes": before.free_disk_bytes, "memory_share": before.memory_share}
+        ):
             yield found
         before = found
         time.sleep(LOOK_SECONDS)
@@ -417,14 +455,18 @@ def _facts(found: Status) -> dict[str, str]:
     return {
         "version": f"{found.version}, protocol {found.protocol}",
         "runs": runs or "none",
-        "workers": f"{sum(worker.live for worker in found.workers)} live",
+        "workers": f"{found.live_workers} live of {found.workers}",
         "blobs": f"{found.blobs}, {output.size(found.blob_bytes)}",
+        "disk": f"{output.size(found.free_disk_bytes)} free",
+        "memory": f"{output.share(found.memory_share)} in use" if found.memory_share else "no limit",
     }
 
 
 def _line(found: Status) -> str:
-    facts = [f"{name} {value}" for name, value in _facts(found).items() if name != "version"]
-    return "; ".join((*facts, *(f"round {r.number} {r.stage} {r.state} ({at_work(r)})" for r in found.open_rounds)))
+    facts = [f"{name} {value}" for name, value in _facts(found).items() if name not in ("version", "disk", "memory")]
+    runs = (f"{r.name} {r.version} of {r.rounds}, round {_round(r)}" for r in found.live_runs)
+    needs = (one.title for one in found.needs_attention)
+    return "; ".join((*facts, *runs, *needs))
 
 
 @contextmanager

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from datetime import UTC, datetime
 from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import update
 
+from tessera.coordinator.alerts.status import MAX_CONCERNS, MAX_RUNS
+from tessera.coordinator.db.tables import VersionRow
 from tessera.shared.api.audit_chain import GENESIS, link
+from tessera.shared.api.tasks import Progress
 from tessera.shared.schema import PROTOCOL
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -52,7 +57,7 @@ def test_metrics_are_prometheus_text_and_tell_of_runs_and_workers(coordinator: L
     client, model = coordinator.client(), small_model()
     start_run(client, model, values(model))
     ScriptedWorker(coordinator.client("site", "a")).enrol()
-    until(lambda: client.status().workers)
+    until(lambda: client.status().live_workers)
     answer = coordinator.http("viewer").get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
@@ -63,16 +68,48 @@ def test_metrics_are_prometheus_text_and_tell_of_runs_and_workers(coordinator: L
     assert families["tessera_blobs"].samples[0].value == 8
 
 
-def test_the_status_shows_open_rounds_live_workers_and_what_is_stored(coordinator: LiveCoordinator) -> None:
+def test_the_status_tells_of_progress_warnings_failures_room_and_what_waits_for_people(
+    coordinator: LiveCoordinator,
+) -> None:
     client, model = coordinator.client(), small_model()
-    run = start_run(client, model, values(model))
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    task = worker.take()
+    failing, held = (ScriptedWorker(coordinator.client("site", site)) for site in ("a", "b"))
+    for worker in (failing, held):
+        worker.enrol()
+    run = start_run(client, model, values(model), name="cats")
+    task = held.take()
+    failing.fail(failing.take())
+    held.client.heartbeat(task.id, task.token, Progress(phase="uploading", held_since=datetime.fromtimestamp(0, UTC)))
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(VersionRow).values(warnings=["scores are equal"]))
     status = coordinator.client("viewer").status()
-    assert status.runs == {"running": 1}
-    assert [(r.number, r.state, [t.id for t in r.tasks]) for r in status.open_rounds] == [(1, "open", [task.id])]
-    assert [(w.site, w.name) for w in status.workers] == [("a", "w")]
+    assert (status.runs, status.workers, status.live_workers) == ({"running": 1}, 2, 2)
+    (live,) = status.live_runs
+    assert (live.name, live.version, live.rounds, live.warnings) == (
+        "cats",
+        0,
+        run.spec.rounds,
+        ("scores are equal",),
+    )
+    assert live.round is not None
+    assert (live.round.number, live.round.state, live.round.tasks) == (1, "open", {"failed": 1, "leased": 1})
+    (failure,) = status.failures
+    assert (failure.name, failure.state, failure.tasks, failure.workers) == ("cats", "failed", 1, ("a/w",))
+    assert failure.remedy
+    assert {one.code: one.detail for one in status.needs_attention}["update-held"] == "Held at b/w."
+    assert status.needs_attention_total == len(status.needs_attention)
     assert (status.blobs, status.blob_bytes > run.model_bytes) == (8, True)
+    assert status.free_disk_bytes > 0
+
+
+def test_a_status_is_one_page_however_many_runs_there_are(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    start = values(model)
+    for number in range(MAX_RUNS + 2):
+        start_run(client, model, start, name=f"run-{number}", dataset="none")
+    status = client.status()
+    assert status.runs == {"running": MAX_RUNS + 2}
+    assert len(status.live_runs) == MAX_RUNS
+    assert len(status.needs_attention) <= MAX_CONCERNS
 
 
 def test_the_audit_chain_tells_every_step_of_a_round_and_holds_together(coordinator: LiveCoordinator) -> None:

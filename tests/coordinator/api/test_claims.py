@@ -157,7 +157,7 @@ def test_sixteen_processes_at_once_get_a_task_each_or_none(coordinator: LiveCoor
     ScriptedWorker(coordinator.client("site", "a")).enrol()
     for _ in range(6):
         start_run(client, model, start)
-    until(lambda: len(client.status().open_rounds) == 6)
+    until(lambda: sum(run.round is not None for run in client.status().live_runs) == 6)
     workers = [ScriptedWorker(coordinator.client("site", "a")) for _ in range(16)]
     barrier = Barrier(16)
 
@@ -174,7 +174,8 @@ def test_sixteen_processes_at_once_get_a_task_each_or_none(coordinator: LiveCoor
     # Who lost the race for one task is told there is nothing now, and asks again.
     held = {task for task in (*first, *second) if task is not None}
     assert len(held) == 6
-    assert [tasks[0].attempts for tasks in (r.tasks for r in client.status().open_rounds)] == [1] * 6
+    rounds = [one for run in client.status().live_runs for one in client.rounds(run.run)]
+    assert [one.tasks[0].attempts for one in rounds] == [1] * 6
 
 
 def test_a_round_is_offered_only_to_who_is_allowed_able_and_willing(coordinator: LiveCoordinator) -> None:

@@ -325,7 +325,7 @@ def test_a_run_that_is_resumed_is_forgiven_its_failed_attempts(live: LiveCoordin
 def test_a_worker_that_was_not_heard_of_lately_is_not_asked(live: LiveCoordinator, clock: Clock) -> None:
     client = live.client()
     ScriptedWorker(live.client("site", "gone")).enrol()
-    until(lambda: client.status().workers)
+    until(lambda: client.status().live_workers)
     clock.advance(91)
     here = ScriptedWorker(live.client("site", "here"))
     here.enrol()

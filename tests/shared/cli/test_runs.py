@@ -119,7 +119,7 @@ def test_a_watched_status_is_a_line_for_each_change_where_there_is_no_terminal(
     watched = commands.start("admin", "status", "--watch")
     documents = commands.start("admin", "status", "--watch", "--json")
     assert watched.stdout and documents.stdout  # noqa: PT018 (for the type checker)
-    assert watched.stdout.readline().startswith(b"runs none; workers 0 live; blobs ")
+    assert watched.stdout.readline().startswith(b"runs none; workers 0 live of 0; blobs ")
     assert json.loads(documents.stdout.readline())["runs"] == {}
     commands.create(folder)
     lines = told(watched, "runs 1 running; ")
@@ -498,7 +498,7 @@ def test_without_room_for_a_secret_no_token_changes(
 def test_the_coordinator_is_shown_at_a_glance(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:
     commands.create(folder)
     ScriptedWorker(coordinator.client("site", "north")).enrol()
-    until(lambda: commands.json("admin", "status")["open_rounds"])
+    until(lambda: commands.json("admin", "status")["live_runs"][0]["round"])
     assert commands.json("admin", "workers")[0]["site"] == "north"
     assert len(commands.json("admin", "audit", "--limit", "2")) == 2
     for shown in (("status",), ("workers",), ("sites",), ("audit",), ("token", "list")):
