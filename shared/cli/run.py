@@ -88,6 +88,9 @@ Changes = Annotated[
 def init(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="The method, such as fedavg.")],
     dataset: Annotated[str, typer.Option(help="What sites call the data to train on.")] = "data",
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Use the values that the method's paper states, each with its source.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The new file; by default the text is printed.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -100,7 +103,7 @@ def init(
     except ValidationError:
         remedy = "Use letters, digits, dot, dash and underscore, 64 at most."
         raise Invalid(f"--dataset: {dataset!r} is no name of a data set", remedy=remedy) from None
-    text = template(installed_method(method), dataset)
+    text = template(installed_method(method), dataset, paper=paper)
     if out is not None:
         try:
             with out.open("x", encoding="utf-8") as file:

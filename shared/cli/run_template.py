@@ -12,6 +12,8 @@ from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
 from tessera.shared.cli.run_file import UPLOADED
 from tessera.shared.cli.run_keys import Key, keys_of, toml
 from tessera.shared.methods.base import Method
+from tessera.shared.methods.registry import methods
+from tessera.shared.problems import Invalid
 from tessera.shared.run_settings import Privacy, Training
 
 WIDTH = 100
@@ -44,24 +46,38 @@ PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
 """Examples of the settings without defaults, in a table that is commented out."""
 
 
-def template(method: Method[Any], dataset: str = "data") -> str:
-    """Return the file's content, a valid run that evaluates at its sites."""
-    return "\n".join((*_top(method, dataset), *_tables(method), *_unions())) + "\n"
+Stated = Mapping[str, tuple[Any, str]]
+"""Keys of the file that a paper states: the value, and where it stands."""
 
 
-def _top(method: Method[Any], dataset: str) -> Iterator[str]:
+def template(method: Method[Any], dataset: str = "data", *, paper: bool = False) -> str:
+    """Return the file's content, a valid run that evaluates at its sites.
+
+    With `paper` it has the values that the method's paper states, each with its source. Raises Invalid if the method
+    declares none.
+    """
+    if paper and not method.paper:
+        having = ", ".join(name for name, one in methods().items() if one.paper)
+        raise Invalid(f"--paper: {method.name} declares no settings of its paper", remedy=f"These do: {having}.")
+    stated = method.paper if paper else {}
+    head = [_comment(f"Settings below a line with a source are the paper's. It leaves open: {method.unstated}."), ""]
+    return "\n".join((*_top(method, dataset, stated, head * paper), *_tables(method, stated), *_unions())) + "\n"
+
+
+def _top(method: Method[Any], dataset: str, stated: Stated, more: Iterable[str]) -> Iterator[str]:
     yield HEAD.format(method=method.name, source=method.source)
+    yield from more
     keys = [key for key in keys_of(RunSpec) if key.name.partition(".")[0] not in APART]
-    yield from _keys(keys, {"name": method.name, "dataset": dataset, "rounds": 10})
+    yield from _keys(keys, {"name": method.name, "dataset": dataset, "rounds": 10}, stated=stated)
     yield f"[method]\nname = {toml(method.name)}\n"
 
 
-def _tables(method: Method[Any]) -> Iterator[str]:
-    yield from _table("method.settings", method.settings, "The method's own settings.", {})
-    yield from _table("cohort", Cohort, "Who takes part in a round, and for how long it waits.", {})
-    yield from _table("training", Training, "Local training at each worker.", method.training)
+def _tables(method: Method[Any], stated: Stated) -> Iterator[str]:
+    yield from _table("method.settings", method.settings, "The method's own settings.", {}, stated)
+    yield from _table("cohort", Cohort, "Who takes part in a round, and for how long it waits.", {}, stated)
+    yield from _table("training", Training, "Local training at each worker.", method.training, stated)
     said = "Each site measures every version on the examples that it holds out of its data."
-    yield from _table("evaluation", Evaluation, said, {"sites": True})
+    yield from _table("evaluation", Evaluation, said, {"sites": True}, stated)
     yield _comment("Differential privacy of what each worker sends; values of required keys are examples.")
     yield "# [privacy]"
     yield from _keys(keys_of(Privacy), examples=PRIVATE)
@@ -71,12 +87,13 @@ def _tables(method: Method[Any]) -> Iterator[str]:
     yield ""
 
 
-def _table(name: str, model: type[BaseModel], said: str, values: Mapping[str, Any]) -> Iterator[str]:
+def _table(name: str, model: type[BaseModel], said: str, values: Mapping[str, Any], stated: Stated) -> Iterator[str]:
     keys = list(keys_of(model))
     if keys:
         yield _comment(said)
         yield f"[{name}]"
-        yield from _keys(keys, values)
+        own = {key.removeprefix(f"{name}."): one for key, one in stated.items() if key.startswith(f"{name}.")}
+        yield from _keys(keys, values, stated=own)
 
 
 def _unions() -> Iterator[str]:
@@ -88,12 +105,21 @@ def _unions() -> Iterator[str]:
 
 
 def _keys(
-    keys: Iterable[Key], values: Mapping[str, Any] | None = None, examples: Mapping[str, Any] | None = None
+    keys: Iterable[Key],
+    values: Mapping[str, Any] | None = None,
+    examples: Mapping[str, Any] | None = None,
+    stated: Stated | None = None,
 ) -> Iterator[str]:
-    """Yield each key below its meaning: with its value if it has one, else with its default behind a `#`."""
-    values, examples = values or {}, examples or {}
+    """Yield each key below its meaning: with its value if it has one, else with its default behind a `#`.
+
+    Values that a paper states go before others, with their source.
+    """
+    examples, stated = examples or {}, stated or {}
+    values = {**(values or {}), **{name: value for name, (value, _) in stated.items()}}
     for key in keys:
         yield _comment(f"{_sentence(key.meaning)} ({key.kind}).".replace("`", ""))
+        if key.name in stated:
+            yield _comment(f"Source: {stated[key.name][1]}.")
         if key.name in values:
             yield f"{key.name} = {toml(values[key.name])}\n"
         else:

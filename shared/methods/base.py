@@ -521,6 +521,10 @@ class Method(Generic[C]):
     charts: tuple[Chart, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
     """The settings of local training, other than the defaults, that the method requires."""
+    paper: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """The keys of a run's file that the paper states, such as `training.optimizer`, with value and source."""
+    unstated: str = ""
+    """The settings that the sources of `paper` leave open."""
     is_preselected: bool = False
     """True for the method that a form offers first."""
 

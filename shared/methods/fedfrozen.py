@@ -306,6 +306,8 @@ def _smoothed(before: float | None, value: float) -> float:
     return value if before is None else before + SMOOTHING * (value - before)
 
 
+APPENDIX = "appendix, experimental settings (before Table 5)"
+
 METHOD = Method(
     name="fedfrozen",
     good_for="fewer bytes: after a warm-up, query and key matrices are frozen",
@@ -313,6 +315,13 @@ METHOD = Method(
     settings=FedFrozenSettings,
     coordinator=FedFrozenCoordinator,
     source="FedFrozen, arXiv 2605.06446, two-stage algorithm; the automatic warm-up is ours",
+    paper={
+        "training.optimizer": ("adamw", APPENDIX),
+        "training.learning_rate": (1e-4, APPENDIX),
+        "training.weight_decay": (0.01, APPENDIX),
+        "evaluation.every": (1, "appendix: evaluated at the end of every round, there on a central test set"),
+    },
+    unstated="warmup_rounds, scope, rounds, epochs, batch size, sites, data sets",
     charts=(
         Chart(
             name="warm-up signals",

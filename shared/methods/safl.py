@@ -510,6 +510,17 @@ METHOD = Method(
     coordinator=SAFLCoordinator,
     worker=SAFLWorker,
     source="Selective Attention Federated Learning, arXiv 2504.11793, Sections III.A to III.C",
+    paper={
+        "method.settings.score": ("attention", "section III.A, formula 1"),
+        "method.settings.tokens.where": ("first", "section III.A: [CLS] for classification"),
+        "method.settings.chooser": ("worker", "section III.A: each client profiles and chooses"),
+        "method.settings.layers": (8, "section V: K = 8 of 24, chosen on a validation set"),
+        "method.settings.profile_every": (1, "section III: the layers are chosen again in each round"),
+        "method.settings.prune": (0.375, "derived from section V.D: pruning takes 60 % saved to 75 %"),
+        "method.settings.prune_by": ("attention", "section V.D"),
+    },
+    unstated="rounds, epochs, optimizer, learning rate, batch size, sites, the rule of pruning, and delta, clip norm "
+    "and accountant of the privacy with epsilon 8, 4, 2, 1 and 0.5 (Table II)",
     charts=(
         Chart("attention entropy", ("entropy.",), "no worker has measured it", title="Attention entropy by layer"),
     ),

@@ -78,6 +78,28 @@ def test_the_defaults_that_the_file_shows_are_the_defaults(tmp_path: Path, metho
     assert shown.model_copy(update={"method": plain.method, "privacy": None}) == plain
 
 
+@pytest.mark.parametrize("method", sorted(name for name, method in methods().items() if method.paper))
+def test_the_file_of_a_paper_has_its_values_each_with_its_source(tmp_path: Path, method: str) -> None:
+    text = template(methods()[method], paper=True)
+    (tmp_path / "run.toml").write_text(text)
+    spec = RunSpec.model_validate(read_spec(tmp_path / "run.toml") | START)
+    methods()[method].settings.model_validate(spec.method.settings)
+    lines = text.splitlines()
+    for key, (value, source) in methods()[method].paper.items():
+        found: Any = spec.model_dump()
+        for part in key.split("."):
+            found = found[part]
+        assert found == value, key
+        assert source.split()[0] in text
+    assert sum(line.startswith("# Source: ") for line in lines) == len(methods()[method].paper)
+
+
+def test_a_paper_is_asked_of_a_method_that_declares_none() -> None:
+    refused = tessera("run", "init", "fedavg", "--paper")
+    assert refused.returncode == 2
+    assert "fedavg declares no settings of its paper\nThese do: fedfrozen" in refused.stderr
+
+
 def test_the_command_writes_a_new_file_or_prints_it(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     assert tessera("run", "init", "fedprox", "--dataset", "scans", "--out", str(file)).returncode == 0
