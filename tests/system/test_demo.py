@@ -87,7 +87,7 @@ def test_a_worker_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> 
     out = tmp_path / "demo"
     named = str(out / "cedar-institute" / "worker.toml")
     with demo(out) as (process, log):
-        worker = until(lambda: next((p for p in left_of(out) if named in p.cmdline()), None), 60)
+        worker = until(lambda: next((p for p in left_of(out) if named in _told(p)), None), 60)
         until(lambda: "task-done" in (out / "cedar-institute.log").read_text(), 60)
         worker.kill()
         code = process.wait(timeout=40)

@@ -96,8 +96,10 @@ def test_loaders_go_on_after_a_sigterm_to_all_processes(scans: Path) -> None:
     started = pids(processes)
     # As Slurm and systemd send it. The worker itself gives its task back.
     for child in psutil.Process().children(recursive=True):
-        if child.pid in started or "forkserver" in " ".join(child.cmdline()):
-            child.send_signal(signal.SIGTERM)
+        # A process of an earlier test may have ended, and not be awaited yet.
+        with suppress(psutil.NoSuchProcess):
+            if child.pid in started or "forkserver" in " ".join(child.cmdline()):
+                child.send_signal(signal.SIGTERM)
     list(batches)
     assert same(list(Batches(dataset, 4, CPU)), list(Batches(opened(scans), 4, CPU)))
     assert pids(processes) == started
