@@ -176,12 +176,26 @@ def test_every_link_to_a_heading_finds_it() -> None:
     assert found > 10
 
 
-@pytest.mark.parametrize("page", ["what-a-signature-covers", "review-board", "threat-model"])
+@pytest.mark.parametrize("page", ["what-a-signature-covers", "review-board", "threat-model", "papers"])
 def test_every_test_that_a_page_promises_by_is_there(page: str) -> None:
     named = set(re.findall(r"tests/[\w/]+\.py(?:::\w+)?", text(f"docs/{page}.md")))
     assert len(named) > 10
     tests = [each.partition("::") for each in sorted(named)]
     assert [f"{file}::{test}" for file, _, test in tests if test and f"def {test}(" not in text(file)] == []
+
+
+def test_every_element_of_a_paper_that_is_said_to_be_implemented_names_a_test_or_a_command() -> None:
+    rows = [row.strip("| ").split(" | ") for row in text("docs/papers.md").splitlines() if row.count(" | ") == 2]
+    implemented = [(row[0], row[1]) for row in rows if row[2].startswith("implemented")]
+    assert len(implemented) > 30
+    shown = re.compile(r"`(tests/|tessera |make |python -m )")
+    assert [element for element, place in implemented if not shown.search(place)] == []
+    makefile = text("Makefile")
+    for _, place in implemented:
+        for target in re.findall(r"`make ([\w-]+)", place):
+            assert f"\n{target}:" in makefile, target
+        for file in re.findall(r"examples/[\w/-]+\.toml", place):
+            assert (ROOT / file).exists(), file
 
 
 def test_every_threat_of_the_threat_model_names_a_test() -> None:
