@@ -10,7 +10,7 @@ from sqlalchemy import exists, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.certificate import outdated
-from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
+from tessera.coordinator.db.snapshots import candidates, has_quorum, live_workers, terms_of
 from tessera.coordinator.db.tables import (
     IS_LEASED,
     EnrolmentRow,
@@ -131,23 +131,29 @@ def alerts(
 
 
 def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:
-    newest = select(RunRow).order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
-    for run in session.scalars(newest.where(RunRow.state == "paused")):
+    paused = select(RunRow).where(RunRow.state == "paused").order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
+    for run in session.scalars(paused):
         why, remedy = run.reason or "A person paused it.", "Fix what the reason names, then resume the run."
         # Its revision may still change: a merge that has begun ends.
         key = f"{run.id}/{run.resumed_at}"
         yield Alert("run-paused", f"{run.name} is paused", why, remedy, f"/runs/{run.id}", key=key)
-    for run in session.scalars(newest.where(RunRow.state == "running")):
+    running = (
+        select(RunRow.id, RunRow.name, VersionRow.warnings)
+        .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
+        .where(RunRow.state == "running")
+        .order_by(RunRow.updated_at.desc())
+        .limit(MAX_RUNS)
+    )
+    for run in session.execute(running):
         invited, link = terms_of(session, run.id), f"/runs/{run.id}"
-        able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum
-        if len(able) < quorum:
+        if not has_quorum(session, invited, live):
+            able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum
             detail = (
                 f"{counted(len(able), 'live site')} could train on {invited.spec.dataset}; its quorum is {quorum}."
             )
             title, remedy = f"{run.name} waits for workers", "See which sites are silent."
             yield Alert("run-waiting", title, detail, remedy, link, key=run.id, lasting_seconds=AWAY_SECONDS)
-        latest = session.get_one(VersionRow, (run.id, run.version_number))
-        for warning in latest.warnings:
+        for warning in run.warnings:
             yield Alert("run-warning", f"{run.name} warns", warning, link=link, key=run.id)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, select, tuple_
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import WORKER_NAME, RunRow, SiteRow, TaskRow, WorkerRow, one_of
@@ -46,6 +46,8 @@ def failed_tasks(
         .join_from(TaskRow, RunRow)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
+        # A task's plan is slow to decode.
+        .options(defer(TaskRow.plan))
         .where(one_of(TaskRow.state, *FAULTS), *which)
         .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
         .limit(most + 1)

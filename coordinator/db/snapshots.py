@@ -131,9 +131,25 @@ def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
 def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return the workers that may take part in the run's next round; with a sticky method, none as a replacement for
     another."""
-    able = eligible(invited, live)
-    if not sticky(invited.spec.method):
-        return able
+    took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
+    return [worker for worker in eligible(invited, live) if took_part.get(worker.site, worker.id) == worker.id]
+
+
+def has_quorum(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> bool:
+    """Return whether `candidates` are of enough sites for a round, from as few of them as possible."""
+    took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
+    sites: set[str] = set()
+    for worker in live:
+        if took_part.get(worker.site, worker.id) == worker.id and worker.site not in sites:
+            if not objections(invited, worker.site, worker.declared):
+                sites.add(worker.site)
+            if len(sites) >= invited.spec.cohort.quorum:
+                return True
+    return False
+
+
+def _took_part(session: Session, invited: RunTerms) -> dict[str, str]:
+    """Return the worker that last took part for each site that has several."""
     # A site with one worker has no replacement.
     several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
     rows = (
@@ -146,8 +162,7 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
         .group_by(SiteRow.name, TaskRow.worker_id)
         .order_by(func.max(TaskRow.version_number))
     )
-    took_part = dict(session.execute(rows).all())
-    return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
+    return dict(session.execute(rows).all())
 
 
 def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) -> list[LiveWorker]:

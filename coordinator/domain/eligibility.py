@@ -18,7 +18,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.selectors import ineffective
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together, used_later_settings
+from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, local_epochs, trains_on_few
 from tessera.shared.version import install_line
 
@@ -48,7 +48,7 @@ class RunTerms:
 def unknown_settings(spec: RunSpec, declared: Mapping[str, Any]) -> list[str]:
     """Return the run's settings of local training and privacy that the worker cannot apply: its version does not know
     them, and can read no task, or it lacks an extra."""
-    return sorted(used_later_settings(spec.training, spec.privacy) - set(declared.get("training", ())))
+    return sorted(spec.later_settings.difference(declared.get("training", ())))
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:

@@ -2,7 +2,7 @@
 
 import operator
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import Annotated, Any, Literal, Self
 
@@ -26,7 +26,7 @@ from tessera.shared.api.tasks import CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak, used_later_settings
 from tessera.shared.schema import (
     SCORED_LABELS,
     ActsOnlyIf,
@@ -298,6 +298,11 @@ class RunSpec(Frozen):
             return None
         colluding = tolerance_of(len(self.secure_sums.helpers))
         return self.client_privacy.honest_sites or self.secure_sums.quorum - colluding
+
+    @cached_property
+    def later_settings(self) -> frozenset[str]:
+        """The settings of training and privacy in use that are newer than version 0.1.0."""
+        return used_later_settings(self.training, self.privacy)
 
     @property
     def shared_client_privacy(self) -> ClientPrivacy | None:
