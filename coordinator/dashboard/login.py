@@ -145,6 +145,7 @@ def _holder(serving: Services, token: str) -> Principal:
 def _begin_session(request: Request, response: Response, serving: Services, caller: Principal) -> None:
     """Begin a session, and let the browser keep its secret while it is valid. Raises TooManyRequests."""
     serving.admission.count_sign_in(caller.token_id)
+    serving.last_seen.note_use(caller.token_id, serving.database.now())
     seconds = serving.settings.session_seconds
     with serving.database.transaction() as session:
         secret = sessions.begin(session, serving.database.now(), caller, seconds)

@@ -104,6 +104,7 @@ def visitor(request: Request, serving: Services) -> Visitor:
         raise
     request.state.signed = True
     serving.admission.count_request(principal.token_id)
+    serving.last_seen.note_use(principal.token_id, serving.database.now())
     return Visitor(principal, secret)
 
 

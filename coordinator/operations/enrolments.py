@@ -54,6 +54,7 @@ def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | Non
         row = _asked_before(session, now, spec)
         if secret is not None and (row is None or row.state == "pending"):
             caller = tokens.authenticate(session, now, secret)
+            services.last_seen.note_use(caller.token_id, now)
             if caller.role != "enrolment":
                 raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
             row = _redeem(session, now, spec, caller, address, row, liveness)

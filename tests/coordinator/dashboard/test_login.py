@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
 from http.cookies import SimpleCookie
 from pathlib import Path
 
@@ -53,6 +54,24 @@ def test_what_is_no_token_begins_no_session(standing: LiveCoordinator, token: st
     assert answer.status_code == 401
     assert "Set-Cookie" not in answer.headers
     assert 'role="alert"' in answer.text
+
+
+def test_a_token_used_only_on_the_dashboard_is_not_listed_as_never_used(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock) as coordinator:
+        admin, secret = coordinator.client(), coordinator.token("viewer")
+
+        def last_used() -> datetime | None:
+            return next(token.last_used_at for token in admin.tokens() if token.role == "viewer")
+
+        assert last_used() is None
+        person = Person(coordinator)
+        person.sign_in(secret)
+        signed_in_at = last_used()
+        assert signed_in_at
+        clock.advance(60)
+        person.http.get("/page/")
+        assert last_used() == signed_in_at + timedelta(seconds=60)
 
 
 def test_a_sites_token_admits_nobody(coordinator: LiveCoordinator) -> None:
