@@ -240,7 +240,7 @@ class CoordinatorSettings(BaseSettings):
         default=60,
         description="requests without a valid token per address and minute, and sign-ins per token, per process",
     )
-    response_bytes_per_token: PositiveInt = Field(
+    response_bytes_per_token: Bytes = Field(
         default=1 << 30,
         ge=2 << 20,
         description="maximum memory for concurrent responses with blobs per token and process; each counts 2 MiB, "
@@ -267,7 +267,7 @@ class CoordinatorSettings(BaseSettings):
     declarations_per_hour: PositiveInt = Field(
         default=10_000, description="changes of the workers' declarations per site and hour, per process"
     )
-    site_bytes_per_day: PositiveInt | None = Field(
+    site_bytes_per_day: Bytes | None = Field(
         default=None,
         description="bytes that a site may announce within 24 hours; if unset, half of the disk if the blobs are "
         "in a folder",
@@ -338,7 +338,7 @@ class CoordinatorSettings(BaseSettings):
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
-            raise ValueError("tls_key and tls_client_ca require tls_cert")
+            raise ValueError("TESSERA_TLS_KEY and TESSERA_TLS_CLIENT_CA require TESSERA_TLS_CERT")
         if (self.webhook_url or self.smtp_url) and not self.public_url:
             raise ValueError("webhook_url and smtp_url require public_url, to which notices link")
         for one, other in (

@@ -5,6 +5,7 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
@@ -15,9 +16,9 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
-    PositiveFloat,
     TypeAdapter,
 )
+from pydantic_core import PydanticCustomError
 
 
 class ActsOnlyIf(NamedTuple):
@@ -89,13 +90,26 @@ Evaluated = Annotated[_Metrics, Field(max_length=64)]
 """Metrics of an evaluation; a worker sends ten at most. Pages and exports compute each of them over the sites, for
 every version that they show."""
 
-Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
-"""Resources of a worker for a task, as declared by its site."""
+_SIZE_TEXT = re.compile(r"[0-9_]*\.?[0-9]+ *[A-Za-z]*")
+_BYTE_SIZE: TypeAdapter[int] = TypeAdapter(ByteSize)
 
-_SIZE = BeforeValidator(TypeAdapter(ByteSize).validate_python)
-Bytes = Annotated[int, _SIZE, Field(gt=0, lt=1 << 53)]
-BytesOrZero = Annotated[int, _SIZE, Field(ge=0, lt=1 << 53)]
+
+def _size(given: object) -> object:
+    """Return a size with its unit in bytes. Raises ValueError: `ByteSize` by itself takes '2,5 MB' for 2 bytes."""
+    if not isinstance(given, str):
+        return given
+    if not _SIZE_TEXT.fullmatch(given.strip()):
+        raise PydanticCustomError("byte_size", "no size")
+    return _BYTE_SIZE.validate_python(given)
+
+
+Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0, lt=1 << 53)]
+BytesOrZero = Annotated[int, BeforeValidator(_size), Field(ge=0, lt=1 << 53)]
+BytesOrRate = Annotated[float, BeforeValidator(_size), Field(gt=0)]
 """A number of bytes; also taken with its unit, as in '5 MB'."""
+
+Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], BytesOrRate], Field(max_length=8)]
+"""Resources of a worker for a task, as declared by its site."""
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """Number of examples by data set."""

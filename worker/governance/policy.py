@@ -24,7 +24,7 @@ from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective, ma
 from tessera.shared.privacy.noise_shares import epsilon_of
 from tessera.shared.run_settings import MAX_EPSILON, Budget, Privacy, Span, Training, Unit, UnitBudget
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
-from tessera.shared.schema import MAX_NUMBER, Bytes, Frozen, Label, TaskKind
+from tessera.shared.schema import MAX_NUMBER, Bytes, BytesOrRate, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.messages import NoiseTerms
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
@@ -346,7 +346,7 @@ class Policy(Frozen):
         default=None,
         description="largest total upload of one run over all rounds, counted over the workers that share runs_dir",
     )
-    max_upload_bytes_per_second: float | None = Field(
+    max_upload_bytes_per_second: BytesOrRate | None = Field(
         default=None, ge=16_384, description="upload rate limit; none if left out"
     )
     max_minutes_per_day: PositiveFloat | None = Field(

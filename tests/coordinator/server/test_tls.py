@@ -385,7 +385,7 @@ def test_serve_says_what_is_wrong_before_it_opens_anything(tmp_path: Path) -> No
     missing = tessera("coordinator", "serve", TESSERA_TLS_CERT=str(tmp_path / "none.pem"), **settings)
     assert (missing.returncode, "none.pem" in missing.stderr) == (2, True), missing.stderr
     partial = tessera("coordinator", "serve", TESSERA_TLS_KEY=str(tmp_path / "key.pem"), **settings)
-    assert (partial.returncode, "require tls_cert" in partial.stderr) == (2, True), partial.stderr
+    assert (partial.returncode, "require TESSERA_TLS_CERT" in partial.stderr) == (2, True), partial.stderr
     assert list(tmp_path.iterdir()) == []
 
 
