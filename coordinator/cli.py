@@ -33,7 +33,7 @@ from tessera.coordinator.db.engine import (
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.notify.wakeup import CONDUCTOR
 from tessera.coordinator.services import Duty, Services, assemble
-from tessera.coordinator.settings import CoordinatorSettings
+from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tessera.coordinator.telemetry import logging
 from tessera.shared import environment
 from tessera.shared.api.admin import TokenSpec
@@ -73,6 +73,10 @@ def token(
     Use it when every such token is lost. It needs no token, but write access to the database.
     """
     with _database("no token was issued") as database:
+        try:
+            database.require_head()
+        except SchemaBehind as refusal:
+            raise _exit(str(refusal)) from None
         try:
             spec = TokenSpec(name=name, role="admin")
         except ValidationError as refusal:
@@ -266,8 +270,10 @@ def _exit(message: str, code: int = 2) -> typer.Exit:
 def _database(failure: str) -> Iterator[Database]:
     """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2, or with 1
     if it is only away."""
+    settings = _settings()
+    _make_default_folder(settings)
     try:
-        database = Database(_settings().database_url)
+        database = Database(settings.database_url)
     except UnknownDatabase as refusal:
         raise _exit(str(refusal)) from None
     try:
@@ -291,6 +297,17 @@ def _settings() -> CoordinatorSettings:
             named = f"setting TESSERA_{str(steps[0]).upper()}{within}: " if steps else ""
             typer.echo(f"{named}{message}", err=True)
         raise typer.Exit(2) from None
+
+
+def _make_default_folder(settings: CoordinatorSettings) -> None:
+    """Create the default folder, unless the settings place everything elsewhere: those folders have to be there."""
+    if {"database_url", "blob_url", "staging_dir"} <= settings.model_fields_set:
+        return
+    try:
+        data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as fault:
+        places = "TESSERA_DATABASE_URL, TESSERA_BLOB_URL and TESSERA_STAGING_DIR"
+        raise _exit(f"the folder {data_dir()} cannot be created: {fault.strerror}; name others in {places}") from None
 
 
 def _opened(duty: Duty, *, wait: bool = False) -> Services:
@@ -326,6 +343,7 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
     logging.configure()
     keep_freed_memory()
     settings = _settings()
+    _make_default_folder(settings)
     try:
         services = assemble(settings, duty=duty)
         if at_head:
@@ -338,7 +356,8 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
         unusable = f"the database {Database(settings.database_url).shown} cannot be used: {reason_of(fault)}"
         raise _exit(unusable, 1 if duty != "both" and is_away(fault) else 2) from None
     except (OSError, ImportError, ValueError, BaseError) as fault:
-        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        reason = _reason_of(fault).partition("\n")[0] or type(fault).__name__
+        reason += "; create the folder around it, or correct its name" * isinstance(fault, FileNotFoundError)
         places = "database, blob store, staging folder or merge engine"
         raise _exit(f"the {places} of the settings cannot be used: {reason}") from None
     return services
@@ -368,9 +387,14 @@ def _hand_over_first_token(services: Services) -> None:
             )
             return
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(secret + "\n")
+            try:
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                    file.write(secret + "\n")
+            except OSError as fault:
+                raise _exit(
+                    f"the administrator's token cannot be written to {path}: {fault.strerror}; create its folder, or "
+                    "name another file in TESSERA_ADMIN_TOKEN_FILE"
+                ) from None
             log.info("coordinator.admin_token_written", path=str(path))
         else:
             print(

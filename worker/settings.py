@@ -58,6 +58,16 @@ from tessera.worker.governance.policy import GIB, Allowance, Policy
 
 # Not TESSERA_ alone: TESSERA_TOKEN belongs to the command line, and may be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
+MADE = (
+    "state_dir",
+    "ledger_dir",
+    "runs_dir",
+    "inbox_dir",
+    "audit_dir",
+    "audit_key_file",
+    "held_out_key_file",
+)
+"""Settings of folders and files that a worker creates, each in a folder that is there."""
 
 
 S = TypeVar("S", bound="DataSettings")
@@ -300,7 +310,20 @@ def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
         require_private(settings.url)
     except Invalid as refusal:
         raise SettingsError(f"{path}: url: {refusal.detail}. {refusal.advice}") from refusal
+    for name in MADE:
+        _require_place(path, name, getattr(settings, name), settings.state_dir)
     return settings
+
+
+def _require_place(path: Path, name: str, place: Path | None, state_dir: Path) -> None:
+    """Raise SettingsError if a folder or file would be created in a folder that is not there: its name is probably
+    misspelt."""
+    # Another user's folders may be closed to who only reads the settings.
+    with suppress(PermissionError):
+        if place and not place.parent.is_dir() and not place.parent.is_relative_to(state_dir):
+            raise SettingsError(f"{path}: {name}: there is no folder {place.parent}; create it, or correct {name}")
+        if place and name.endswith("_dir") and place.exists() and not place.is_dir():
+            raise SettingsError(f"{path}: {name}: {place} is a file; name a folder")
 
 
 def read_data_settings(path: Path) -> DataSettings:

@@ -78,8 +78,9 @@ class Blobs:
         self._readahead_bytes = readahead_bytes
         self._url = url if "://" in url else Path(url).absolute()
         self.staging_dir = staging_dir.absolute()
-        # Closed to other users of the machine: it holds sites' updates and restricted models.
-        staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Closed to other users of the machine: it holds sites' updates and restricted models. The folder around it is
+        # there, or its name is probably misspelt.
+        staging_dir.mkdir(mode=0o700, exist_ok=True)
         self.unfinished = StagingArea(self.staging_dir)
         # The disk may have corrupted earlier blobs, so each whose file has changed since it was last verified is
         # hashed before its first use. Later ones were hashed when they were received, by this or another process.
@@ -94,7 +95,7 @@ class Blobs:
         # Used unless there is an object store.
         self._root = Path(url)
         if self._objects is None:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, exist_ok=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The receiving process opens the same database and store once for all tensors that it receives.

@@ -412,14 +412,15 @@ def _with_driver(url: URL) -> URL:
 
 
 def _make(file: Path) -> None:
-    """Create the file closed to other users before SQLite does; its -wal and -shm get the same mode."""
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as fault:
+    """Create the file closed to other users before SQLite does; its -wal and -shm get the same mode.
+
+    Raises UnknownDatabase if its folder is not there: it is probably misspelt.
+    """
+    if not file.parent.is_dir():
         raise UnknownDatabase(
-            f"the database's folder {file.parent.absolute()} cannot be created: {fault.strerror}; name another in "
+            f"the database's folder {file.parent.absolute()} does not exist; create it, or name another in "
             "TESSERA_DATABASE_URL"
-        ) from fault
+        )
     # If it cannot be created, SQLite reports it.
     with suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))

@@ -178,6 +178,7 @@ class World:
     def _start(self, replica: Replica) -> None:
         replica.process = Process(replica.name)
         replica.starts += 1
+        (self.folder / "staging").mkdir(exist_ok=True)
         settings = CoordinatorSettings(
             database_url=f"sqlite:///{self.folder}/tessera.db",
             blob_url=str(self.folder / "blobs"),

@@ -107,6 +107,7 @@ class LiveCoordinator:
     """Started with `with`. Stopping and starting again keeps the folder, as a restart does."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         places = {
             "database_url": url_in(folder),
             "blob_url": str(folder / "blobs"),

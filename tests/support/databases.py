@@ -116,6 +116,7 @@ def url_in(folder: Path, name: str = "tessera") -> str:
 def empty_in(folder: Path, name: str = "tessera") -> str:
     """The same, without a schema if it is new."""
     if on == "sqlite":
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return f"sqlite:///{folder}/{name}.db"
     return _made.get((folder, name)) or _new(folder, name, "template1")
 

@@ -36,6 +36,7 @@ def statements(database: Database) -> Iterator[list[str]]:
 
 
 def blobs_in(folder: Path, database: Database, inline_bytes: int = 100) -> Blobs:
+    folder.mkdir(parents=True, exist_ok=True)
     return Blobs(database, str(folder / "blobs"), folder / "staging", inline_bytes, readahead_bytes=1 << 16)
 
 

@@ -52,6 +52,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def opened(tmp_path: Path, database: Database, bucket: Bucket) -> Blobs:
+    tmp_path.mkdir(exist_ok=True)
     return Blobs(database, bucket.url, tmp_path / "staging", INLINE, readahead_bytes=128 << 20)
 
 
