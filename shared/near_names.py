@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from unicodedata import normalize
 
-SUGGESTED, MISSPELT = 0.6, 0.8
+SUGGESTED, MISSPELT = 0.62, 0.8
 """Similarity of a name worth suggesting, and of one that can hardly mean anything else."""
 MAX_LISTED = 24
 MAX_CHARACTERS = 64
@@ -25,10 +25,10 @@ def nearest(name: str, known: Iterable[str], similarity: float = SUGGESTED) -> s
     return by_lower[close] if close is not None else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], similarity: float = SUGGESTED) -> str:
     """Return a clause to append to a message: the nearest known name, else all of them if they are few."""
     names = sorted(known)
-    if close := nearest(name, names):
+    if close := nearest(name, names, similarity):
         return f"; did you mean `{close}`?"
     return f"; it can be {', '.join(names)}" if 0 < len(names) <= MAX_LISTED else ""
 
@@ -42,7 +42,11 @@ def unread(path: Path | None, fault: Exception) -> str:
 
 def absent(path: Path, remedy: str = "check the path") -> str:
     """Return the message for a path where nothing is, with the nearest name in its folder or else the remedy."""
-    near = nearest(path.name, (file.name for file in path.parent.glob("*")), MISSPELT)
+    # A file of another kind, such as settings in place of a token, would be no remedy.
+    alike = (
+        file.name for file in path.parent.glob("*") if nearest(path.suffix, (file.suffix,), MISSPELT) is not None
+    )
+    near = nearest(path.name, alike, MISSPELT)
     if near and composed(near) == composed(path.name):
         remedy, near = "its folder has this name in another Unicode form, as macOS writes it: rename the file", None
     return f"there is no file or folder {path}; " + (f"did you mean `{near}`?" if near else remedy)

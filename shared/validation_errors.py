@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tessera.shared.near_names import did_you_mean, nearest
+from tessera.shared.near_names import MISSPELT, did_you_mean, nearest
 
 _NUMBER = "must be a number"
 _WHOLE = "must be a whole number"
@@ -195,7 +195,7 @@ def _unknown_key(steps: Steps, kinds: Sequence[Any], model: object) -> str:
     key, here = str(steps[-1]), ".".join(map(str, steps))
     known = {name for table in tables for name in table.model_fields}
     elsewhere = [path for path in _paths(model) if path.endswith(f".{key}") and path != here]
-    if elsewhere and not nearest(key, known):
+    if elsewhere and not nearest(key, known, MISSPELT):
         return f"unknown key; did you mean `{elsewhere[0]}`?"
     return f"unknown key{did_you_mean(key, known) if known else '; this table has no keys'}"
 

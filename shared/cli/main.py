@@ -48,11 +48,21 @@ SUMMARIES = {
     "worker": "Train for a coordinator with this site's data.",
 }
 
-_END, _SHOW, _NEW = ("cancel", "revoke", "suspend", "remove"), ("show", "watch", "status"), ("create", "add", "init")
+_END, _SHOW, _NEW = (
+    ("cancel", "revoke", "suspend", "remove"),
+    ("show", "watch"),
+    ("create", "add", "init", "run", "serve"),
+)
 MEANT = {
     **dict.fromkeys(("delete", "remove", "rm", "destroy", "drop"), _END),
     **dict.fromkeys(("stop", "abort", "kill", "end", "disable"), ("pause", *_END)),
-    **dict.fromkeys(("logs", "log", "status", "info", "describe", "get", "view", "inspect", "open"), _SHOW),
+    **dict.fromkeys(("ban", "block", "suspend"), ("suspend", "pause")),
+    **dict.fromkeys(("info", "describe", "get", "view", "inspect", "open"), (*_SHOW, "status")),
+    **dict.fromkeys(("logs", "log", "history"), (*_SHOW, "audit")),
+    **dict.fromkeys(("status", "health"), (*_SHOW, "check", "doctor")),
+    **dict.fromkeys(("check", "test", "validate", "verify"), ("check", "doctor", "preview", "show")),
+    **dict.fromkeys(("result", "results", "score", "scores"), ("metrics", "show")),
+    **dict.fromkeys(("register", "enrol", "enroll"), ("join",)),
     **dict.fromkeys(
         ("new", "make", "add", "start", "submit", "launch", "begin", "clone", "copy", "fork", "issue"), _NEW
     ),
@@ -66,6 +76,8 @@ MEANT = {
 }
 """Words of other programs, with the commands that may be meant by each."""
 
+MAX_ELSEWHERE = 3
+"""Number of commands of one name above which none of them is probably meant."""
 WORKER_TOML = Path("worker.toml")
 
 # Packages of this project, each with the extra that it needs.
@@ -129,9 +141,12 @@ def _reworded(refusal: Any) -> str:
         meant = [each for each in MEANT.get(name, ()) if each in known]
         if nearest(name, known, MISSPELT) is None and (meant := meant or _elsewhere(name, refusal.ctx.command_path)):
             return f"there is no command {name!r}; did you mean {' or '.join(f'`{each}`' for each in meant)}?"
-        return f"there is no command {name!r}{did_you_mean(name, known)}"
+        # A word that is less alike would name a command that does something else, such as `release` for `delete`.
+        return f"there is no command {name!r}{did_you_mean(name, known, MISSPELT)}"
     if getattr(refusal, "param", None) is not None and refusal.param.name == "config" and WORKER_TOML.exists():
-        return f"Missing option '--config': for the settings that lie here, add --config {WORKER_TOML}"
+        return f"For the settings that lie here, add --config {WORKER_TOML}"
+    if "'%Y-%m-%d'" in str(refusal.message):
+        return "must be a date, such as 2027-06-30"
     if not isinstance(refusal.__cause__, ValidationError):
         return str(refusal.message)
     error: dict[str, Any] = {**refusal.__cause__.errors()[0]}
@@ -141,7 +156,7 @@ def _reworded(refusal: Any) -> str:
 
 
 def _elsewhere(name: str, path: str) -> list[str]:
-    """Return the commands of this name in other groups, at most four; those of the nearest groups first."""
+    """Return the commands of this name in other groups, those of the nearest groups first; none if there are many."""
     found: list[str] = []
 
     def search(command: Any, words: str) -> None:
@@ -156,7 +171,7 @@ def _elsewhere(name: str, path: str) -> list[str]:
         with suppress(ModuleNotFoundError):
             if not found or group != "coordinator":
                 search(get_command(entry.load()), f"tessera {group}")
-    return sorted(found, key=lambda words: not words.startswith(f"{path} "))[:4]
+    return sorted(found, key=lambda words: not words.startswith(f"{path} ")) if len(found) <= MAX_ELSEWHERE else []
 
 
 @cache

@@ -31,7 +31,7 @@ from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from tessera.shared.near_names import composed
+from tessera.shared.near_names import composed, nearest
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.groups import Repeated, group_name, is_identifier, is_unnamed, repeated
@@ -437,8 +437,9 @@ class DataTable:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
         own = self.own_name(name)
         if own is None:
-            there = ", ".join(self.columns.names[:20])
-            raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
+            near = nearest(name, self.columns.names)
+            there = f"did you mean `{near}`?" if near else f"its columns are {', '.join(self.columns.names[:20])}"
+            raise DataError(f"{option}: {self.where} has no column {name!r}; {there}")
         if own in self.bytes_of:
             return Cells(self.bytes_of[own].read, np.arange(self.examples))
         return self.columns.values(own)
