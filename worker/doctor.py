@@ -45,6 +45,7 @@ from tessera.worker.inventory import (
     check_deltas,
     devices_of,
     held_out_key,
+    held_out_key_file,
     load_source,
     loaders_of,
     prepared_of,
@@ -274,7 +275,8 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
     except SettingsError as fault:
         yield fail(f"data {name}", str(fault), "Change it: the worker does not start with it.")
     seconds = time.monotonic() - began_at
-    yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
+    contents = _contents(loaded, has_own_key=held_out_key_file(settings).exists())
+    yield ok(f"data {name}", f"{contents}, loaded in {seconds:.1f} s")
     warnings = loaded.report.warnings(held_out=loaded.held_out is not None)
     yield from (warn(f"data {name}", detail, remedy) for detail, remedy in warnings)
     least = settings.policy.min_evaluation_examples
@@ -325,14 +327,15 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
             yield warn("policy", f"{rule}: nothing called {name!r} {where}", remedy)
 
 
-def _contents(loaded: Dataset) -> str:
+def _contents(loaded: Dataset, *, has_own_key: bool) -> str:
     classes = loaded.classes
     known = f", {len(torch.bincount(classes.clamp(min=0)).nonzero())} classes" if classes is not None else ""
+    about = "approximately " if loaded.held_out and not has_own_key else ""
     held_out = f", {loaded.held_out.examples} held out" if loaded.held_out else ""
     unknown = loaded.report.unknown_tokens
     words = "" if unknown is None else f", {unknown:.1%} of tokens unknown"
     words = ", converted with each run's own tokenizer" if loaded.texts else words
-    return f"{loaded.examples} examples{known}{held_out}{words}"
+    return f"{about}{loaded.examples} examples{known}{held_out}{words}"
 
 
 def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bool) -> Iterator[Finding]:

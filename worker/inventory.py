@@ -61,6 +61,11 @@ def loaders_of(settings: WorkerSettings) -> LoaderProcesses | None:
     return LoaderProcesses(count, pinned=cuda) if count else None
 
 
+def held_out_key_file(settings: WorkerSettings) -> Path:
+    """Return the file of the key that decides which examples are held out; a worker's first start creates it."""
+    return settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
+
+
 def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
     """Return the secret key that decides which examples are held out, or b"" if none are.
 
@@ -68,7 +73,7 @@ def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
     """
     if not any(source.held_out for source in settings.datasets.values()):
         return b""
-    path = settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
+    path = held_out_key_file(settings)
     try:
         return secret_key(path) if make or path.exists() else key_of_seed(0)
     except (OSError, ValueError) as fault:

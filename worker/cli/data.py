@@ -84,6 +84,8 @@ def show(
     if as_json:
         print_json({"datasets": shown})
         return
+    if any(row["held out"] for row in shown) and (own is None or not inventory.held_out_key_file(own).exists()):
+        note("held out: approximate numbers, until the first start of the worker makes its key")
     filled = [
         column
         for column in shown[0]

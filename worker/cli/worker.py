@@ -138,8 +138,11 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         print_json({"device": device, **data, "coordinator": coordinator})
     else:
         typer.echo(f"device       {device}")
+        has_own_key = inventory.held_out_key_file(settings).exists()
         for name, count in examples.items():
-            available = "kept from runs by the policy" if count is None else f"{count} examples"
+            # The first start makes the key that decides which examples are held out.
+            about = "approximately " if settings.datasets[name].held_out and not has_own_key else ""
+            available = "kept from runs by the policy" if count is None else f"{about}{count} examples"
             typer.echo(f"data set     {name}: {available}")
         if version is not None:
             typer.echo(f"coordinator  {url} answers: version {version}")
