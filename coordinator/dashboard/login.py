@@ -61,7 +61,7 @@ def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
     """Begin a session. An address with too many failures is refused for a while."""
     wanted = own_path(fields.get("next", ""))
     try:
-        caller = _holder(serving, fields.get("token", "").strip())
+        caller = _holder(serving, fields.get("token", "").strip(" \t\r\n\"'\u201c\u201d"))
     except Unauthenticated as refusal:
         return _refused(request, serving, wanted, refusal)
     response = RedirectResponse(f"{PREFIX}/signed-in?{urlencode({'next': wanted})}", status_code=303)

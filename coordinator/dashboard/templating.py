@@ -74,7 +74,9 @@ def render(request: Request, template: str, who: Visitor | None, *, status: int 
 
 def show_problem(request: Request, problem: Problem) -> Response:
     """Return a problem as a page."""
-    response = render(request, "problem.html", None, status=problem.status, problem=problem.document())
+    # Without the menu if it is the database that failed.
+    who = getattr(request.state, "visitor", None) if problem.status < 500 else None
+    response = render(request, "problem.html", who, status=problem.status, problem=problem.document())
     response.headers.update(headers_of(problem))
     return response
 

@@ -77,6 +77,7 @@ def test_an_address_without_a_page_is_answered_by_a_page(admin: Person) -> None:
         answer = admin.http.get(path)
         assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert f"there is no page {path}" in answer.text
+        assert '<nav aria-label="Main">' in answer.text
     # What the API answers to such a request names a description that is there.
     (description,) = re.findall(r"/\S+(?=\.)", BadRequest.remedy)
     assert admin.http.get(description).status_code == 401
