@@ -46,9 +46,13 @@ def reason_of(fault: Exception) -> str:
     return getattr(fault, "strerror", None) or str(fault)
 
 
+MISMATCHES = ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+"""OpenSSL's reasons for the key of another certificate; the second one is for keys of different types."""
+
+
 def pem_fault(fault: OSError, certificate: Path, key: Path | None) -> str:
     """Return which file of a certificate and its key cannot be used, and why."""
-    if isinstance(fault, ssl.SSLError) and fault.reason == "KEY_VALUES_MISMATCH":
+    if isinstance(fault, ssl.SSLError) and fault.reason in MISMATCHES:
         first = f"the first certificate in {certificate}, which has to be the own one"
         return f"{key or certificate} has not the key of {first}"
     for file, kind in ((certificate, "CERTIFICATE"), (key or certificate, "PRIVATE KEY")):
@@ -64,8 +68,10 @@ def pem_fault(fault: OSError, certificate: Path, key: Path | None) -> str:
 
 
 _PLACE = re.compile(r"at line (\d+), column \d+")
+_TWICE = re.compile(r"Cannot declare \((.+?),?\) twice")
 
 _TOML_HINTS = (
+    (r"=\s*\{[^}]*$", "write a table in braces in one line"),
     (
         "[\u201c-\u201f\u2018-\u201b\u00ab\u00bb]",
         "that line has the quotation marks of a word processor: write the plain one of the keyboard",
@@ -74,10 +80,17 @@ _TOML_HINTS = (
     (r"=\s*(True|False|TRUE|FALSE|None|yes|no|on|off)\b", "write true or false"),
     (r"=\s*-?\d+,\d", "write a decimal number with a point"),
     (r"^\s*[\w.-]+\s*:", "write key = value, with = between them"),
-    (r'^[^"]*"([^"]*"[^"]*")*[^"]*$', "a quotation mark is missing"),
+    (r'^[^"]*"([^"]*"[^"]*")*[^"]*$|Unterminated string', "a quotation mark is missing"),
+    (r"=\s*[+-]?\.\d", "write a zero before the point"),
+    (r"=\s*\d+ \d", "write a number without spaces"),
     (r"=\s*[^\s\d\"'\[{+-]", "put text between double quotes"),
+    (r'=\s*("[^"]*"|[\d.]+)\s*,', "write several values in brackets, as in [1, 2]"),
+    (r"^\s*\[[^\]]*$|Unclosed array", "a closing ], or the comma between two values, is missing"),
+    (r"^\s*\[[^\]\"]*\s", "write a name without spaces, or between double quotes"),
+    ("Cannot overwrite a value", "this key is in the table already: remove one of the two"),
+    ("Expected '='", "write key = value"),
 )
-"""Mistakes by what the line has where parsing stopped."""
+"""Mistakes by what the line has where parsing stopped, or by what the parser says."""
 
 
 def toml_of(raw: bytes) -> dict[str, Any]:
@@ -89,11 +102,15 @@ def toml_of(raw: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as fault:
-        if place := _PLACE.search(str(fault)):
-            line = text.split("\n")[int(place[1]) - 1]
-            for pattern, remedy in _TOML_HINTS:
-                if re.search(pattern, line):
-                    raise tomllib.TOMLDecodeError(f"{fault}; {remedy}") from None
+        if twice := _TWICE.match(str(fault)):
+            name = twice[1].replace("'", "").replace(", ", ".")
+            found = f"the table [{name}] is there twice{str(fault)[twice.end() :]}; write the lines of both under one"
+            raise tomllib.TOMLDecodeError(found) from None
+        place = _PLACE.search(str(fault))
+        line = text.split("\n")[int(place[1]) - 1] if place else ""
+        for pattern, remedy in _TOML_HINTS:
+            if re.search(pattern, line) or re.search(pattern, str(fault)):
+                raise tomllib.TOMLDecodeError(f"{fault}; {remedy}") from None
         raise
 
 

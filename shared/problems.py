@@ -161,7 +161,7 @@ class NotFound(Problem):
     status = 404
     code = "not-found"
     title = "It does not exist here"
-    remedy = "Check the id; list the collection to see valid ids."
+    remedy = "Check the name or id: a list shows those that exist here."
 
 
 class Conflict(Problem):

@@ -83,7 +83,7 @@ def parts_of(url: str) -> SplitResult:
     return parts
 
 
-_FOREIGN = re.compile(r"""[\s"'<>\\]""")
+_FOREIGN = re.compile(r"""[\s"'<>\\\u2018-\u201f\u00ab\u00bb]""")
 
 
 def proxy_of(url: str) -> str | None:

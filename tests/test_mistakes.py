@@ -70,6 +70,17 @@ sites = 2
 data = {{ kind = "digits", part = {{ scheme = "iid" }} }}
 """
 
+MISSPELT_ROLE = """
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Plan
+from tessera.shared.model.selectors import roles
+
+class Half(CoordinatorHalf[MethodSettings]):
+    def plan_for(self, state, worker):
+        return Plan(train=roles("haed"))
+
+METHOD = Method(name="misspelt", coordinator=Half, source="nowhere")
+"""
+
 FILES = {
     "run.toml": RUN,
     "notes.toml": NOTES,
@@ -224,6 +235,13 @@ MISTAKES = {
         "No module named 'no_such_package'",
         environment={"TESSERA_METHODS": "methods"},
     ),
+    "role in a file of methods": Mistake(
+        "run preview run.toml --model model",
+        ("the method selects blocks that the model does not have", "there is no role 'haed'"),
+        "did you mean `head`?",
+        ("fedavg", "misspelt"),
+        environment={"TESSERA_METHODS": "methods"},
+    ),
     "no folder of methods": Mistake(
         "run init broken",
         ("TESSERA_METHODS names nowhere, which is not a folder",),
@@ -237,6 +255,9 @@ MISTAKES = {
         "leave it out",
     ),
     "no model": Mistake("run create run.toml --model none", ("there is no folder none",), "tessera model init"),
+    "file for a model": Mistake(
+        "run create run.toml --model notes.csv", ("notes.csv is a file, not a model's folder",), "tessera model init"
+    ),
     "transformers folder": Mistake(
         "run create run.toml --model plain",
         ("plain is a folder of transformers",),
@@ -299,6 +320,18 @@ MISTAKES = {
         "Check the URL",
         environment={"TESSERA_URL": NOWHERE},
     ),
+    "URL of the API": Mistake(
+        "run list",
+        ("GET /v1/v1/runs: Not Found",),
+        "a coordinator's has no path such as /page or /v1",
+        environment={"TESSERA_URL": "{url}/v1"},
+    ),
+    "URL in quotation marks of Word": Mistake(
+        "run list",
+        ("it has a space, a quotation mark",),
+        "TESSERA_URL",
+        environment={"TESSERA_URL": "\u201c{url}\u201d"},
+    ),
     "plain HTTP": Mistake(
         "run list",
         ("http://example.org is plain HTTP",),
@@ -352,6 +385,21 @@ MISTAKES = {
     "logs of a run": Mistake("run logs test", ("there is no command 'logs'",), "did you mean `show` or `watch`?"),
     "clone a run": Mistake("run clone test", ("there is no command 'clone'",), "did you mean `create`"),
     "edit a run": Mistake("run edit test", ("there is no command 'edit'",), "did you mean `annotate`"),
+    "results of a run": Mistake("run results test", ("there is no command 'results'",), "did you mean `metrics`"),
+    "a word like that of another deed": Mistake(
+        "worker delete", ("there is no command 'delete'; it can be adopt",), "withhold"
+    ),
+    "a word of many groups": Mistake("model list", ("there is no command 'list'; it can be blocks",), "merge"),
+    "start a worker": Mistake("worker start", ("there is no command 'start'",), "did you mean `run`?"),
+    "status of a worker": Mistake("worker status", ("there is no command 'status'",), "did you mean `check` or"),
+    "date in words": Mistake(
+        "worker approve trial --config worker.toml --until morgen",
+        ("'--until': must be a date",),
+        "such as",
+    ),
+    "run that asked for nothing": Mistake(
+        "worker approve trial --config worker.toml", ("no run 'trial' has requested",), "tessera worker inbox"
+    ),
     "remove a site": Mistake("admin site remove x", ("there is no command 'remove'",), "did you mean `suspend`?"),
     "command of another group": Mistake(
         "status", ("there is no command 'status'",), "did you mean `tessera admin status`?"
@@ -439,6 +487,9 @@ MISTAKES = {
     ),
     "label column": data('label = "label"', 'label = "lable"', "datasets.notes.label", "lable", remedy="label"),
     "text column": data('text = "text"', 'text = "note"', "datasets.notes.text", "note", remedy="text"),
+    "text column in capitals": data(
+        'text = "text"', 'text = "Text"', "notes.csv has no column 'Text'", remedy="did you mean `text`?"
+    ),
     "unknown label": data(
         "notes.csv",
         "odd.csv",
@@ -533,7 +584,7 @@ MISTAKES = {
         "`tessera worker join` writes one",
     ),
     "no --config": Mistake(
-        "worker inbox", ("Missing option '--config'",), "for the settings that lie here, add --config worker.toml"
+        "worker inbox", ("Missing option '--config'",), "For the settings that lie here, add --config worker.toml"
     ),
     "quotation marks of Word": worker(
         'name = "gpu-1"', "name = \u201cgpu-1\u201d", "is not TOML", "at line 4", remedy="plain one of the keyboard"
@@ -544,6 +595,12 @@ MISTAKES = {
     "path of Windows": worker(
         '"state"', '"C:\\state"', "is not TOML", "at line 5", remedy="or put the path between single quotes"
     ),
+    "table twice": worker(
+        "[policy]",
+        "[policy]\nairlock = true\n[policy]",
+        "the table [policy] is there twice (at line",
+        remedy="write the lines of both under one",
+    ),
     "decimal comma": worker(
         "max_length = 16", "held_out = 0,2", "is not TOML", remedy="write a decimal number with a point"
     ),
@@ -553,9 +610,32 @@ MISTAKES = {
     "file of Word": run('"trial"', "\u201etrial\u201c", "run.toml is not TOML", remedy="plain one of the keyboard"),
     "token file": worker(
         'token = "secret"',
-        'token_file = "notes.tmol"',
-        "token_file: notes.tmol cannot be read as a token",
-        remedy="did you mean `notes.toml`?",
+        'token_file = "worker.tokn"',
+        "token_file: worker.tokn cannot be read as a token: there is no file or folder worker.tokn",
+        # Not worker.toml, which is no token.
+        remedy="worker.tokn; check the path",
+    ),
+    "state in a folder that is not there": worker(
+        '"state"',
+        '"stat/deep"',
+        "worker.toml: state_dir: there is no folder stat",
+        remedy="create it, or correct state_dir",
+    ),
+    "audit in a folder that is not there": worker(
+        'device = "cpu"', 'audit_dir = "no/audit"', "audit_dir: there is no folder no", remedy="correct audit_dir"
+    ),
+    "state in a file": worker('"state"', '"notes.csv"', "state_dir: notes.csv is a file", remedy="name a folder"),
+    "decimal comma in a size": worker(
+        "approve_runs = true",
+        'max_upload_bytes = "2,5 MB"',
+        "policy.max_upload_bytes: must be a number of bytes",
+        remedy="such as 5000000 or '5 MB'",
+    ),
+    "unit of a rate": worker(
+        "approve_runs = true",
+        'max_upload_bytes_per_second = "2 potatoes"',
+        "policy.max_upload_bytes_per_second: must be a number of bytes",
+        remedy="such as 5000000 or '5 MB'",
     ),
     "worker key": worker("device", "devise", "worker.toml: devise: unknown key", remedy="did you mean `device`?"),
     "device": worker('"cpu"', '"gpu"', "device: must be auto, cpu, cuda", remedy="such as cuda:0"),
@@ -586,6 +666,16 @@ MISTAKES = {
         "worker join {url} --site south --name 'bad name' --config new.toml",
         ("'bad name': must be up to 64 letters",),
         "--help",
+    ),
+    "join beside a token of something else": Mistake(
+        "worker join {url} --site south --config other.toml --name w",
+        ("other.token holds a secret, and no settings say of which coordinator",),
+        "choose another name for the settings with --config",
+    ),
+    "join to a page": Mistake(
+        "worker join {url}/page --site south --config new.toml --name w",
+        ("/page/v1/enrolments: Method Not Allowed",),
+        "a coordinator's has no path such as /page or /v1",
     ),
     "join over plain HTTP": Mistake(
         "worker join http://example.org --site south --config new.toml",
@@ -642,6 +732,26 @@ MISTAKES = {
         command="coordinator migrate",
         DATABASE_URL="sqlite:////dev/null/at/all.db",
     ),
+    "database in a folder that is not there": serve(
+        "the database's folder",
+        "/nowhere does not exist",
+        remedy="create it, or name another in TESSERA_DATABASE_URL",
+        command="coordinator token",
+        DATABASE_URL="sqlite:///nowhere/tessera.db",
+    ),
+    "blobs in a folder that is not there": serve(
+        "nowhere/blobs: No such file or directory",
+        remedy="create the folder around it, or correct its name",
+        command="coordinator doctor",
+        DATABASE_URL="sqlite:///new.db",
+        BLOB_URL="nowhere/blobs",
+    ),
+    "token of a database that is not there": serve(
+        "typo.db is not up to date",
+        remedy="tessera coordinator migrate",
+        command="coordinator token",
+        DATABASE_URL="sqlite:///typo.db",
+    ),
     "no database file": serve(
         "notes.csv cannot be used: it is no file of SQLite",
         remedy="name another in TESSERA_DATABASE_URL",
@@ -682,6 +792,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (root / "methods" / "broken.py").write_text("import no_such_package\n")
     for table, rows in {"notes": "all well,good\nall ill,bad\n", "odd": "all well,good\nall ill,worse\n"}.items():
         (root / f"{table}.csv").write_text(f"text,label\n{rows}")
+    (root / "methods" / "misspelt.py").write_text(MISSPELT_ROLE)
+    (root / "other.token").write_text("secret")
     for name in ("none.csv", "notes.arrow", "notes.pkl", "broken.parquet", "pictures/cat/a.png", "scans/cat/a.dcm"):
         (root / name).write_bytes(b"" if name == "none.csv" else b"damaged")
     Image.new("L", (8, 8)).save(root / "loose" / "a.png")

@@ -81,14 +81,17 @@ def prepare(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> R
     config, url = config.absolute(), url.rstrip("/")
     given = _read(config) if config.exists() else {}
     if given.get("url", url).rstrip("/") != url:
-        raise SettingsError(f"{config} is for {given['url']}; remove it, or choose another with --config")
+        raise SettingsError(f"{config} is for {given['url']}; choose another file with --config")
     if "token" in given:
-        raise SettingsError(f"{config} has a token; remove it, or choose another file with --config")
+        raise SettingsError(f"{config} has a token already; choose another file with --config")
     token_file = Path(given.get("token_file", config.with_suffix(".token"))).absolute()
     called = name or given.get("name") or _host_name()
     if token_file.exists():
         if "url" not in given:
-            raise SettingsError(f"{token_file} holds a secret for an unknown coordinator; remove it")
+            raise SettingsError(
+                f"{token_file} holds a secret, and no settings say of which coordinator; choose another name for the "
+                "settings with --config"
+            )
         secret = _secret_in(token_file)
     else:
         secret = new_secret("site")

@@ -94,7 +94,8 @@ def _http(request: Request, refusal: Exception) -> Response:
     headers = dict(refusal.headers or {})
     if refusal.status_code == 405 and (methods := _methods_of(request)):
         headers["Allow"] = ", ".join(sorted(methods))
-    problem = kind(f"{request.method} {request.scope['path']}: {phrase}", headers=headers)
+    remedy = "Check the URL: a coordinator's has no path such as /page or /v1. Earlier versions lack newer requests."
+    problem = kind(f"{request.method} {request.scope['path']}: {phrase}", remedy=remedy, headers=headers)
     document = problem.json() | {"status": refusal.status_code}
     return _written(document, problem, refusal.status_code, problem.headers)
 

@@ -2,21 +2,29 @@
 
 import gc
 import importlib
+import os
 import signal
 import threading
 from typing import Any
 
 
+def _end(number: int, _frame: object) -> None:
+    """End this process by a signal."""
+    os.write(2, b"stopped\n")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
 def load(module: str) -> Any:
     """Import a module with the garbage collector off, which saves a tenth of the time or more.
 
-    An interrupt meanwhile ends the process as it ends any program, without the traceback of an import.
+    An interrupt meanwhile ends the process as it ends any program, with a line in place of an import's traceback.
     """
     enabled, handler = gc.isenabled(), signal.getsignal(signal.SIGINT)
     ends = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     gc.disable()
     if ends:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, _end)
     try:
         return importlib.import_module(module)
     finally:

@@ -9,7 +9,7 @@ from typing import Self, get_args
 from pydantic import Field, model_validator
 
 from tessera.shared.model.blocks import Block, Role
-from tessera.shared.near_names import nearest
+from tessera.shared.near_names import did_you_mean, nearest
 from tessera.shared.schema import Frozen
 
 MAX_PATTERNS = 16_384
@@ -118,13 +118,19 @@ NOTHING = Selector(include=())
 
 
 def roles(*names: Role) -> Selector:
-    """Select the blocks with any of these roles."""
-    return Selector(include=(Match(roles=names),))
+    """Select the blocks with any of these roles. Raises UnknownRole."""
+    return Selector(include=(_of_roles(names),))
 
 
 def all_but(*names: Role) -> Selector:
-    """Select the blocks with none of these roles."""
-    return Selector(exclude=(Match(roles=names),))
+    """Select the blocks with none of these roles. Raises UnknownRole."""
+    return Selector(exclude=(_of_roles(names),))
+
+
+def _of_roles(names: tuple[Role, ...]) -> Match:
+    if unknown := next((name for name in names if name not in get_args(Role)), None):
+        raise UnknownRole(unknown)
+    return Match(roles=names)
 
 
 def named(names: Iterable[str]) -> Selector:
@@ -162,6 +168,13 @@ class SelectorError(ValueError):
             f"no block matches {wanted}; the model has the roles {', '.join(seen)}"
             + (f" and the layers {layers[0]} to {layers[-1]}" if layers else " and no layers")
         )
+
+
+class UnknownRole(SelectorError):
+    """A method selects by a role that no model has."""
+
+    def __init__(self, name: str) -> None:
+        ValueError.__init__(self, f"there is no role {name!r}{did_you_mean(name, get_args(Role))}")
 
 
 @lru_cache(maxsize=4096)

@@ -58,6 +58,8 @@ class ModelFolder:
         except OSError as fault:
             if not path.exists():
                 raise Invalid(f"there is no folder {path}", remedy=CREATE) from None
+            if not path.is_dir():
+                raise Invalid(f"{path} is a file, not a model's folder", remedy=CREATE) from None
             if (path / CONFIG_FILE).exists() and not (path / BLOCKS_FILE).exists():
                 raise Invalid(
                     f"{path} is a folder of transformers without Tessera's table of blocks", remedy=_command_for(path)

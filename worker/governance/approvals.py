@@ -163,7 +163,7 @@ class Inbox:
         """Return the requests of one run, by name, id or id prefix. Raises InboxError unless exactly one matches."""
         found = [r for r in self.requests() if named and (r.run_name == named or r.run.startswith(named))]
         if not found:
-            raise InboxError(f"no run {named!r} has requested approval here")
+            raise InboxError(f"no run {named!r} has requested approval here; list the requests: tessera worker inbox")
         if len(runs := sorted({request.run for request in found})) > 1:
             raise InboxError(f"{named!r} matches the runs {', '.join(runs)}: give more of the id")
         return found

@@ -80,4 +80,4 @@ def test_a_command_without_tensors_does_not_import_torch(tmp_path: Path) -> None
 def test_an_interrupt_during_an_import_prints_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     ended = process("run", "list", command=COMMAND, PYTHONPATH=str(tmp_path))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "stopped\n")

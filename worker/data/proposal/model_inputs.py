@@ -35,7 +35,10 @@ def add_pixels(proposal: Proposal, pictures: PictureFiles, processor: str | None
         except UNREADABLE as fault:
             if isinstance(fault, OSError) and fault.errno:
                 raise inaccessible(pictures, place, fault) from fault
-            raise DataError(f"{picture} cannot be read as an image: {str(fault)[:200]}") from fault
+            reason = str(fault)[:200].removesuffix(f" {str(picture)!r}")
+            raise DataError(
+                f"{picture} cannot be read as an image: {reason}; replace it or take it out of the folder"
+            ) from fault
     own = sizes.pop() if len(sizes) == 1 else None
     if own and max(own) <= MAX_OWN_SIDE:
         why = f"the size of the {len(pictures)} images that were looked at"
