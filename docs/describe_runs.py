@@ -55,6 +55,29 @@ sites = true
 
 This page is made from the models that check the file, by `python -m docs.describe_runs > docs/runs.md`; a test
 compares the two. A default of `none` cannot be written in the file: leave the key out.
+
+## Changing a live run
+
+<!-- not run: it needs a coordinator -->
+```sh
+tessera run change RUN --set rounds=20 --set cohort.quorum=2 --set cohort.deadline_seconds=7200
+```
+
+A running or paused run may change these three settings, here, on its page, or by `PATCH /v1/runs/{id}`. The next
+round has them; the open round keeps what its sites agreed to, and only waits longer if the deadline is longer. The
+coordinator's audit has the old and the new values and who changed them (`run.change`). With `rounds` set to the
+number of the open round, the run completes after it; fewer are refused.
+
+| a run with | cannot change | because |
+|---|---|---|
+| `[secure_sums]` | any of them | they are in the terms that helpers and sites agreed on |
+| `[privacy]` or `[client_privacy]` | `rounds` | the noise is computed for all rounds |
+| `training.schedule` or `training.warmup` | `rounds` | the learning rate runs over all rounds |
+| a method whose stages follow from it, such as FedFrozen's automatic warm-up | `rounds` | the method says so (`check_rounds`) |
+
+The refusal names the command that starts a new run from the last version, `tessera run create --from RUN`. A site
+with `approve_runs` is asked again, and the request begins with what changed; without, its worker goes on. A worker
+of an earlier version refuses the changed run with the rule `run`: upgrade it.
 """
 
 TRAINING = """\

@@ -384,7 +384,7 @@ MISTAKES = {
     "stop a run": Mistake("run stop test", ("there is no command 'stop'",), "did you mean `pause` or `cancel`?"),
     "logs of a run": Mistake("run logs test", ("there is no command 'logs'",), "did you mean `show` or `watch`?"),
     "clone a run": Mistake("run clone test", ("there is no command 'clone'",), "did you mean `create`"),
-    "edit a run": Mistake("run edit test", ("there is no command 'edit'",), "did you mean `annotate`"),
+    "edit a run": Mistake("run edit test", ("there is no command 'edit'",), "did you mean `change` or `annotate`"),
     "results of a run": Mistake("run results test", ("there is no command 'results'",), "did you mean `metrics`"),
     "a word like that of another deed": Mistake(
         "worker delete", ("there is no command 'delete'; it can be adopt",), "withhold"

@@ -138,14 +138,14 @@ def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:
         key = f"{run.id}/{run.resumed_at}"
         yield Alert("run-paused", f"{run.name} is paused", why, remedy, f"/runs/{run.id}", key=key)
     running = (
-        select(RunRow.id, RunRow.name, VersionRow.warnings)
+        select(RunRow.id, RunRow.name, RunRow.changes, VersionRow.warnings)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
         .where(RunRow.state == "running")
         .order_by(RunRow.updated_at.desc())
         .limit(MAX_RUNS)
     )
     for run in session.execute(running):
-        invited, link = terms_of(session, run.id), f"/runs/{run.id}"
+        invited, link = terms_of(session, run.id, run.changes), f"/runs/{run.id}"
         if not has_quorum(session, invited, live):
             able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum
             detail = (

@@ -97,8 +97,9 @@ def patch_run(
     response: Response,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Run:
-    """Pause, resume or cancel a run, or change its tags and note. A pause lets the open round end; a cancellation
-    ends it at once.
+    """Pause, resume or cancel a run, or change its tags and note, rounds, quorum and deadline. A pause lets the open
+    round end; a cancellation ends it at once. Changed settings act from the next round on, but a longer deadline is
+    that of the open round too.
 
     An orchestrator may change the runs that it created, an administrator all runs.
     """

@@ -99,13 +99,14 @@ class Actions:
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             require(run.state == "running" and run.version_number == base.number, "the run has moved on")
+            require(terms_of(session, run_id, run.changes).spec == spec, "the run's settings have changed")
             require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
             return open_planned(session, self.database.now(), run, willing, plans, self.secure.record(session, terms))
 
     def _offer_evaluation(self, session: Session, now: float, run_id: str, due: PendingEvaluation) -> list[str]:
         """Offer a version to the named worker, or to the central worker with the fewest tries."""
         run = session.get_one(RunRow, run_id)
-        invited = terms_of(session, run.id)
+        invited = terms_of(session, run.id, run.changes)
         live = self.liveness.workers(session)
         if due.worker is None:
             still = central_due(session, run, invited.spec, ids(live) if self.liveness.is_settled() else None)

@@ -91,7 +91,8 @@ class RoundMerger:
         with self.database.snapshot() as session:
             round_ = session.get_one(RoundRow, round_id)
             require(round_.state == state, "the round was moved on already")
-            run, base, invited = session.get_one(RunRow, run_id), latest(session, run_id), terms_of(session, run_id)
+            run, base = session.get_one(RunRow, run_id), latest(session, run_id)
+            invited = terms_of(session, run_id, run.changes)
             open_round = round_id if state == "open" else None
             accepted = rounds.assigned_updates(session, run_id, base.number + 1, open_round)
             bounds, key = rounds.bounds_in_force(run), round_.noise_key or b""
@@ -140,6 +141,8 @@ class RoundMerger:
             # Before the next round is offered: a site measures its own model as this round left it.
             woken = rounds.offer_at_sites(session, now, run, live)
             if run.state != "running" or plans is None or not self.liveness.includes(session, plans):
+                return woken
+            if terms_of(session, run.id, run.changes).spec != spec:
                 return woken
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
                 sums = self.secure.record(session, terms)

@@ -32,7 +32,7 @@ from tessera.coordinator.dashboard.queries import (
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Signed, SteeringSender, Visitor
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted, Sorting
-from tessera.coordinator.dashboard.templating import number, plural, render, size
+from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
 from tessera.coordinator.db.helper_tasks import sum_record
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
@@ -216,6 +216,7 @@ def show_run(
             axes=AXES,
             absent=list(absent(run, figures.measurements, {panel.ident for panel in charts})),
             rounds=figures.sums[:SHOWN_ROUNDS],
+            live_settings=_live_settings(run.spec),
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
         )
 
@@ -381,7 +382,8 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
         *([("Model", size(run.model_bytes))] if run else []),
         ("Data set", spec.dataset),
-        ("Cohort", f"{plural(cohort.size, 'site') if cohort.size else 'all live sites'}, quorum {cohort.quorum}"),
+        ("Cohort", plural(cohort.size, "site") if cohort.size else "all live sites"),
+        ("Round", f"quorum {cohort.quorum}, deadline {span(cohort.deadline_seconds)}"),
         ("Training", f"{length}, batches of {batches}"),
         ("Optimizer", ", ".join(_optimizer_facts(training))),
         ("Codec", spec.codec),
@@ -549,6 +551,30 @@ def set_state(run_id: str, serving: Serving, who: SteeringSender, fields: Fields
         raise Invalid("the form names no state", errors=[fault])
     patch = RunPatch.model_validate({"state": wanted})
     patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
+    return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
+
+
+def _live_settings(spec: RunSpec) -> list[tuple[str, str, str]]:
+    """Return the name, label and value of each setting that a live run may change."""
+    cohort = spec.cohort
+    return [
+        ("rounds", "Rounds", str(spec.rounds)),
+        ("quorum", "Quorum, in sites", str(cohort.quorum)),
+        ("deadline_seconds", "Deadline of a round, in seconds", f"{cohort.deadline_seconds:.15g}"),
+    ]
+
+
+@router.post("/{run_id}/settings")
+def change_settings(run_id: str, serving: Serving, who: SteeringSender, fields: Fields) -> Response:
+    """Change settings of a live run. Raise PreconditionFailed if they are no longer what was shown to the person."""
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+    present = {name: value for name, _, value in _live_settings(run.spec)}
+    if any(fields.get(f"old_{name}", "") != value for name, value in present.items()):
+        raise PreconditionFailed("the settings have changed meanwhile")
+    given: dict[str, Any] = {name: fields.get(name, value) for name, value in present.items()}
+    patch = validated(RunPatch, {"rounds": given.pop("rounds"), "cohort": given}, "the settings are invalid")
+    patch_run(serving, who.principal, run_id, patch, etag(run.revision))
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
 
 

@@ -173,7 +173,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
 
 def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[LiveWorker]) -> list[str]:
     """Offer the run's latest due version to each worker at a site that lacks it; returns their ids."""
-    due = sites_due(session, run, terms_of(session, run.id), live)
+    due = sites_due(session, run, terms_of(session, run.id, run.changes), live)
     by_id = {worker.id: worker for worker in live}
     asked = [(one, by_id[one.worker]) for one in due if one.worker]
     for one, worker in asked:

@@ -54,6 +54,7 @@ _LIVE_WORKERS = (
     .join_from(WorkerRow, SiteRow)
     .where(WorkerRow.last_seen_at >= given("since"), SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
 )
+_CHANGES = select(RunRow.changes).where(RunRow.id == given("run"))
 _OPEN_ROUNDS = select(RoundRow.run_id).where(one_of(RoundRow.state, *LIVE_ROUND))
 _OPEN_TASKS = select(TaskRow.run_id).where(one_of(TaskRow.state, "offered", "leased"))
 _TO_DECIDE = (
@@ -75,7 +76,7 @@ _RUN = (
     .outerjoin(RoundRow, _LIVE_ROUND)
     .where(RunRow.id == given("run"))
     # Not its settings, which were parsed before.
-    .options(load_only(RunRow.state, RunRow.version_number, RunRow.resumed_at))
+    .options(load_only(RunRow.state, RunRow.version_number, RunRow.resumed_at, RunRow.changes))
 )
 # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
 _REPEATED = TaskRow.attempts < given("most_attempts")
@@ -104,23 +105,32 @@ _PENDING_TASKS = _TASKS.where(_PENDING)
 _TASKS_IN_ROUND = _TASKS.where(_PENDING | (TaskRow.round_id == given("round")))
 
 
-_TERMS: WeakKeyDictionary[Engine, dict[str, RunTerms]] = WeakKeyDictionary()
-"""Of the runs that were asked for lately, by database: a run's settings and creator never change."""
+_TERMS: WeakKeyDictionary[Engine, dict[str, tuple[int, RunTerms]]] = WeakKeyDictionary()
+"""Of the runs that were asked for lately, by database, each with its count of changes. A run's creator never changes;
+its settings may, at this process or at another."""
 
 MAX_TERMS = 1024
 
 
-def terms_of(session: Session, run_id: str) -> RunTerms:
-    """Return a run's terms, which are parsed once for many requests and looks."""
+def terms_of(session: Session, run_id: str, changes: int | None = None) -> RunTerms:
+    """Return a run's terms, which are parsed once for many requests and looks. `changes` is the row's, if known."""
     known = _TERMS.setdefault(session.get_bind().engine, {})
-    if (terms := known.get(run_id)) is None:
+    if changes is None:
+        changes = session.execute(_CHANGES, {"run": run_id}).scalar_one()
+    since, terms = known.get(run_id, (None, None))
+    if terms is None or since != changes:
         run = session.get_one(RunRow, run_id)
         creator = audit.creator_of(session, run_id)
         terms = RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, creator, run_id)
         if len(known) >= MAX_TERMS:
             known.clear()
-        known[run_id] = terms
+        known[run_id] = changes, terms
     return terms
+
+
+def spec_in(spec: RunSpec, round_: RoundRow | None) -> RunSpec:
+    """Return the settings of a run for a round, which keeps those that it opened with."""
+    return spec.changed(round_.opened_with) if round_ and round_.opened_with else spec
 
 
 def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
@@ -222,7 +232,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     here = ids(live) if absent_are_gone else None
     found = session.execute(_RUN, {"run": run_id}).one()
     run, round_, ended = cast("tuple[RunRow, RoundRow | None, float | None]", found)
-    invited = terms_of(session, run_id)
+    invited = terms_of(session, run_id, run.changes)
     spec = invited.spec
     about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
     rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
@@ -233,7 +243,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         state=run.state,
         rounds=spec.rounds,
         version=run.version_number,
-        cohort=spec.cohort,
+        cohort=spec_in(spec, round_).cohort,
         round=_round_snapshot(session, run, round_, spec, tasks, here) if round_ else None,
         abandoned=abandoned,
         abandoned_because=because,

@@ -215,6 +215,8 @@ class RunRow(Table):
     state: Mapped[str] = mapped_column(index=True)
     reason: Mapped[str | None]
     spec: Mapped[dict[str, Any]]
+    # The number of changes of the settings in `spec`, by which a process knows whether those that it parsed still hold.
+    changes: Mapped[int] = mapped_column(server_default="0")
     model_bytes: Mapped[int]
     version_number: Mapped[int]
     revision: Mapped[int]
@@ -282,6 +284,8 @@ class RoundRow(Table):
     stage: Mapped[str]
     opened_at: Mapped[float]
     deadline_at: Mapped[float]
+    # The settings of the run that were changed since it opened, as it opened with them: its sites agreed to these.
+    opened_with: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     closed_at: Mapped[float | None]
     reason: Mapped[str | None]
     # The secret of client-level privacy, from which a repeated merge draws the same noise; None once the round ended.

@@ -9,8 +9,8 @@ from sqlalchemy import Row, ScalarSelect, Select, exists, func, select, union_al
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
-from tessera.coordinator.db.snapshots import terms_of
-from tessera.coordinator.db.tables import RoundRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.snapshots import spec_in, terms_of
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
 from tessera.coordinator.domain.eligibility import RunTerms
@@ -37,17 +37,20 @@ class TaskRecord:
     site: str
     round: RoundRow | None
     version: VersionRef
+    changes: int
+    """The number of changes of its run's settings."""
 
     @cached_property
     def terms(self) -> RunTerms:
         """The run's terms; read them while the record's session is open."""
         session = object_session(self.task)
         assert session is not None  # noqa: S101 (for the types)
-        return terms_of(session, self.task.run_id)
+        return terms_of(session, self.task.run_id, self.changes)
 
-    @property
+    @cached_property
     def spec(self) -> RunSpec:
-        return self.terms.spec
+        """The run's settings, of a round those that it opened with; read them while the session is open."""
+        return spec_in(self.terms.spec, self.round)
 
     @property
     def plan(self) -> Plan:
@@ -77,10 +80,11 @@ class TaskRecord:
 
 
 RECORDS = (
-    select(TaskRow, WorkerRow, SiteRow.name, RoundRow, VersionRow.number, VersionRow.digest)
+    select(TaskRow, WorkerRow, SiteRow.name, RoundRow, VersionRow.number, VersionRow.digest, RunRow.changes)
     .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
     .join(SiteRow, SiteRow.id == WorkerRow.site_id)
     .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+    .join(RunRow, RunRow.id == TaskRow.run_id)
     .outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
 )
 """Tasks with the rows around them, for `record_of`."""
@@ -101,9 +105,9 @@ _CLAIMABLE = (
 _IS_CLAIMABLE = select(TaskRow.id).where(_OPEN_TO).limit(1)
 
 
-def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str]) -> TaskRecord:
-    task, worker, site, round_, number, digest = row
-    return TaskRecord(task, worker, site, round_, VersionRef(number=number, digest=digest))
+def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str, int]) -> TaskRecord:
+    task, worker, site, round_, number, digest, changes = row
+    return TaskRecord(task, worker, site, round_, VersionRef(number=number, digest=digest), changes)
 
 
 def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:

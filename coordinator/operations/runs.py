@@ -1,24 +1,28 @@
 """Creation, preview, pause, resumption and cancellation of runs."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from opentelemetry.trace import get_current_span
-from sqlalchemy import update
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.db import audit, rounds, views
 from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RunBlobRow, RunRow, new_id
+from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, new_id, one_of
 from tessera.coordinator.db.transitions import move_run
 from tessera.coordinator.domain.eligibility import RunTerms
-from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.preview import preview
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Preview, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import LIVE_SETTINGS, Preview, Run, RunPatch, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Conflict, Fault, Forbidden, Invalid, PreconditionFailed
-from tessera.shared.rounds.planning import begun, check_method, warnings_of
+from tessera.shared.rounds.planning import begun, check_method, warnings_of, with_changes
 from tessera.shared.telemetry.trace_ids import ids_in, traceparent_of
 
 EVENTS = {"paused": "pause", "running": "resume", "cancelled": "cancel"}
@@ -83,26 +87,29 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
 
 
 def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:
-    """Change the state, tags or note of a run with entity tag `if_match`.
+    """Change the state, tags, note or some settings of a run with entity tag `if_match`.
 
-    Raise NotFound, Forbidden, PreconditionFailed and Conflict.
+    Raise NotFound, Forbidden, PreconditionFailed, Conflict and Invalid.
     """
     with services.database.transaction() as session:
         row = views.find_run(session, run_id)
         require_owner(caller, row)
         wanted = patch.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        settings = {name: wanted.pop(name) for name in LIVE_SETTINGS if name in wanted}
+        settings = _without_same(settings, row.spec)
         changed = {name: value for name, value in wanted.items() if value != getattr(row, name)}
-        if not changed:
+        if not (changed or settings):
             # A repetition whose first response was lost, or another person did the same.
             return views.run_view(session, row)
         if if_match != etag(row.revision):
             raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
         now = services.database.now()
-        if state := changed.pop("state", None):
-            if row.state not in LIVE_RUN:
-                raise Conflict(
-                    f"the run is {row.state}, which is final", remedy="Start a new run from its last version."
-                )
+        state = changed.pop("state", None)
+        if (state or settings) and row.state not in LIVE_RUN:
+            raise Conflict(f"the run is {row.state}, which is final", remedy=_new_run(row, settings))
+        if settings:
+            _change(services, session, now, caller, row, settings)
+        if state:
             move_run(session, now, caller.actor, run_id, EVENTS[state])
         if changed:
             # `updated_at` stays: it is the end of a run that has ended.
@@ -113,6 +120,50 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
         run = views.run_view(session, row)
     services.wake_conductor(run.id)
     return run
+
+
+def _without_same(settings: dict[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from the present ones, in the same shape."""
+    found = {
+        name: _without_same(value, present[name]) if isinstance(value, dict) else value
+        for name, value in settings.items()
+    }
+    return {name: value for name, value in found.items() if value not in ({}, present[name])}
+
+
+def _new_run(row: RunRow, settings: Mapping[str, Any]) -> str:
+    """Return the remedy for changes that a run cannot have any more."""
+    flat = {name: value for name, value in settings.items() if name != "cohort"}
+    flat |= {f"cohort.{name}": value for name, value in settings.get("cohort", {}).items()}
+    given = "".join(f" --set {name}={value}" for name, value in flat.items())
+    return f"Start a new run from its last version: `tessera run create --from {row.id}{given}`."
+
+
+def _change(
+    services: Services, session: Session, now: float, caller: Principal, row: RunRow, settings: dict[str, Any]
+) -> None:
+    """Change settings of a live run. Its live round keeps those that it opened with, which its sites agreed to, but a
+    longer deadline is its own too: it only waits for more of their updates. Raise Invalid and Conflict."""
+    before = RunSpec.model_validate(row.spec)
+    wanted = with_changes(before, services.states.model(before.model), settings, _new_run(row, settings))
+    is_live = (RoundRow.run_id == row.id) & one_of(RoundRow.state, *LIVE_ROUND)
+    round_ = session.scalars(select(RoundRow).where(is_live)).one_or_none()
+    if wanted.rounds < (least := round_.number if round_ else row.version_number):
+        begun = f"round {least} is under way" if round_ else f"{least} rounds are done"
+        raise Conflict(
+            f"rounds cannot be {wanted.rounds}: {begun}",
+            remedy=f"Set rounds to {least} to complete the run after it, or `tessera run cancel {row.id}`.",
+        )
+    if round_:
+        round_.opened_with = round_.opened_with or before.model_dump(mode="json", include=LIVE_SETTINGS)
+        if round_.state == "open":
+            round_.deadline_at = max(round_.deadline_at, round_.opened_at + wanted.cohort.deadline_seconds)
+    values = {"spec": wanted.model_dump(mode="json"), "changes": RunRow.changes + 1, "revision": RunRow.revision + 1}
+    session.execute(update(RunRow).where(RunRow.id == row.id).values({**values, "updated_at": now}))
+    replaced = before.model_dump(
+        mode="json", include={n: set(v) if n == "cohort" else True for n, v in settings.items()}
+    )
+    audit.record(session, now, caller.actor, "run.change", row.id, run_id=row.id, before=replaced, after=settings)
 
 
 def require_owner(caller: Principal, row: RunRow) -> None:

@@ -1,6 +1,7 @@
 """Runs: their settings, rounds, previews and measurements. What a site keeps has no place in any message."""
 
 import operator
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property, partial
 from math import inf
@@ -47,6 +48,9 @@ from tessera.shared.updates.codecs import pipeline
 # ---------------------------------------------------------------- runs
 
 
+DeadlineSeconds = Annotated[float, Field(gt=0, le=30 * 86400)]
+
+
 class Cohort(Frozen):
     """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
     workers, under names that the site chooses."""
@@ -69,8 +73,8 @@ class Cohort(Frozen):
         default=None, description="number of sites; a round closes early once this many sent updates"
     )
     quorum: PositiveInt = Field(default=1, description="fewest sites whose updates a round needs")
-    deadline_seconds: float = Field(
-        default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
+    deadline_seconds: DeadlineSeconds = Field(
+        default=3600, description="time after which a round closes with the updates that it has"
     )
     max_attempts: PositiveInt = Field(
         default=3,
@@ -276,6 +280,12 @@ class RunSpec(Frozen):
         }
         return {name: why for name, (is_set, why) in unfit.items() if is_set}
 
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the run with other values of these settings, which have the shape of a `RunPatch`. Raises pydantic's
+        ValidationError."""
+        cohort = {**self.cohort.model_dump(mode="json"), **changes.get("cohort", {})}
+        return type(self).model_validate({**self.model_dump(mode="json"), **changes, "cohort": cohort})
+
     @property
     def lossy_settings(self) -> tuple[str, ...]:
         """The settings by which the coordinator may read other values than a worker sent."""
@@ -403,19 +413,31 @@ class Preview(Message):
 Tags = Annotated[tuple[Label, ...], Field(max_length=16)]
 
 
+LIVE_SETTINGS: Mapping[str, Any] = {"rounds": True, "cohort": {"quorum", "deadline_seconds"}}
+"""The settings that a live run may change."""
+
+
+class CohortPatch(Frozen):
+    quorum: PositiveInt | None = None
+    deadline_seconds: DeadlineSeconds | None = None
+
+
 class RunPatch(Frozen):
-    """Changes of a run; what is left out stays."""
+    """Changes of a run; what is left out stays. The last two act from the next round on, but a longer deadline is
+    that of the open round too."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
     state: Literal["running", "paused", "cancelled"] | None = None
     tags: Tags | None = None
     note: Annotated[str, Field(max_length=2000)] | None = None
+    rounds: Rounds | None = None
+    cohort: CohortPatch | None = None
 
     @model_validator(mode="after")
     def _changes_something(self) -> Self:
         if not self.model_fields_set:
-            raise ValueError("name what to change: state, tags or note")
+            raise ValueError("name what to change: state, tags, note, rounds or cohort")
         return self
 
 

@@ -66,7 +66,7 @@ MEANT = {
     **dict.fromkeys(
         ("new", "make", "add", "start", "submit", "launch", "begin", "clone", "copy", "fork", "issue"), _NEW
     ),
-    **dict.fromkeys(("edit", "change", "update", "rename", "modify"), ("annotate", "create")),
+    **dict.fromkeys(("edit", "update", "rename", "modify"), ("change", "annotate", "create")),
     **dict.fromkeys(("follow", "tail", "monitor"), ("watch", "show")),
     **dict.fromkeys(("download", "save", "fetch"), ("export",)),
     **dict.fromkeys(("continue", "unpause", "restart", "enable"), ("resume",)),

@@ -22,7 +22,7 @@ from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
-from tessera.shared.cli.run_file import installed_method, read_spec
+from tessera.shared.cli.run_file import installed_method, live_changes, read_spec
 from tessera.shared.cli.run_template import template
 from tessera.shared.cli.versions import described, export_version, new_run, parse_version
 from tessera.shared.client.client import Client, despite_changes
@@ -81,6 +81,13 @@ StartFrom = Annotated[
 ]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. cohort.quorum=2.")
+]
+
+LiveChanges = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set rounds, cohort.quorum or cohort.deadline_seconds, e.g. rounds=20."
+    ),
 ]
 
 
@@ -273,6 +280,7 @@ def _warn_between_rounds(client: Client, run: Run, rounds: Iterable[Round]) -> N
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     optimizer, privacy, sites = run.spec.server_optimizer, run.spec.privacy, run.spec.client_privacy
+    cohort = run.spec.cohort
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
@@ -283,6 +291,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("privacy", privacy.at_workers if privacy else "none"),
         *([("privacy of a site", f"{run.client_epsilon or 0:.3g} spent of {sites.bound}")] if sites else []),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
+        ("round", f"quorum {cohort.quorum}, deadline {output.seconds(cohort.deadline_seconds)}"),
         ("dataset", run.spec.dataset),
         ("model", output.size(run.model_bytes) or ""),
         ("codec", run.spec.codec),
@@ -375,6 +384,21 @@ def resume(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
 def cancel(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
     """End a run for good; its committed versions stay."""
     _set_state(ctx, run, "cancelled", as_json=as_json)
+
+
+@app.command()
+def change(ctx: typer.Context, run: Named, settings: LiveChanges, as_json: AsJson = False) -> None:
+    """Change the number of rounds, the quorum or the deadline of a live run, from its next round on.
+
+    The open round keeps its settings, but a longer deadline is its own too. Sites that approve runs are asked again.
+    """
+    client = client_of(ctx)
+    found = find_run(client, run)
+    patch = live_changes(found.id, settings)
+    found = despite_changes(lambda: client.patch_run(found.id, patch))
+    cohort = found.spec.cohort
+    text = f"{found.spec.rounds} rounds, quorum {cohort.quorum}, deadline {cohort.deadline_seconds:g} s"
+    output.show(found, f"{found.spec.name}: {text}", as_json=as_json)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """A run's TOML file: a `RunSpec` without its model and version, which are uploaded."""
 
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -8,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import Run, RunSpec
+from tessera.shared.api.runs import LIVE_SETTINGS, Run, RunPatch, RunSpec
 from tessera.shared.cli.render.output import note
 from tessera.shared.diagnostics import toml_of
 from tessera.shared.methods.base import Method, MethodSpec
@@ -21,7 +22,7 @@ from tessera.shared.methods.registry import (
     settings_type,
 )
 from tessera.shared.near_names import absent
-from tessera.shared.problems import Fault, Invalid, faults_of
+from tessera.shared.problems import Fault, Invalid, faults_of, validated
 from tessera.shared.tensors.lazy import digest_of
 
 REMEDY = "Correct these settings and try again."
@@ -75,6 +76,22 @@ def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     _change_all(given, list(settings))
     check_spec("the changed run", given)
     return given
+
+
+def live_changes(run: str, settings: Sequence[str]) -> RunPatch:
+    """Return `KEY=VALUE` settings as changes of a live run. Raises Invalid that lists every invalid one."""
+    given: dict[str, Any] = {}
+    _change_all(given, settings)
+    steered = [name for name in given if name not in LIVE_SETTINGS]
+    faults = [Fault(pointer=f"/{name}", detail="a live run keeps it") for name in steered]
+    if not faults:
+        return validated(RunPatch, given, "the changes are invalid")
+    options = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
+    raise Invalid(
+        "of a live run only rounds, cohort.quorum and cohort.deadline_seconds can change",
+        errors=faults,
+        remedy=f"Start a new run from its last version: `tessera run create --from {run} {options}`.",
+    )
 
 
 def _change_all(given: dict[str, Any], settings: Sequence[str]) -> None:

@@ -175,7 +175,7 @@ class Client:
         return despite_changes(lambda: self.patch_run(run_id, patch))
 
     def patch_run(self, run_id: str, patch: RunPatch, revision: int | None = None) -> Run:
-        """Change the state, the tags or the note of a run at this revision: the present one, unless it is given.
+        """Change the state, tags, note or settings of a run at this revision: the present one, unless it is given.
 
         Raises PreconditionFailed if the run has changed since then.
         """

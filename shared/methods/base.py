@@ -251,6 +251,10 @@ class CoordinatorHalf(Generic[C]):
         earlier version. A method's memory of its sites may assume that they hold the present version."""
         raise UnsupportedRun("the method merges only updates that started from the present version")
 
+    def check_rounds(self) -> None:
+        """Raise UnsupportedRun if a run under way cannot change to this number of rounds, `run.rounds`. A method that
+        reads it in either half overrides this. The learning rate is constant; other schedules are refused before."""
+
     def largest_update(self, plan: Plan) -> int:
         """Return the most bytes of an update, before any codec. Override it if workers choose among the blocks."""
         return sum(block.nbytes for block in plan.upload.resolve(self.run.blocks))

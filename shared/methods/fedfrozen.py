@@ -158,12 +158,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             )
         # Else a model without such blocks would fail only after the warm-up.
         self._unfrozen.resolve(blocks)
-        name = "least_warmup_rounds" if self.settings.warmup_rounds == "auto" else "warmup_rounds"
-        if name in self.settings.model_fields_set and self._never_frozen:
-            raise UnsupportedRun(
-                f"{name} is {getattr(self.settings, name)}, and the run has {self.run.rounds} rounds: nothing would "
-                f"ever be frozen, as in fedavg. Either lower {name}, or raise rounds"
-            )
+        self._require_second_stage()
         self.run.require_trainable(self._unfrozen, f"trains scope {self.settings.scope!r} after the warm-up")
         trained = [block for block in blocks if self.run.trainable.holds(block)]
         if self.settings.warmup_rounds and all(map(self._unfrozen.holds, trained)):
@@ -173,6 +168,20 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
                 "(--lora-roles), choose another method, or set training.full_fine_tuning to true"
             )
         return state
+
+    def _require_second_stage(self) -> None:
+        name = "least_warmup_rounds" if self.settings.warmup_rounds == "auto" else "warmup_rounds"
+        if name in self.settings.model_fields_set and self._never_frozen:
+            raise UnsupportedRun(
+                f"{name} is {getattr(self.settings, name)}, and the run has {self.run.rounds} rounds: nothing would "
+                f"ever be frozen, as in fedavg. Either lower {name}, or raise rounds"
+            )
+
+    def check_rounds(self) -> None:
+        """Accept a warm-up of fixed length that ends before the run does."""
+        if self.settings.warmup_rounds == "auto" or self.settings.signals:
+            raise UnsupportedRun("the warm-up's stages are judged by the number of rounds that are left")
+        self._require_second_stage()
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         if not self._frozen(state):

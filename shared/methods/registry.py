@@ -24,6 +24,7 @@ from tessera.shared.methods.base import (
     MethodSettings,
     MethodSpec,
     RunInfo,
+    UnsupportedRun,
     WorkerHalf,
 )
 from tessera.shared.near_names import did_you_mean, nearest
@@ -217,11 +218,28 @@ def own_file_digest(name: str) -> str | None:
 
     Other modules that the file imports do not count.
     """
-    method = methods()[name]
+    files = _own_files(methods()[name])
+    return hashlib.sha256(b"".join(files)).hexdigest() if files else None
+
+
+def _own_files(method: Method[Any]) -> list[bytes]:
+    """Return the content of a method's files; none for a method of Tessera itself."""
     modules = {part.__module__ for part in (method.coordinator, method.worker, method.settings)}
     own = sorted(module for module in modules if not module.startswith(f"{__package__}."))
     files = [Path(file) for module in own if (file := getattr(sys.modules[module], "__file__", None))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
+    return [file.read_bytes() for file in files]
+
+
+def check_rounds(chosen: MethodSpec, run: RunInfo) -> None:
+    """Raise UnsupportedRun if a run under way cannot change to `run.rounds` rounds."""
+    method, settings = _method(chosen)
+    declared = method.coordinator.check_rounds is not CoordinatorHalf.check_rounds
+    if not declared and any(b".rounds" in content for content in _own_files(method)):
+        raise UnsupportedRun(
+            f"the file of {chosen.name} reads the number of rounds, and does not say what follows from it "
+            "(CoordinatorHalf.check_rounds)"
+        )
+    method.coordinator(settings, run).check_rounds()
 
 
 def sticky(chosen: MethodSpec) -> bool:

@@ -3,7 +3,7 @@
 The coordinator calls them when it opens a round in its tables, a simulation when it opens one in its own process.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
 from operator import attrgetter
@@ -31,7 +31,14 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
 )
-from tessera.shared.methods.registry import UnknownMethod, check, chooses_blocks, coordinator_half, settings_type
+from tessera.shared.methods.registry import (
+    UnknownMethod,
+    check,
+    check_rounds,
+    chooses_blocks,
+    coordinator_half,
+    settings_type,
+)
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -119,6 +126,39 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     if spec.client_privacy and spec.secure_sums:
         _check_room(spec, model, plans)
     return client_privacy.begun(spec, state)
+
+
+def with_changes(spec: RunSpec, model: Model, changes: Mapping[str, Any], remedy: str) -> RunSpec:
+    """Return the settings of a run under way with other values of some, which have the shape of a `RunPatch`.
+
+    Raises Invalid, with the `remedy`, for those that the run's noise, schedule, stages or sums follow from.
+    """
+    try:
+        wanted = spec.changed(changes)
+    except ValidationError as refusal:
+        raise Invalid("the run cannot have these settings", errors=faults_of(refusal, model=RunSpec)) from None
+    if reasons := list(_fixed(spec, wanted, model)):
+        faults = [Fault(pointer=pointer, detail=detail) for pointer, detail in reasons]
+        raise Invalid("the run depends on settings that would change", errors=faults, remedy=remedy)
+    return wanted
+
+
+def _fixed(spec: RunSpec, wanted: RunSpec, model: Model) -> Iterator[tuple[str, str]]:
+    """Yield the places of changed settings that a run under way cannot change, with the reasons."""
+    if spec.secure_sums:
+        yield "/secure_sums", "the terms of secure sums, which helpers and sites agreed on, include these settings"
+    elif wanted.rounds == spec.rounds:
+        return
+    elif spec.privacy or spec.client_privacy:
+        name = "privacy" if spec.privacy else "client_privacy"
+        yield "/rounds", f"the noise of {name} is computed for {spec.rounds} rounds"
+    elif spec.training.scheduled:
+        yield "/rounds", f"training.schedule and training.warmup run over the {spec.rounds} rounds of the run"
+    else:
+        try:
+            check_rounds(spec.method, run_facts(wanted, model))
+        except UnsupportedRun as fault:
+            yield "/rounds", f"method {spec.method.name}: {fault}"
 
 
 def _check_effect(spec: RunSpec, settings: MethodSettings) -> None:

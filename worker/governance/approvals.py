@@ -6,7 +6,7 @@ digest: changed terms need another approval.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -67,6 +67,8 @@ class Request(Frozen):
     worker: str
     asked_at: datetime
     summary: str
+    live_terms: dict[str, float] = {}
+    """By name the terms that a run may change; none in a request of an earlier version."""
     repeats_model: bool = False
     """True if the site's updates from the run's model may be in sums of other runs."""
     decision: ApprovalDecision | None = None
@@ -125,6 +127,13 @@ class Inbox:
             request = self._ask(make(terms_digest(snapshot, kinds[0] if trains else snapshot.kind)))
         if (standing := request.standing(now)) != "approved":
             raise Unapproved(standing, request.reason(now))
+
+    def changes_since(self, run: str, live_terms: Mapping[str, float]) -> str:
+        """Return a sentence on what a run has changed since it last asked, with a space; empty if it has not."""
+        former = next((request for request in reversed(self.requests()) if request.run == run), None)
+        before = former.live_terms if former else {}
+        changed = [f"{n} from {before[n]:g} to {now:g}" for n, now in live_terms.items() if before.get(n, now) != now]
+        return f"The run has changed since it last asked: {', '.join(changed)}. " if changed else ""
 
     def require_still(self, snapshot: RunSnapshot) -> None:
         """Raise Unapproved unless the run is still approved, as `require` does, without a new request."""

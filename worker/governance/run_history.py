@@ -1,8 +1,9 @@
 """Per-run history of a site, used to refuse runs whose terms change midway.
 
-A run's terms are fixed, a version number names one version, and rounds only advance. A coordinator that breaks one
-of these rules could train on the same examples twice and learn from the difference; an honest retry repeats the same
-round of the same version. A task is recorded just before its result leaves, so refused tasks leave no trace.
+A run's terms are fixed (but see `_fixed`), a version number names one version, and rounds only advance. A coordinator
+that breaks one of these rules could train on the same examples twice and learn from the difference; an honest retry
+repeats the same round of the same version. A task is recorded just before its result leaves, so refused tasks leave
+no trace.
 
 Over all runs, updates from one model go into one exact secure sum: the difference of two could be the site's update.
 """
@@ -48,6 +49,9 @@ TERMS = (
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers."""
+
+LIVE_TERMS = ("quorum", "deadline_seconds")
+"""Those of the rules of cohorts that may change while a run lives, as the number of rounds may."""
 
 LATER_TERMS = frozenset({"secure_sums", "client_privacy"})
 """Those that a task omits if the run has none, or if its coordinator does not know them: it may be upgraded during a
@@ -293,7 +297,8 @@ class RunHistory:
         stated = [
             name for name in TERMS if name in before and (name in terms or (name in LATER_TERMS and before[name]))
         ]
-        if changed := [name for name in stated if before[name] != terms.get(name)]:
+        run = {**terms, **before}
+        if changed := [name for name in stated if _fixed(name, before, run) != _fixed(name, terms, run)]:
             raise PolicyViolation("run", f"run {snapshot.run} has changed its {', '.join(changed)}")
         handed, known_versions = dict(record.handed), record.versions
         last = handed.get(self._worker)
@@ -310,6 +315,17 @@ class RunHistory:
         known = {**before, **terms}
         update = {"terms": known, "versions": versions, "handed": handed, "upload_bytes": total_bytes}
         return record.model_copy(update=update)
+
+
+def _fixed(name: str, terms: Mapping[str, JsonValue], run: Mapping[str, JsonValue]) -> JsonValue:
+    """Return the part of a term that stays through a run. Without secure sums an orchestrator may change quorum and
+    deadline and, if no noise follows from it, the number of rounds: a site that approves runs is asked again."""
+    value = terms.get(name)
+    if run.get("secure_sums"):
+        return value
+    if name == "rounds":
+        return value if run.get("privacy") or run.get("client_privacy") else None
+    return {**value, **dict.fromkeys(LIVE_TERMS)} if name == "cohort" and isinstance(value, dict) else value
 
 
 def _is_restored(last: Handed | None, record: Record, snapshot: RunSnapshot) -> bool:

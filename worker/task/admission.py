@@ -164,6 +164,8 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
     measured = dataset.held_out.examples if dataset.held_out and task.held_out else 0
     examples = dataset.examples if trains or not task.held_out else measured
     party = run.env.sums
+    quorum, deadline = task.cohort.quorum, task.cohort.deadline_seconds
+    live_terms = {"rounds": task.rounds, "quorum": quorum, "deadline_seconds": deadline}
 
     def make_request(terms: str) -> Request:
         request = Request(
@@ -176,7 +178,9 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
             worker=run.env.name,
             asked_at=datetime.now(UTC),
             repeats_model=replace(run.snapshot, kind="train" if trains else task.kind).repeats_model,
-            summary=summary(
+            live_terms=live_terms,
+            summary=inbox.changes_since(task.run, live_terms)
+            + summary(
                 task,
                 read_model(run),
                 examples,

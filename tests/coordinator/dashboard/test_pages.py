@@ -502,6 +502,28 @@ def test_a_table_whose_heads_do_not_sort_it(standing: LiveCoordinator, wards: st
     assert len({*ascending}) < len(ascending) or descending == ascending[::-1]
 
 
+def test_settings_of_a_live_run_are_changed_on_its_page_unless_another_has_changed_them(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), dataset="none")
+    shown, place = admin.http.get(f"/page/runs/{run.id}").text, f"/page/runs/{run.id}/settings"
+    old = dict(re.findall(r'name="(old_\w+)" value="([^"]*)"', shown.partition('id="notes"')[0]))
+    assert old == {"old_rounds": "1", "old_quorum": "1", "old_deadline_seconds": "3600"}
+    assert admin.send(place, **old, rounds="5", quorum="2", deadline_seconds="0.5").status_code == 303
+    found = client.run(run.id).spec
+    assert (found.rounds, found.cohort) == (5, Cohort(quorum=2, deadline_seconds=0.5))
+    assert admin.send(place, **old, rounds="6", quorum="2", deadline_seconds="60").status_code == 412
+    old |= {"old_rounds": "5", "old_quorum": "2", "old_deadline_seconds": "0.5"}
+    assert admin.send(place, **old, rounds="0", quorum="2", deadline_seconds="60").status_code == 422
+    viewer = signed_in(coordinator, "viewer")
+    assert viewer.send(place, **old, rounds="6").status_code == 403
+    assert 'id="limits"' not in viewer.http.get(f"/page/runs/{run.id}").text
+    assert client.run(run.id).spec == found
+    client.set_run_state(run.id, "cancelled")
+    assert 'id="limits"' not in admin.http.get(f"/page/runs/{run.id}").text
+
+
 def test_a_search_ignores_the_case_of_letters_beyond_ascii(coordinator: LiveCoordinator, viewer: Person) -> None:
     client = coordinator.client()
     run = start_run(client, MODEL, values(MODEL), name="wards", dataset="none")

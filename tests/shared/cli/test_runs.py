@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -258,6 +259,22 @@ def test_square_brackets_in_notes_and_paths_are_shown(commands: Commands, folder
         path = str(tmp_path / file)
         written = commands.say("run", verb, run, *(["--csv"] if verb == "metrics" else []), path).stdout
         assert path in written
+
+
+def test_a_change_that_a_live_run_cannot_have_names_the_command_that_starts_one_with_it(
+    commands: Commands, folder: Path
+) -> None:
+    run = commands.create(folder)
+    changed = commands.say("run", "change", run, "--set", "rounds=7", "--set", "cohort.deadline_seconds=60").stdout
+    assert "7 rounds, quorum 1, deadline 60 s" in changed
+    refusal = commands.json("run", "change", run, "--set", "training.epochs=2", code=2)
+    assert [fault["pointer"] for fault in refusal["errors"]] == ["/training"]
+    command = shlex.split(refusal["remedy"].split("`")[1])
+    other = commands.say(*command[1:]).stdout.strip()
+    assert commands.json("run", "show", other)["run"]["spec"]["training"]["epochs"] == 2
+    commands.say("run", "cancel", run)
+    ended = commands.json("run", "change", run, "--set", "rounds=8", code=1)
+    assert ended["remedy"].split("`")[1] == f"tessera run create --from {run} --set rounds=8"
 
 
 class Contested(LiveCoordinator):

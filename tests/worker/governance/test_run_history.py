@@ -10,6 +10,7 @@ import pytest
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.secure_sums import SumTask
+from tessera.shared.api.tasks import CohortTerms
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.privacy.noise_shares import rho_for
@@ -68,6 +69,40 @@ def test_a_run_with_secure_sums_may_not_go_on_without_them_or_with_other_helpers
     for number in (1, 2):
         for other in (None, {**sums, "helpers": ["d", "e", "f"]}, {**sums, "quorum": 3}):
             assert refused(seen, task(number, secure_sums=other), "run") == "run r has changed its secure_sums"
+
+
+@pytest.mark.parametrize(
+    ("given", "fixed"),
+    [
+        ({}, []),
+        (PRIVATE, ["rounds"]),
+        ({"client_privacy": ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)}, ["rounds"]),
+        ({"secure_sums": SUMS, "sums": SumTask(terms=DIGESTS[9])}, ["rounds", "quorum", "deadline_seconds"]),
+    ],
+)
+def test_a_live_run_changes_nothing_that_noise_or_sums_follow_from(
+    tmp_path: Path, given: dict[str, Any], fixed: list[str]
+) -> None:
+    seen, cohort = RunHistory(tmp_path, "w"), CohortTerms(quorum=3)
+    seen.add(task(1, cohort=cohort, **given), Policy())
+    changes: dict[str, dict[str, Any]] = {"rounds": {"rounds": 95}}
+    changes |= {
+        name: {"cohort": cohort.model_copy(update={name: 7})}
+        for name in ("quorum", "deadline_seconds", "size", "target_updates", "workers_per_site", "invited")
+    }
+    for name, change in changes.items():
+        asked = task(2, **{"cohort": cohort, **given, **change})
+        if name in (*fixed, "size", "target_updates", "workers_per_site", "invited"):
+            term = "rounds" if name == "rounds" else "cohort"
+            assert refused(seen, asked, "run") == f"run r has changed its {term}"
+        else:
+            seen.check(asked, Policy())
+
+
+def test_a_task_from_before_a_change_still_counts_after_one_from_after_it(tmp_path: Path) -> None:
+    # Two workers of a site, of which one was in the open round when the run was changed.
+    RunHistory(tmp_path, "a").add(task(2, rounds=95), Policy())
+    RunHistory(tmp_path, "b").add(task(1), Policy())
 
 
 def test_a_run_may_not_weaken_the_client_privacy_that_it_stated(tmp_path: Path) -> None:

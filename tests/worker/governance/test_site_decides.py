@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from tessera.coordinator.db.tables import WorkerRow
-from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
@@ -182,6 +182,26 @@ def test_a_run_that_is_declined_is_asked_for_no_more(coordinator: LiveCoordinato
         until(lambda: "declined: no ethics vote" in declared(coordinator))
     assert [task.state for task in tasks(client, run)] == ["cancelled"]
     assert desk.details("run.decline")[0]["by"] == "ann"
+
+
+def test_a_site_trains_under_changed_terms_only_once_a_person_has_approved_them(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
+    with desk.working():
+        run = begin(client, rounds=2, cohort=Cohort(deadline_seconds=600))
+        until(lambda: tasks(client, run) and tasks(client, run)[0].state == "cancelled")
+        client.patch_run(run.id, RunPatch.model_validate({"rounds": 1, "cohort": {"deadline_seconds": 900}}))
+        desk.say("approve", "demo")
+        _, asked = until(lambda: len(desk.say("inbox")["runs"]) == 2 and desk.say("inbox")["runs"])
+        assert asked["summary"].startswith(
+            "The run has changed since it last asked: rounds from 2 to 1, deadline_seconds from 600 to 900. Trains "
+        )
+        assert (asked["standing"], desk.details("update.leave")) == ("awaiting-approval", [])
+        desk.say("approve", "demo")
+        until(lambda: client.run(run.id).state == "completed")
+    assert client.run(run.id).version.number == len(desk.details("update.leave")) == 1
 
 
 def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
