@@ -73,7 +73,7 @@ number of the open round, the run completes after it; fewer are refused.
 | `[secure_sums]` | any of them | they are in the terms that helpers and sites agreed on |
 | `[privacy]` or `[client_privacy]` | `rounds` | the noise is computed for all rounds |
 | `training.schedule` or `training.warmup` | `rounds` | the learning rate runs over all rounds |
-| a method whose stages follow from it, such as FedFrozen's automatic warm-up | `rounds` | the method says so (`check_rounds`) |
+| a method whose stages follow from it, as FedFrozen's automatic warm-up | `rounds` | its `check_rounds` says so |
 
 The refusal names the command that starts a new run from the last version, `tessera run create --from RUN`. A site
 with `approve_runs` is asked again, and the request begins with what changed; without, its worker goes on. A worker

@@ -215,7 +215,7 @@ class RunRow(Table):
     state: Mapped[str] = mapped_column(index=True)
     reason: Mapped[str | None]
     spec: Mapped[dict[str, Any]]
-    # The number of changes of the settings in `spec`, by which a process knows whether those that it parsed still hold.
+    # The number of changes of `spec`, by which a process knows whether the settings that it parsed still hold.
     changes: Mapped[int] = mapped_column(server_default="0")
     model_bytes: Mapped[int]
     version_number: Mapped[int]

@@ -336,7 +336,7 @@ def written(task: Task, base: dict[str, np.ndarray], *, spoilt: bool = False) ->
 
 @dataclass
 class Orchestrator:
-    """Starts one run, repeating itself, and pauses, resumes and cancels it at its whim."""
+    """Starts one run, repeating itself, and pauses, resumes, changes and cancels it at its whim."""
 
     world: World
     spec: dict[str, Any]
@@ -361,16 +361,22 @@ class Orchestrator:
         self.run = self._until(lambda: self._logged("create", create, key=key))
         for _ in range(self.whims):
             schedule.sleep(dice.uniform(5, 120))
-            wish = "cancelled" if dice.random() < self.cancels else dice.choice(("paused", "running"))
-            self._wish(wish)
+            state = "cancelled" if dice.random() < self.cancels else dice.choice(("paused", "running", ""))
+            self._wish(state=state) if state else self._wish(**self._change())
         self.settled = True
+
+    def _change(self) -> dict[str, Any]:
+        """A change of the live run that leaves it able to end."""
+        dice, quorum = self.world.schedule.dice, self.spec["cohort"]["quorum"]
+        rounds, deadline = dice.randint(1, self.spec["rounds"] + 1), dice.choice((100.0, 200.0))
+        return {"rounds": rounds, "cohort": {"quorum": dice.randint(1, quorum), "deadline_seconds": deadline}}
 
     def resume(self) -> None:
         """What a person does with a run that has paused, until it is over."""
         if self.run:
-            self.world.schedule.spawn(Process("orchestrator"), "orchestrator", lambda: self._wish("running"))
+            self.world.schedule.spawn(Process("orchestrator"), "orchestrator", lambda: self._wish(state="running"))
 
-    def _wish(self, state: str) -> None:
+    def _wish(self, **wish: Any) -> None:
         run = self.run
         assert run
 
@@ -378,11 +384,10 @@ class Orchestrator:
             with serving.database.snapshot() as session:
                 seen = runs.etag(views.find_run(session, run.id).revision)
             self.world.schedule.point("seen")
-            wish = RunPatch.model_validate({"state": state})
-            return runs.patch_run(serving, ORCHESTRATOR, run.id, wish, seen)
+            return runs.patch_run(serving, ORCHESTRATOR, run.id, RunPatch.model_validate(wish), seen)
 
         try:
-            self._logged("patch", patch, run=run.id, state=state)
+            self._logged("patch", patch, run=run.id, **wish)
         except Problem:
             # It is over, or somebody was faster, or nobody answers: this whim passes.
             return

@@ -167,6 +167,8 @@ class Watch:
                         self._states[key], self._tokens[key] = "offered", 0
             else:
                 self._tokens[subject] = 0
+        elif action == "run.change":
+            _hold(self._states[subject] in ("running", "paused"), "states", f"{action} of {subject}, which is over")
         elif kind in LEGAL:
             at = self._states.get(subject, "nowhere")
             _hold(at in LEGAL[kind][event], "states", f"{action} of {subject}, which was {at}")
@@ -208,6 +210,8 @@ class Watch:
         for key, row in now["rounds"].items():
             run = now["runs"][row["run_id"]]
             spec = json.loads(run["spec"])
+            # A round goes on as it was opened, whatever becomes of the run's settings.
+            agreed = {**spec, **json.loads(row["opened_with"])}
             tasks = [task for task in now["tasks"].values() if task["round_id"] == key]
             accepted = [task for task in tasks if task["state"] in ACCEPTED]
             if row["state"] in ("open", "merging"):
@@ -221,6 +225,7 @@ class Watch:
                     "I3",
                     f"round {row['number']} lives at version {run['version_number']}",
                 )
+                _hold(row["number"] <= agreed["rounds"], "I3", f"round {row['number']} is of {agreed['rounds']}")
                 live[row["run_id"]] = key
             if row["state"] != "open":
                 waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "expired")]
@@ -232,8 +237,9 @@ class Watch:
             number = row["number"] if row["state"] in ("merging", "committed") else None
             assigned = {task["merged_in"] for task in accepted}
             _hold(assigned <= {number}, "I1", f"updates of round {key}, {row['state']}, are of versions {assigned}")
-            if row["state"] in ("merging", "committed"):
-                quorum = spec["cohort"]["quorum"]
+            closed = ("merging", "committed")
+            if row["state"] in closed and before["rounds"].get(key, row)["state"] not in closed:
+                quorum = agreed["cohort"]["quorum"]
                 _hold(
                     len(accepted) >= quorum,
                     "quorum",
