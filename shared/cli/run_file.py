@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import LIVE_SETTINGS, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import Run, RunPatch, RunSpec
 from tessera.shared.cli.render.output import note
 from tessera.shared.diagnostics import toml_of
 from tessera.shared.methods.base import Method, MethodSpec
@@ -26,6 +26,9 @@ from tessera.shared.problems import Fault, Invalid, faults_of, validated
 from tessera.shared.tensors.lazy import digest_of
 
 REMEDY = "Correct these settings and try again."
+
+LIVE_KEYS = ("rounds", "cohort.quorum", "cohort.deadline_seconds")
+"""Keys of a run that may change while it lives."""
 
 UPLOADED = ("model", "version")
 """Keys of a run that the upload determines."""
@@ -80,16 +83,15 @@ def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
 
 def live_changes(run: str, settings: Sequence[str]) -> RunPatch:
     """Return `KEY=VALUE` settings as changes of a live run. Raises Invalid that lists every invalid one."""
-    given: dict[str, Any] = {}
-    _change_all(given, settings)
-    steered = [name for name in given if name not in LIVE_SETTINGS]
-    faults = [Fault(pointer=f"/{name}", detail="a live run keeps it") for name in steered]
-    if not faults:
+    kept = [key for key, _, _ in (setting.partition("=") for setting in settings) if key.strip() not in LIVE_KEYS]
+    if not kept:
+        given: dict[str, Any] = {}
+        _change_all(given, settings)
         return validated(RunPatch, given, "the changes are invalid")
     options = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
     raise Invalid(
-        "of a live run only rounds, cohort.quorum and cohort.deadline_seconds can change",
-        errors=faults,
+        f"of a live run only {', '.join(LIVE_KEYS)} can change",
+        errors=[Fault(pointer=f"/{key.strip().replace('.', '/')}", detail="a live run keeps it") for key in kept],
         remedy=f"Start a new run from its last version: `tessera run create --from {run} {options}`.",
     )
 

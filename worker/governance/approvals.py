@@ -132,7 +132,9 @@ class Inbox:
         """Return a sentence on what a run has changed since it last asked, with a space; empty if it has not."""
         former = next((request for request in reversed(self.requests()) if request.run == run), None)
         before = former.live_terms if former else {}
-        changed = [f"{n} from {before[n]:g} to {now:g}" for n, now in live_terms.items() if before.get(n, now) != now]
+        changed = [
+            f"{n} from {before[n]:.9g} to {now:.9g}" for n, now in live_terms.items() if now != before.get(n, now)
+        ]
         return f"The run has changed since it last asked: {', '.join(changed)}. " if changed else ""
 
     def require_still(self, snapshot: RunSnapshot) -> None:

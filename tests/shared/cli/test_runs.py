@@ -267,8 +267,8 @@ def test_a_change_that_a_live_run_cannot_have_names_the_command_that_starts_one_
     run = commands.create(folder)
     changed = commands.say("run", "change", run, "--set", "rounds=7", "--set", "cohort.deadline_seconds=60").stdout
     assert "7 rounds, quorum 1, deadline 60 s" in changed
-    refusal = commands.json("run", "change", run, "--set", "training.epochs=2", code=2)
-    assert [fault["pointer"] for fault in refusal["errors"]] == ["/training"]
+    refusal = commands.json("run", "change", run, "--set", "training.epochs=2", "--set", "cohort.size=1", code=2)
+    assert [fault["pointer"] for fault in refusal["errors"]] == ["/training/epochs", "/cohort/size"]
     command = shlex.split(refusal["remedy"].split("`")[1])
     other = commands.say(*command[1:]).stdout.strip()
     assert commands.json("run", "show", other)["run"]["spec"]["training"]["epochs"] == 2
