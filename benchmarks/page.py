@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from alembic import command
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
@@ -39,6 +38,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.coordinator.db.workers import create_site
+from tessera.coordinator.server.connections import Server
 from tessera.coordinator.server.http_limits import configuration
 from tessera.coordinator.server.serve import freeze_imports
 from tessera.coordinator.services import Services, assemble
@@ -304,12 +304,12 @@ def main(arguments: list[str] | None = None) -> None:
         config = configuration(create_app(services, conduct=False), settings)
         config.port = 0
         freeze_imports()
-        server = uvicorn.Server(config)
+        server = Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        url = f"http://127.0.0.1:{server.listeners[0].getsockname()[1]}"
         measure(results, url, token, run, times)
         measure_status(results, services, url, token, times)
         services.release_waiters()

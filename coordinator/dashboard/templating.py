@@ -34,6 +34,12 @@ NOTHING = "\u2013"
 """A dash in place of a missing number."""
 SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
+BARE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>%s · Tessera</title><link rel="stylesheet" href="%s"></head>
+<body><main id="main"><section class="card narrow"><h1>%s</h1><p class="wrong">%s</p><p class="remedy">%s</p>
+<p><a href="%s">To the overview</a></p></section></main></body></html>
+"""
+
 P = ParamSpec("P")
 
 
@@ -73,10 +79,15 @@ def render(request: Request, template: str, who: Visitor | None, *, status: int 
 
 
 def show_problem(request: Request, problem: Problem) -> Response:
-    """Return a problem as a page."""
-    # Without the menu if it is the database that failed.
-    who = getattr(request.state, "visitor", None) if problem.status < 500 else None
-    response = render(request, "problem.html", who, status=problem.status, problem=problem.document())
+    """Return a problem as a page; without a session as a bare one, since many would hold up the event loop."""
+    document = problem.document()
+    if getattr(request.state, "signed", False):
+        # Without the menu if it is the database that failed.
+        who = getattr(request.state, "visitor", None) if problem.status < 500 else None
+        response = render(request, "problem.html", who, status=problem.status, problem=document)
+    else:
+        said = (document.title, asset("page.css"), document.title, document.detail, document.remedy, f"{PREFIX}/")
+        response = HTMLResponse(BARE % tuple(map(escape, said)), problem.status)
     response.headers.update(headers_of(problem))
     return response
 

@@ -1,20 +1,15 @@
-"""Connections from their acceptance: how many there are, their TLS handshakes, and what is read of them.
-
-A server with a TLS context reports a connection to its protocol only after the handshake, and waits a minute for it.
-"""
+"""Connections from their acceptance: how many there are, their TLS handshakes, and what is read of them."""
 
 import asyncio
-import os
 import socket
 import ssl
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import structlog
 import uvicorn
-from uvicorn.protocols.utils import get_remote_addr
 
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import CONNECTIONS
@@ -28,8 +23,22 @@ RETRY_SECONDS = 5.0
 HEAD_READ_BYTES, BODY_READ_BYTES = 8 << 10, 64 << 10
 """Bytes read at a time from a connection: what comes with a head stays in memory until the request is admitted."""
 
-REQUESTS_AT_ONCE = 8
-"""Requests that begin in one turn of the event loop: each may take a millisecond of it."""
+BEGUN_AT_ONCE = 4
+"""Connections and requests that begin in one turn of the event loop: each may take a millisecond of it."""
+
+ACCEPTED_AT_ONCE = 256
+"""Connections that are accepted in one turn of the event loop, in some microseconds each."""
+
+PAUSE_SECONDS = 0.5
+"""Time without accepting when no file is left."""
+
+TURNED_AWAY = 256
+"""Connections beyond the limit that get a response; further ones are closed without one."""
+
+PROBE = "/healthz/live"
+"""The path of requests that wait for no others."""
+
+PROBE_LINE = f"GET {PROBE} ".encode()
 
 
 class ConnectionLimiter:
@@ -39,8 +48,7 @@ class ConnectionLimiter:
         self.settings = settings
         self._by_address: Counter[str] = Counter()
         self.total = 0
-        self.turns = RequestTurns()
-        self.handshakes: set[asyncio.Task[None]] = set()
+        self.turns = Turns()
         self.read_buffer = memoryview(bytearray(BODY_READ_BYTES))
         """Of all connections: only one of them reads at a time."""
 
@@ -67,35 +75,35 @@ class ConnectionLimiter:
             del self._by_address[address]
 
 
-class RequestTurns:
-    """Begins requests a few at a time, so that between them the event loop turns to those in progress and to probes,
-    however many come at once."""
+class Turns:
+    """Begins connections and requests a few at a time, so that between them the event loop turns to those in progress
+    and to probes, however many come at once."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
+        self._scheduled = False
 
-    def begin(self, request: Callable[[], None]) -> None:
-        """Begin a request once those before it have begun."""
-        self._waiting.append(request)
-        if len(self._waiting) == 1:
+    def begin(self, start: Callable[[], None], *, first: bool = False) -> None:
+        """Begin a connection or a request once those before it have begun, or as the next one if it is `first`."""
+        (self._waiting.appendleft if first else self._waiting.append)(start)
+        if not self._scheduled:
+            self._scheduled = True
             asyncio.get_running_loop().call_soon(self._begin_some)
 
     def _begin_some(self) -> None:
         try:
-            for _ in range(min(REQUESTS_AT_ONCE, len(self._waiting))):
-                # It is in the queue meanwhile, so that what it begins does not schedule another turn.
-                try:
-                    self._waiting[0]()
-                finally:
-                    self._waiting.popleft()
+            for _ in range(min(BEGUN_AT_ONCE, len(self._waiting))):
+                self._waiting.popleft()()
         finally:
-            if self._waiting:
+            self._scheduled = bool(self._waiting)
+            if self._scheduled:
                 asyncio.get_running_loop().call_soon(self._begin_some)
 
 
 class ServerConfig(uvicorn.Config):
-    """A configuration whose TLS context is not the server's, but that of `TLSHandshake`."""
+    """A configuration whose TLS context is that of `Server`'s connections."""
 
+    limiter: ConnectionLimiter
     tls: ssl.SSLContext | None = None
 
     def load(self) -> None:
@@ -103,59 +111,100 @@ class ServerConfig(uvicorn.Config):
         self.tls, self.ssl = self.ssl, None
 
 
-class TLSHandshake(asyncio.Protocol):
-    """A TCP connection up to the end of its handshake; an HTTP connection follows it. One beyond the limits is
-    closed."""
+class Server(uvicorn.Server):
+    """A server that takes all connections that wait, counts them, and begins them in turns.
 
-    def __init__(
-        self,
-        limiter: ConnectionLimiter,
-        follow: Callable[..., asyncio.Protocol],
-        config: ServerConfig,
-        **uvicorns: Any,
-    ) -> None:
-        """`follow` makes the protocol of HTTP."""
-        self._limiter, self._context = limiter, config.tls
-        self._follow = partial(follow, is_counted=True, config=config, **uvicorns)
+    An event loop's own server takes one a turn, and reports one of TLS after its handshake: a probe would wait until
+    all connections before it have been served.
+    """
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        host = get_remote_addr(transport)  # type: ignore[arg-type]  # one of TCP
-        address = host[0] if host else ""
-        try:
-            if self._limiter.enter(address):
-                self._limiter.leave(address)
-            else:
-                self._begin(transport, address)
-        finally:
-            transport.abort()  # type: ignore[attr-defined]
+    config: ServerConfig
 
-    def _begin(self, transport: asyncio.BaseTransport, address: str) -> None:
-        try:
-            # Of a copy, since the server's transport begins to read as soon as this returns.
-            connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        except OSError as fault:
-            # No file is left.
-            log.warning("connection.refused", reason=fault.strerror)
-            self._limiter.leave(address)
-            return
-        task = asyncio.get_running_loop().create_task(self._shake_hands(connection, address))
-        # The event loop does not keep it.
-        self._limiter.handshakes.add(task)
-        task.add_done_callback(self._limiter.handshakes.discard)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.listeners = listening(self.config) if sockets is None else sockets
+        self._tasks = set[asyncio.Task[None]]()
+        for listener in self.listeners:
+            listener.setblocking(False)
+            listener.listen(self.config.backlog)
+        await super().startup(sockets=[])
+        for listener in self.listeners:
+            self._listen(listener)
 
-    async def _shake_hands(self, connection: socket.socket, address: str) -> None:
-        loop, seconds = asyncio.get_running_loop(), self._limiter.settings.header_timeout_seconds
-        followed = False
-        try:
-            await loop.connect_accepted_socket(
-                self._follow, connection, ssl=self._context, ssl_handshake_timeout=seconds
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        await super().shutdown()
+
+    def _listen(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, (address, *_) = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as fault:
+                # No file is left: the others wait in the system.
+                log.warning("connection.refused", reason=fault.strerror)
+                loop.remove_reader(listener)
+                loop.call_later(PAUSE_SECONDS, self._listen, listener)
+                return
+            self._take(connection, address)
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        limiter, tls = self.config.limiter, self.config.tls
+        refusal = limiter.enter(address)
+        if refusal and (tls or limiter.total > limiter.settings.max_connections + TURNED_AWAY):
+            limiter.leave(address)
+            connection.close()
+        else:
+            limiter.turns.begin(
+                partial(self._start, connection, address, refusal), first=not tls and _probes(connection)
             )
-            followed = True
+
+    def _start(self, connection: socket.socket, address: str, refusal: Problem | None) -> None:
+        task = asyncio.get_running_loop().create_task(self._follow(connection, address, refusal))
+        # The event loop does not keep it.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, connection: socket.socket, address: str, refusal: Problem | None) -> None:
+        config, tls = self.config, self.config.tls
+        protocol = config.http_protocol_class(  # type: ignore[call-arg]  # of `configuration`
+            turned_away=refusal, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        seconds = config.limiter.settings.header_timeout_seconds if tls else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=seconds
+            )
         except OSError:
             connection.close()
         finally:
-            if not followed:
-                self._limiter.leave(address)
+            # Else the protocol does it, once the connection is lost.
+            if protocol.transport is None:
+                config.limiter.leave(address)
+
+
+def listening(config: ServerConfig) -> list[socket.socket]:
+    """Return a socket for each address of the host."""
+    found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return [
+        socket.create_server(address, family=family)
+        for family, *_, address in dict.fromkeys(found)
+        if family != socket.AF_INET6 or socket.has_dualstack_ipv6()
+    ]
+
+
+def _probes(connection: socket.socket) -> bool:
+    """Return whether the connection begins with a probe, as far as its bytes have come."""
+    with suppress(OSError):
+        return connection.recv(len(PROBE_LINE), socket.MSG_PEEK | socket.MSG_DONTWAIT) == PROBE_LINE
+    return False
 
 
 class BoundedReader(asyncio.BufferedProtocol):

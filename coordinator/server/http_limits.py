@@ -27,10 +27,10 @@ from tessera.coordinator.server.bulk_bodies import BulkHTTPProtocol
 from tessera.coordinator.server.connections import (
     BODY_READ_BYTES,
     HEAD_READ_BYTES,
+    PROBE,
     BoundedReader,
     ConnectionLimiter,
     ServerConfig,
-    TLSHandshake,
 )
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
@@ -43,17 +43,11 @@ log = structlog.get_logger()
 GRACE_SECONDS = 5
 """Time for open requests when the process stops."""
 
-TURNED_AWAY = 256
-"""Connections beyond the limit that get a response; further ones are closed without one."""
-
 OTHER_FILES = 1_024
 """File descriptors besides connections: databases, blobs, staging files."""
 
 MAX_PIPELINED = 32
 """Most requests sent ahead of the first response: uvicorn queues any number of them."""
-
-PROBE = "/healthz/live"
-"""The path of requests that wait for no others."""
 
 LOOKS = 4
 """Checks within `idle_timeout_seconds` of whether a receiver has read anything."""
@@ -62,12 +56,11 @@ LOOKS = 4
 def configuration(app: ASGIApp, settings: CoordinatorSettings) -> ServerConfig:
     """Return the configuration of the server that `serve` runs."""
     limiter = ConnectionLimiter(settings)
-    follow = partial(LimitedHTTPProtocol, limiter)
-    return ServerConfig(
-        ShutdownMiddleware(app),
+    config = ServerConfig(
+        OutermostMiddleware(app),
         host=settings.host,
         port=settings.port,
-        http=partial(TLSHandshake, limiter, follow) if settings.tls_cert else follow,  # type: ignore[arg-type]  # callables
+        http=partial(LimitedHTTPProtocol, limiter),  # type: ignore[arg-type]  # a callable
         # No route uses WebSockets, and their protocol would have no limits.
         ws="none",
         log_config=None,
@@ -84,6 +77,8 @@ def configuration(app: ASGIApp, settings: CoordinatorSettings) -> ServerConfig:
         # Any process of this machine could name another address.
         proxy_headers=settings.behind_proxy,
     )
+    config.limiter = limiter
+    return config
 
 
 class InsecureBindError(RuntimeError):
@@ -152,14 +147,13 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
     """One connection with limits on the bytes and time of a request's head, and on how long a receiver may read
     nothing of a response."""
 
-    def __init__(self, limiter: ConnectionLimiter, *, is_counted: bool = False, **uvicorns: Any) -> None:
-        """`is_counted`: the limiter has counted the connection already."""
+    def __init__(self, limiter: ConnectionLimiter, turned_away: Problem | None, **uvicorns: Any) -> None:
+        """Serve a connection that the limiter has counted, or refuse what it asks for that reason."""
         super().__init__(**uvicorns)
         self._limiter = limiter
-        self._is_counted = is_counted
         self._settings = limiter.settings
         self.idle_timeout_seconds = limiter.settings.idle_timeout_seconds
-        self._turned_away: Problem | None = None
+        self._turned_away = turned_away
         self._refused = False
         # The head of the current request: bytes that the parser reported, and bytes fed to it since.
         self._in_head = False
@@ -178,12 +172,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._address = self.client[0] if self.client else ""
         if self.scheme == "http":
             transport.set_protocol(BoundedReader(self, self._useful_bytes, self._limiter.read_buffer))
-        if not self._is_counted:
-            self._turned_away = self._limiter.enter(self._address)
-        if self._turned_away and self._limiter.total > self._settings.max_connections + TURNED_AWAY:
-            transport.abort()
-        else:
-            self._start_deadline()
+        self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limiter.leave(self._address)
@@ -370,8 +359,8 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", queued)[0])
 
 
-class ShutdownMiddleware:
-    """Responds with Unavailable to requests that the end of the process interrupts."""
+class OutermostMiddleware:
+    """Responds with Unavailable to requests that the end of the process interrupts, and frees what others left."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -384,6 +373,10 @@ class ShutdownMiddleware:
             problem = Unavailable("the coordinator is stopping", retry_after_seconds=1)
             with suppress(RuntimeError):
                 await _refusal(problem)(scope, receive, send)
+        finally:
+            # The connection refers to it until the next request, and it to the connection: a collection of thousands
+            # of them would stop the process for longer than a probe may take.
+            scope.clear()
 
 
 def _refusal(problem: Problem) -> Response:

@@ -6,17 +6,19 @@ import socket
 from types import FrameType
 
 import structlog
-import uvicorn
 
 from tessera.coordinator.alerts.certificate import CertificateFiles
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
-from tessera.coordinator.server.connections import ServerConfig
+from tessera.coordinator.server.connections import Server, ServerConfig
 from tessera.coordinator.server.http_limits import configuration, raise_file_limit
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
 
 log = structlog.get_logger()
+
+FULL_COLLECTION = 200
+"""Collections of younger objects between two full ones."""
 
 RENEWAL_TICKS = 600
 """Uvicorn's ticks of 0.1 s between two looks for a renewed certificate."""
@@ -37,23 +39,27 @@ def serve(services: Services, child: ChildConductor | None) -> None:
 
 
 def freeze_imports() -> None:
-    """Exempt imports from garbage collection, which would delay one of every few dozen requests by 80 ms."""
+    """Exempt imports from garbage collection, which would delay one of every few dozen requests by 80 ms.
+
+    What requests and connections leave is freed without it. So the rest is collected rarely: with 2,000 connections,
+    that stops the process for 45 ms.
+    """
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION)
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """A server that ends long polls and event streams when it stops, instead of waiting for them."""
 
     def __init__(self, config: ServerConfig, services: Services, child: ChildConductor | None) -> None:
         super().__init__(config)
-        self._config = config
         self._services = services
         self._child = child
         self._certificate = CertificateFiles(services.settings)
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % RENEWAL_TICKS == 0 and self._config.tls:
-            await asyncio.to_thread(self._certificate.refresh, self._config.tls)
+        if counter % RENEWAL_TICKS == 0 and self.config.tls:
+            await asyncio.to_thread(self._certificate.refresh, self.config.tls)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

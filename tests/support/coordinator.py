@@ -17,7 +17,6 @@ import fastapi.routing
 import httpx
 import pytest
 import structlog
-import uvicorn
 import uvicorn.server
 from sqlalchemy import event
 
@@ -26,6 +25,7 @@ from tessera.coordinator.auth.tokens import issue_token
 from tessera.coordinator.db.inserts import insert_or_update
 from tessera.coordinator.db.tables import UploadRow, new_id
 from tessera.coordinator.db.workers import create_site
+from tessera.coordinator.server.connections import Server
 from tessera.coordinator.server.http_limits import configuration
 from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
@@ -130,7 +130,7 @@ class LiveCoordinator:
         self._socket.bind(("127.0.0.1", self._port))
         scheme = "https" if self.settings.tls_cert else "http"
         self.url = f"{scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(configuration(self.app(), self.settings))
+        self._server = Server(configuration(self.app(), self.settings))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
         until(lambda: self._server.started)

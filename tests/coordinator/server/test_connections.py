@@ -135,7 +135,7 @@ def test_connections_beyond_the_limit_are_told_to_come_later(tmp_path: Path) -> 
 def test_connections_far_beyond_the_limit_are_closed_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tessera.coordinator.server.http_limits.TURNED_AWAY", 1)
+    monkeypatch.setattr("tessera.coordinator.server.connections.TURNED_AWAY", 1)
     with (
         LiveCoordinator(tmp_path, max_connections=1) as live,
         connected(live) as first,
