@@ -86,7 +86,7 @@ def _histories(serving: Services, ids: list[str], metric: str | None) -> list[Hi
 
 def _history(session: Session, run: Run, metric: str | None) -> History:
     every = evaluations(session, run, metric)
-    marked = [best.number for name in (metric, None) if (best := best_version(every, metric=name))]
+    marked = [best.number for name in {metric, None} if (best := best_version(every, metric=name))]
     return History(run, round_costs(session, run), measured(session, run, every, MAX_POINTS // 2, marked), every)
 
 
@@ -102,7 +102,8 @@ def _panel(found: Comparison, along: Along) -> Panel:
     title = metric_name(found.title or MAIN_SCORES[0])
     places = sorted({at for line in drawn for at, _ in line.ordered}, reverse=True)
     exact = svg_charts.digits([value for line in drawn for _, value in line.ordered])
-    rows = [[AXES[along](at), *(number(dict(line.ordered).get(at), exact) for line in drawn)] for at in places]
+    values = [dict(line.ordered) for line in drawn]
+    rows = [[AXES[along](at), *(number(points.get(at), exact) for points in values)] for at in places]
     picture = svg_charts.lines("comparison-chart", title, drawn, along=along, label=AXES[along])
     return Panel("comparison", title, picture, [along, *(line.name for line in drawn)], rows, drawn)
 

@@ -30,7 +30,7 @@ from tessera.coordinator.db.tables import (
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost, main_names, main_score
 from tessera.shared.metrics.evaluation_bytes import round_of
-from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.metrics.site_spread import PERSONAL, Evaluated
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, SCORED_LABELS
 
@@ -146,7 +146,7 @@ def round_costs(session: Session, run: Run) -> list[RoundCost]:
     """Return what each attempt at a round that has ended cost, in order."""
     sent = func.coalesce(views.total(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
     rows = session.execute(
-        select(RoundRow, sent)
+        select(RoundRow.number, RoundRow.attempt, RoundRow.state, RoundRow.opened_at, RoundRow.closed_at, sent)
         # By the round alone: with the run too, SQLite reads all tasks of the run for each round.
         .outerjoin(TaskRow, TaskRow.round_id == RoundRow.id)
         .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
@@ -156,11 +156,11 @@ def round_costs(session: Session, run: Run) -> list[RoundCost]:
     moved = moved_by_round(session, run, 1, run.spec.rounds)
     return [
         RoundCost(
-            row.number if row.state == "committed" else None,
-            int(count) + (moved[row.number].evaluated if row.attempt == 1 else 0),
-            (row.closed_at or row.opened_at) - row.opened_at,
+            number if state == "committed" else None,
+            int(count) + (moved[number].evaluated if attempt == 1 else 0),
+            (closed or opened) - opened,
         )
-        for row, count in rows
+        for number, attempt, state, opened, closed, count in rows
     ]
 
 
@@ -182,7 +182,7 @@ def thinned(run: Run) -> int:
 
 def evaluations(
     session: Session, run: Run, metric: str | None = None, *which: ColumnElement[bool]
-) -> list[Measurement]:
+) -> list[Evaluated]:
     """Return a run's evaluations under these conditions, with its main scores (or `metric`) alone: there may be a
     hundred thousand."""
     return _evaluations(session, metric, TaskRow.run_id == run.id, *which)[run.id]
@@ -190,35 +190,31 @@ def evaluations(
 
 def _evaluations(
     session: Session, metric: str | None, *which: ColumnElement[bool]
-) -> defaultdict[str, list[Measurement]]:
+) -> defaultdict[str, list[Evaluated]]:
     """Return the evaluations of each run under these conditions."""
     # A site may have invented another name, which could break the path to it in the JSON.
     known = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
-    names = [*known, *(PERSONAL + name for name in MAIN_SCORES), SCORED_LABELS]
-    columns = [TaskRow.metrics[name].as_float() for name in names]
-    rows = session.execute(
-        select(TaskRow.run_id, TaskRow.version_number, WORKER_NAME, TaskRow.held_out, TaskRow.examples, *columns)
+    names = [*known, *(PERSONAL + name for name in MAIN_SCORES)]
+    columns = [TaskRow.metrics[name].as_float() for name in (SCORED_LABELS, *names)]
+    task = (TaskRow.run_id, TaskRow.version_number, TaskRow.held_out, TaskRow.examples)
+    # Of thousands of rows, the session would look at each.
+    rows = session.connection().execute(
+        select(WORKER_NAME, SiteRow.name, *task, *columns)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
         .where(*views.EVALUATED, *which)
         .order_by(TaskRow.version_number, TaskRow.id)
     )
-    by_run: defaultdict[str, list[Measurement]] = defaultdict(list)
-    for run_id, version, worker, held_out, examples, *values in rows:
-        one = Measurement.model_construct(
-            version=version,
-            dataset="",
-            worker=worker,
-            held_out=held_out,
-            examples=examples or 0,
-            metrics={name: value for name, value in zip(names, values, strict=True) if value is not None},
-        )
-        by_run[run_id].append(one)
+    by_run: defaultdict[str, list[Evaluated]] = defaultdict(list)
+    for worker, site, run_id, version, held_out, examples, scored, *values in rows:
+        metrics = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        labels = int(examples or 0 if scored is None else scored)
+        by_run[run_id].append(Evaluated(version, worker, site, held_out, labels, metrics))
     return by_run
 
 
 def measured(
-    session: Session, run: Run, every: Sequence[Measurement], most: int = MAX_POINTS, best: Iterable[int] = ()
+    session: Session, run: Run, every: Sequence[Evaluated], most: int = MAX_POINTS, best: Iterable[int] = ()
 ) -> list[Measurement]:
     """Return the evaluations of every n-th version that was evaluated, of the last, and of the `best`.
 
@@ -323,7 +319,7 @@ def layer_shares(session: Session, run: Run, most: int) -> tuple[list[str], Shar
     step = math.ceil((run.version.number + 1) / most)
     first = (TaskRow.version_number - TaskRow.version_number % step + 1).label("first")
     written = cast(TaskRow.layers, String).label("written")
-    rows = session.execute(
+    rows = session.connection().execute(
         select(SiteRow.name, first, written, func.count())
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
@@ -336,10 +332,12 @@ def layer_shares(session: Session, run: Run, most: int) -> tuple[list[str], Shar
     by_site: dict[str, Counter[str]] = defaultdict(Counter)
     by_round: dict[str, Counter[str]] = defaultdict(Counter)
     for site, number, layers, count in rows:
+        trained = (ALL, *read(layers))
         for held in (by_site[site], by_round[str(number)]):
-            held[ALL] += count
-            for layer in read(layers):
-                held[layer] += count
+            if count == 1:
+                held.update(trained)
+            else:
+                held.update(dict.fromkeys(trained, count))
     names = sorted({layer for held in by_site.values() for layer in held if layer != ALL}, key=natural)
     in_order = dict(sorted(by_site.items())), by_round
     sites, rounds = ({key: [held[n] / held[ALL] for n in names] for key, held in of.items()} for of in in_order)

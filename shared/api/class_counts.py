@@ -74,7 +74,7 @@ class ClassCounts(Message):
 
 def can_pool(counts: Sequence[ClassCounts | None]) -> bool:
     """Return whether there are counts, none is missing, and all are of the same number of classes."""
-    return len({each and len(each.labels) for each in counts} - {None}) == 1 and None not in counts
+    return None not in counts and len({len(each.labels) for each in counts if each}) == 1
 
 
 def pooled(counts: Sequence[ClassCounts | None]) -> ClassCounts | None:

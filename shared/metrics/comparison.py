@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -12,6 +12,7 @@ from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import (
     PERSONAL,
+    Measured,
     Score,
     is_better_low,
     joined,
@@ -70,7 +71,7 @@ class MainScore(NamedTuple):
         return self.name if self.central else name_over_sites(self.name, every)
 
 
-def has_own_models(measurements: Iterable[Measurement]) -> bool:
+def has_own_models(measurements: Iterable[Measured]) -> bool:
     """Return whether sites' own models are what a run makes: whether at least half of its sites measured one.
 
     Fewer, such as a single site that reports such a metric under FedAvg, do not decide how a run is measured.
@@ -83,13 +84,13 @@ def has_own_models(measurements: Iterable[Measurement]) -> bool:
     return bool(of_site) and 2 * sum(of_site.values()) >= len(of_site)
 
 
-def main_names(measurements: Iterable[Measurement]) -> tuple[str, ...]:
+def main_names(measurements: Iterable[Measured]) -> tuple[str, ...]:
     """Return the names of the main scores: those of sites' own models if a run makes these."""
     return tuple(PERSONAL + name for name in MAIN_SCORES) if has_own_models(measurements) else MAIN_SCORES
 
 
 def main_score(
-    measurements: Iterable[Measurement], metric: str | None = None, *, at_sites: bool = False
+    measurements: Iterable[Measured], metric: str | None = None, *, at_sites: bool = False
 ) -> MainScore | None:
     """Return a run's main score (or `metric`), or None if it was not measured.
 
@@ -111,8 +112,9 @@ def main_score(
         if scores:
             every = [score for by_worker in scores.values() for score in by_worker.values()]
             # A mean of sites and a score of the pooled examples say nothing about each other.
-            if not can_pool([score.counts for score in every]):
-                scores = {v: {w: replace(s, counts=None) for w, s in of.items()} for v, of in scores.items()}
+            counts = [score.counts for score in every]
+            if any(counts) and not can_pool(counts):
+                scores = {v: {w: s._replace(counts=None) for w, s in of.items()} for v, of in scores.items()}
             values = {number: over_sites(name, by_worker.values()) for number, by_worker in sorted(scores.items())}
             return MainScore(name, values, scores, central=measured is central)
     return None
@@ -128,7 +130,7 @@ def different_sites(scores: Iterable[MainScore]) -> str:
 
 
 def best_version(
-    measurements: Iterable[Measurement],
+    measurements: Iterable[Measured],
     among: Iterable[int] | None = None,
     metric: str | None = None,
     *,
@@ -152,7 +154,7 @@ def best_version(
         if pairs:
             later = over_sites(main.name, (score for _, score in pairs))
             # The same weights for both, also if a data set has grown between them.
-            earlier = over_sites(main.name, (replace(old, labels=score.labels) for old, score in pairs))
+            earlier = over_sites(main.name, (old._replace(labels=score.labels) for old, score in pairs))
             replaces = later < earlier if is_better_low(main.name) else later > earlier
         else:
             replaces = len(_sites_of(new)) >= len(_sites_of(best))
@@ -207,7 +209,7 @@ class History:
     costs: Sequence[RoundCost]
     """Of each attempt that has ended, in order."""
     measurements: Sequence[Measurement]
-    every: Sequence[Measurement] | None = None
+    every: Sequence[Measured] | None = None
     """The scores of all evaluations, for the best version, if `measurements` are some of them."""
 
     @classmethod

@@ -1,9 +1,10 @@
 """Distribution of a version's scores over the sites: mean, worst site and deviation."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 from tessera.shared.api.class_counts import ClassCounts, can_pool, pooled
 from tessera.shared.api.runs import Measurement
@@ -26,9 +27,23 @@ DECILE_SITES = 10
 """Number of sites from which on the mean of the worst tenth is reported: with fewer, it is one site's chance."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """One number of one site."""
+class Evaluated(NamedTuple):
+    """The scores of a measurement. A long run has thousands, and whole measurements take three times as long."""
+
+    version: int
+    worker: str
+    site: str
+    held_out: bool
+    labels: int
+    metrics: Mapping[str, float]
+    class_counts: ClassCounts | None = None
+
+
+Measured = Measurement | Evaluated
+
+
+class Score(NamedTuple):
+    """One number of one site. Comparing the versions of a long run takes thousands of them."""
 
     site: str
     labels: int
@@ -129,6 +144,8 @@ def _by_site(scores: Iterable[Score]) -> list[Score]:
 
 def joined(scores: list[Score]) -> Score:
     """Return the scores of a site's workers as one, each in proportion to its labels."""
+    if len(scores) == 1:
+        return scores[0]
     labels = [score.labels for score in scores]
     value = fmean([score.value for score in scores], labels)
     return Score(scores[0].site, sum(labels), value, pooled([score.counts for score in scores]))
@@ -152,7 +169,7 @@ def name_over_sites(name: str, scores: Iterable[Score] = ()) -> str:
     return f"{name} (mean of sites)" if is_mean else name
 
 
-def score_of(one: Measurement, name: str) -> Score:
+def score_of(one: Measured, name: str) -> Score:
     """Return one number of a measurement, with the counts from which it follows over several sites."""
     return Score(one.site, one.labels, one.metrics[name], one.class_counts if name in MEANS_OF_SITES else None)
 

@@ -244,7 +244,8 @@ def _along(
     places = sorted({int(at) for line in lines for at in line.points}, reverse=True)
     exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
     columns, drawn = ["version", *(line.name for line in lines)], lines
-    rows = [[str(at), *(number(dict(line.points).get(at), exact) for line in lines)] for at in places]
+    values = [dict(line.points) for line in lines]
+    rows = [[str(at), *(number(points.get(at), exact) for points in values)] for at in places]
     if axis is not None:
         drawn, bands = [moved_to(line, axis) for line in lines], ()
         rows = [[row[0], AXES[along](axis[at]), *row[1:]] for at, row in zip(places, rows, strict=True) if at in axis]
