@@ -1,5 +1,7 @@
 """The commands of `tessera coordinator`."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -8,43 +10,50 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
-from alembic import command
-from alembic.util import CommandError
-from obstore.exceptions import BaseError
 from pydantic import ValidationError
-from sqlalchemy.exc import SQLAlchemyError
 
-from tessera.coordinator.auth.tokens import first_token, issue_token, require_free_name
-from tessera.coordinator.blobs.store import StagingOnOtherDisk
-from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
-from tessera.coordinator.db.engine import (
-    Database,
-    DatabaseInUse,
-    SchemaBehind,
-    UnknownDatabase,
-    alembic_config,
-    is_away,
-    reason_of,
-)
-from tessera.coordinator.maintenance import backup
-from tessera.coordinator.notify.wakeup import CONDUCTOR
-from tessera.coordinator.services import Duty, Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tessera.coordinator.telemetry import logging
 from tessera.shared import environment
-from tessera.shared.api.admin import TokenSpec
-from tessera.shared.cli.lazy_import import load
+from tessera.shared.cli.lazy_import import Deferred, load
 from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
-from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Conflict, Invalid, Problem, StoreAway
 from tessera.shared.telemetry import spans
 from tessera.shared.validation_errors import message_of, messages_of
+
+if TYPE_CHECKING:
+    from alembic import command, util
+    from obstore import exceptions as storage
+    from sqlalchemy import exc
+
+    from tessera.coordinator import services as serving
+    from tessera.coordinator.auth import tokens
+    from tessera.coordinator.blobs import store
+    from tessera.coordinator.conductor import child_process
+    from tessera.coordinator.db import engine
+    from tessera.coordinator.maintenance import backup
+    from tessera.coordinator.notify import wakeup
+    from tessera.shared.api import admin
+    from tessera.shared.methods import registry
+else:
+    # Help and a mistyped line need no database.
+    command, util = Deferred("alembic.command"), Deferred("alembic.util")
+    storage, exc = Deferred("obstore.exceptions"), Deferred("sqlalchemy.exc")
+    serving = Deferred("tessera.coordinator.services")
+    tokens = Deferred("tessera.coordinator.auth.tokens")
+    store = Deferred("tessera.coordinator.blobs.store")
+    child_process = Deferred("tessera.coordinator.conductor.child_process")
+    engine = Deferred("tessera.coordinator.db.engine")
+    backup = Deferred("tessera.coordinator.maintenance.backup")
+    wakeup = Deferred("tessera.coordinator.notify.wakeup")
+    admin = Deferred("tessera.shared.api.admin")
+    registry = Deferred("tessera.shared.methods.registry")
 
 app = typer.Typer(
     add_completion=False,
@@ -59,7 +68,7 @@ Folder = Annotated[Path, typer.Argument(help="folder of the backup, for its data
 def migrate() -> None:
     """Migrate the database's schema to this version. Safe to repeat."""
     with _database("the schema was not changed") as database, database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
+        command.upgrade(engine.alembic_config(connection), "head")
     typer.echo(f"the schema of {database.shown} is up to date", err=True)
 
 
@@ -75,18 +84,18 @@ def token(
     with _database("no token was issued") as database:
         try:
             database.require_head()
-        except SchemaBehind as refusal:
+        except engine.SchemaBehind as refusal:
             raise _exit(str(refusal)) from None
         try:
-            spec = TokenSpec(name=name, role="admin")
+            spec = admin.TokenSpec(name=name, role="admin")
         except ValidationError as refusal:
             raise _exit(f"--name: {message_of(refusal.errors()[0])}") from None
         with database.transaction() as session:
             try:
-                require_free_name(session, database.now(), name)
+                tokens.require_free_name(session, database.now(), name)
             except Conflict as refusal:
                 raise _exit(f"{refusal.detail}: choose another with --name") from None
-            _, secret = issue_token(session, database.now(), "coordinator", spec)
+            _, secret = tokens.issue_token(session, database.now(), "coordinator", spec)
             # Printed before it is committed, as the first one.
             if as_json:
                 print_json({"name": name, "secret": secret})
@@ -113,7 +122,7 @@ def serve(
         migrate()
     services = _opened("serve")
     _hand_over_first_token(services)
-    load("tessera.coordinator.server.serve").serve(services, ChildConductor() if conducting else None)
+    load("tessera.coordinator.server.serve").serve(services, child_process.ChildConductor() if conducting else None)
 
 
 @app.command()
@@ -124,7 +133,7 @@ def conduct(
 ) -> None:
     """Conduct the rounds without serving the API, beside one or more `serve --no-conduct`."""
     if attached:
-        end_with_parent()
+        child_process.end_with_parent()
     services = _opened("conduct", wait=attached)
     spans.begin("tessera-conductor")
     # Waited for instead of handled: a handler that sets an event can deadlock with the wait that it interrupts.
@@ -138,7 +147,7 @@ def conduct(
     signal.sigwait(endings)
     services.retention.end()
     services.conductor.end()
-    thread.join(GOODBYE_SECONDS)
+    thread.join(child_process.GOODBYE_SECONDS)
     spans.end()
 
 
@@ -169,8 +178,8 @@ def verify(as_json: AsJson = False) -> None:
             typer.echo(fault, err=True)
     except StoreAway as away:
         raise _exit(f"not all was verified: {away.detail}") from None
-    except SQLAlchemyError as away:
-        raise _exit(f"not all was verified: {reason_of(away)}") from None
+    except exc.SQLAlchemyError as away:
+        raise _exit(f"not all was verified: {engine.reason_of(away)}") from None
     if as_json:
         print_json({"faults": faults})
     else:
@@ -232,7 +241,7 @@ def show(as_json: AsJson = False) -> None:
 def _reason_of(fault: Exception) -> str:
     if isinstance(fault, OSError):
         return f"{fault.filename}: {fault.strerror}" if fault.filename else fault.strerror or str(fault)
-    return reason_of(fault) if isinstance(fault, SQLAlchemyError) else str(fault)
+    return engine.reason_of(fault) if isinstance(fault, exc.SQLAlchemyError) else str(fault)
 
 
 def _copying(what: str, folder: Path, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
@@ -244,7 +253,7 @@ def _copying(what: str, folder: Path, work: Callable[[], backup.CopyCounts], *, 
         backup.DatabaseNotEmpty,
         Problem,
         OSError,
-        SQLAlchemyError,
+        exc.SQLAlchemyError,
     ) as fault:
         raise _exit(f"not {what}: {folder}: {_reason_of(fault)}", 1) from None
     if as_json:
@@ -253,9 +262,9 @@ def _copying(what: str, folder: Path, work: Callable[[], backup.CopyCounts], *, 
     typer.echo(f"{what}: {copied.rows} rows, {copied.blobs} new blobs of {copied.bytes} bytes")
 
 
-def _listen(services: Services) -> None:
+def _listen(services: serving.Services) -> None:
     """Call the conductor on every wakeup, for the runs that it names."""
-    with services.wakeups.listener(CONDUCTOR) as listener:
+    with services.wakeups.listener(wakeup.CONDUCTOR) as listener:
         services.conductor.call()
         while True:
             services.conductor.call(*listener.wait())
@@ -267,21 +276,21 @@ def _exit(message: str, code: int = 2) -> typer.Exit:
 
 
 @contextmanager
-def _database(failure: str) -> Iterator[Database]:
+def _database(failure: str) -> Iterator[engine.Database]:
     """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2, or with 1
     if it is only away."""
     settings = _settings()
     _make_default_folder(settings)
     try:
-        database = Database(settings.database_url)
-    except UnknownDatabase as refusal:
+        database = engine.Database(settings.database_url)
+    except engine.UnknownDatabase as refusal:
         raise _exit(str(refusal)) from None
     try:
         yield database
-    except (SQLAlchemyError, OSError) as fault:
-        unusable = f"{failure}: the database {database.shown} cannot be used: {reason_of(fault)}"
-        raise _exit(unusable, 1 if is_away(fault) else 2) from None
-    except CommandError as fault:
+    except (exc.SQLAlchemyError, OSError) as fault:
+        unusable = f"{failure}: the database {database.shown} cannot be used: {engine.reason_of(fault)}"
+        raise _exit(unusable, 1 if engine.is_away(fault) else 2) from None
+    except util.CommandError as fault:
         newer = f"{database.shown} is of a newer version of Tessera: install that here too ({fault})"
         raise _exit(f"{failure}: {newer}") from None
 
@@ -310,11 +319,11 @@ def _make_default_folder(settings: CoordinatorSettings) -> None:
         raise _exit(f"the folder {data_dir()} cannot be created: {fault.strerror}; name others in {places}") from None
 
 
-def _opened(duty: Duty, *, wait: bool = False) -> Services:
+def _opened(duty: serving.Duty, *, wait: bool = False) -> serving.Services:
     """Return the services for a duty that no other process has on this database, with every method loaded."""
     try:
-        methods()
-    except MethodsUnusable as refusal:
+        registry.methods()
+    except registry.MethodsUnusable as refusal:
         raise _exit(str(refusal)) from None
     for variable, _ in environment.unknown(os.environ, CoordinatorSettings.model_fields):
         log.warning("coordinator.variable_ignored", variable=variable)
@@ -330,12 +339,12 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
     return services
 
 
-def _check(database: Database) -> None:
-    with suppress(SQLAlchemyError):
+def _check(database: engine.Database) -> None:
+    with suppress(exc.SQLAlchemyError):
         database.check()
 
 
-def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False) -> Services:
+def _assembled(duty: serving.Duty = "both", *, at_head: bool = True, wait: bool = False) -> serving.Services:
     """Return the services, with a duty other than "both" held; otherwise print why not, and exit with status 2.
 
     For such a duty the status is 1 if the database is only away: a service manager starts the process again.
@@ -345,17 +354,19 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
     settings = _settings()
     _make_default_folder(settings)
     try:
-        services = assemble(settings, duty=duty)
+        services = serving.assemble(settings, duty=duty)
         if at_head:
             services.database.require_head()
         if duty != "both":
             services.database.hold(duty, wait=wait)
-    except (DatabaseInUse, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
+    except (engine.DatabaseInUse, engine.SchemaBehind, store.StagingOnOtherDisk, engine.UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
-    except SQLAlchemyError as fault:
-        unusable = f"the database {Database(settings.database_url).shown} cannot be used: {reason_of(fault)}"
-        raise _exit(unusable, 1 if duty != "both" and is_away(fault) else 2) from None
-    except (OSError, ImportError, ValueError, BaseError) as fault:
+    except exc.SQLAlchemyError as fault:
+        unusable = (
+            f"the database {engine.Database(settings.database_url).shown} cannot be used: {engine.reason_of(fault)}"
+        )
+        raise _exit(unusable, 1 if duty != "both" and engine.is_away(fault) else 2) from None
+    except (OSError, ImportError, ValueError, storage.BaseError) as fault:
         reason = _reason_of(fault).partition("\n")[0] or type(fault).__name__
         reason += "; create the folder around it, or correct its name" * isinstance(fault, FileNotFoundError)
         places = "database, blob store, staging folder or merge engine"
@@ -363,7 +374,7 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
     return services
 
 
-def _hand_over_first_token(services: Services) -> None:
+def _hand_over_first_token(services: serving.Services) -> None:
     """Print the first administrator's token, then commit it: after a crash in between, another is issued.
 
     Without a file, only a terminal gets it: a log would keep it.
@@ -371,7 +382,7 @@ def _hand_over_first_token(services: Services) -> None:
     path = services.settings.admin_token_file
     admins_sign_in = "admin" in services.settings.oidc_roles.values()
     with services.database.transaction() as session:
-        secret = first_token(session, services.database.now(), admins_sign_in=admins_sign_in)
+        secret = tokens.first_token(session, services.database.now(), admins_sign_in=admins_sign_in)
         if secret is None:
             if path is not None and not path.exists():
                 remedy = (

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from tessera.shared.cli.docs import FOLDER
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import complain, show_problem, wants_json
 from tessera.shared.diagnostics import reason_of
@@ -156,22 +157,16 @@ def _reworded(refusal: Any) -> str:
 
 
 def _elsewhere(name: str, path: str) -> list[str]:
-    """Return the commands of this name in other groups, those of the nearest groups first; none if there are many."""
-    found: list[str] = []
+    """Return the commands of this name in other groups, those of the nearest groups first; none if there are many.
 
-    def search(command: Any, words: str) -> None:
-        for each, inner in getattr(command, "commands", {}).items():
-            if each == name:
-                found.append(f"{words} {each}")
-            search(inner, f"{words} {each}")
-
-    # The coordinator's take longest to import.
-    for group, entry in sorted(installed().items(), key=lambda pair: pair[0] == "coordinator"):
-        # A part that is not installed has no commands here.
-        with suppress(ModuleNotFoundError):
-            if not found or group != "coordinator":
-                search(get_command(entry.load()), f"tessera {group}")
-    return sorted(found, key=lambda words: not words.startswith(f"{path} ")) if len(found) <= MAX_ELSEWHERE else []
+    From the page of all commands, because to import these takes seconds.
+    """
+    with suppress(OSError):
+        page = (FOLDER / "cli.md").read_text(encoding="utf-8")
+        found = re.findall(rf"^#+ (tessera .+ {re.escape(name)})$", page, re.MULTILINE)
+        if len(found) <= MAX_ELSEWHERE:
+            return sorted(found, key=lambda words: not words.startswith(f"{path} "))
+    return []
 
 
 @cache

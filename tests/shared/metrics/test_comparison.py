@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -155,6 +156,28 @@ def test_the_best_of_some_versions_is_one_of_them() -> None:
     best = best_version(found, among=[1, 2, 7])
     assert best
     assert (best.number, best.metric, best.value) == (2, "accuracy", 0.2)
+
+
+def test_the_best_of_thousands_of_evaluations_is_found_in_few_calls_each() -> None:
+    """A page of 500 versions took 27 calls for each of its evaluations, and 170 ms."""
+    every = [
+        measured(version, f"site-{(7 * version + 13 * site) % 50}/w", accuracy=(31 * version + 17 * site) % 97 / 97)
+        for version in range(500)
+        for site in range(5)
+    ]
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        best_version(every)
+    finally:
+        sys.setprofile(before)
+    assert calls < 20 * len(every)
 
 
 def history(
