@@ -59,10 +59,9 @@ FROM final AS coordinator
 LABEL org.opencontainers.image.title="Tessera coordinator" \
     org.opencontainers.image.description="Keeps runs, rounds and the global state of federated training"
 COPY --from=build-coordinator /opt/tessera /opt/tessera
-ENV TESSERA_HOST=0.0.0.0 \
-    TESSERA_DATABASE_URL=sqlite:////data/tessera.db \
-    TESSERA_BLOB_URL=/data/blobs \
-    TESSERA_STAGING_DIR=/data/staging
+# The data are in /data/tessera/coordinator, unless settings name other places: no variable of the image could be unset for a
+# TESSERA_DATABASE_URL_FILE.
+ENV TESSERA_HOST=0.0.0.0 XDG_STATE_HOME=/data
 EXPOSE 8470
 # From inside, past any proxy, and where the name in the certificate is another. With TESSERA_TLS_CLIENT_CA, give it a certificate to show.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10s \

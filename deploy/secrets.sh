@@ -11,9 +11,7 @@ made() { [ -s "secrets/$1" ] || { cat > "secrets/$1.part" && mv "secrets/$1.part
 
 new | made database-password
 password=$(cat secrets/database-password)
-made coordinator.env <<END
-TESSERA_DATABASE_URL=postgresql://tessera:$password@database/tessera
-END
+echo "postgresql://tessera:$password@database/tessera" | made database-url
 
 # Containers run as the owner of these files, so that they can read them, and the owner can read the containers' files.
 user=$(id -u):$(id -g)

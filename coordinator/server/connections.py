@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import structlog
 import uvicorn
@@ -174,7 +175,8 @@ class Server(uvicorn.Server):
 
     async def _follow(self, connection: socket.socket, address: str, refusal: Problem | None) -> None:
         config, tls = self.config, self.config.tls
-        protocol = config.http_protocol_class(  # type: ignore[call-arg]  # of `configuration`
+        make: Any = config.http_protocol_class
+        protocol = make(
             turned_away=refusal, config=config, server_state=self.server_state, app_state=self.lifespan.state
         )
         seconds = config.limiter.settings.header_timeout_seconds if tls else None

@@ -77,6 +77,11 @@ def test_nothing_secret_is_written_down(deploy: Path, services: dict[str, Any]) 
         environment = service.get("environment", {})
         secret = [key for key in environment if re.search("PASSWORD|SECRET|TOKEN|KEY", key) and "FILE" not in key]
         assert secret == [], name
+        # A variable is shown to whoever may inspect a container, and a file of them too.
+        assert "env_file" not in service, name
+    for name in ("migrate", "coordinator", "conductor"):
+        assert services[name]["environment"]["TESSERA_DATABASE_URL_FILE"] == "/run/secrets/database-url", name
+        assert services[name]["secrets"] == ["database-url"], name
     assert {"secrets/", "data/", ".env"} <= set((deploy / ".gitignore").read_text().split())
 
 
@@ -101,13 +106,11 @@ def test_secrets_are_made_once_each_for_their_owner_alone(deploy: Path, tmp_path
     script.write_bytes((deploy / "secrets.sh").read_bytes())
     subprocess.run(["sh", script], check=True)
     made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-    assert made.keys() == {"database-password", "coordinator.env"}
+    assert made.keys() == {"database-password", "database-url"}
     for path in (tmp_path / "secrets").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path.name
     assert re.fullmatch("[0-9a-f]{48}", made["database-password"])
-    lines = dict(line.split("=", 1) for line in made["coordinator.env"].splitlines())
-    assert lines.keys() == {"TESSERA_DATABASE_URL"}
-    assert made["database-password"] in lines["TESSERA_DATABASE_URL"]
+    assert made["database-url"] == f"postgresql://tessera:{made['database-password']}@database/tessera\n"
     owner = (tmp_path / "secrets" / "database-password").stat()
     assert (tmp_path / ".env").read_text() == f"TESSERA_USER={owner.st_uid}:{owner.st_gid}\n"
     assert owner.st_uid != 0

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tessera.coordinator.settings import CoordinatorSettings
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.paths import ROOT
 from tests.support.processes import free_port
@@ -123,6 +124,15 @@ def test_hadolint_finds_nothing() -> None:
 
 
 # ---------------------------------------------------------------- the commands themselves
+
+
+def test_no_image_has_a_variable_that_its_settings_file_would_contradict() -> None:
+    """The chart's pods have TESSERA_DATABASE_URL_FILE, and a coordinator refuses both."""
+    given = dict(pair.split("=", 1) for line in whole("coordinator").said("ENV") for pair in shlex.split(line))
+    fields = CoordinatorSettings.model_fields
+    replaced = {f"TESSERA_{name}".upper() for name in fields if f"{name}_file" in fields}
+    assert "TESSERA_DATABASE_URL" in replaced
+    assert replaced & given.keys() == set()
 
 
 class Tree:

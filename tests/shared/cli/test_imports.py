@@ -1,4 +1,4 @@
-"""What takes seconds to import is imported only by commands that compute with tensors."""
+"""What takes seconds to import is imported only by commands that need it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 from tessera.shared.cli.main import app
 
-HEAVY = {"torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "huggingface_hub", "matplotlib"}
+HEAVY = {"torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "huggingface_hub", "matplotlib",
+         "sqlalchemy", "alembic", "obstore", "fastapi", "uvicorn"}
 found, codes, tree = {}, {}, get_command(app)
 
 def ask(*words, **env):
@@ -46,7 +47,7 @@ print(json.dumps({"found": found, "codes": codes}))
 """
 
 
-def test_a_command_without_tensors_does_not_import_torch(tmp_path: Path) -> None:
+def test_a_command_without_tensors_or_tables_imports_neither_torch_nor_a_database(tmp_path: Path) -> None:
     config, missing = str(tmp_path / "worker.toml"), str(tmp_path / "missing.toml")
     Path(config).write_text(
         f'url = "{NOWHERE}"\nname = "w"\ntoken = "tessera_site_x"\nstate_dir = "{tmp_path}/state"\n'
@@ -61,6 +62,8 @@ def test_a_command_without_tensors_does_not_import_torch(tmp_path: Path) -> None
     lines += [["worker", line, "--config", missing] for line in ("run", "check", "doctor")]
     lines += [["worker", "join", "http://example.com", "--site", "x", "--config", missing], ["worker", "status"]]
     lines += [["data", line, missing] for line in ("show", "init", "split")]
+    # Of another group: its commands are named without importing them.
+    lines += [["serve"], ["worker", "migrate"]]
     lines += [["simulate", missing], ["compare", str(tmp_path), missing], ["model", "blocks", missing]]
     lines += [["model", "merge", missing, missing], ["audit", "verify", "--config", config]]
     done = subprocess.run(
