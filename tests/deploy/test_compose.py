@@ -85,7 +85,7 @@ def test_nothing_secret_is_written_down(deploy: Path, services: dict[str, Any]) 
     assert {"secrets/", "data/", ".env"} <= set((deploy / ".gitignore").read_text().split())
 
 
-def test_the_settings_of_all_are_settings(deploy: Path, services: dict[str, Any]) -> None:
+def test_the_settings_of_all_are_settings(deploy: Path, services: dict[str, Any], tmp_path: Path) -> None:
     for name in ("coordinator", "conductor", "migrate"):
         ours = {key[8:].lower() for key in services[name]["environment"] if key.startswith("TESSERA_")}
         assert ours <= set(CoordinatorSettings.model_fields), name
@@ -93,7 +93,8 @@ def test_the_settings_of_all_are_settings(deploy: Path, services: dict[str, Any]
     for name in ("north", "south", "west"):
         with pytest.MonkeyPatch.context() as patch:
             for key, value in services[name]["environment"].items():
-                patch.setenv(key, value)
+                # The container mounts this folder.
+                patch.setenv(key, value.replace("/keys/", f"{tmp_path}/"))
             settings = read_settings(deploy / "worker.toml")
         part = settings.datasets["digits"].part
         assert (settings.name, part is not None and part.count) == (name, 3)
