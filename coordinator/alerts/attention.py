@@ -132,11 +132,11 @@ def alerts(
 
 def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:
     paused = select(RunRow).where(RunRow.state == "paused").order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
-    for run in session.scalars(paused):
-        why, remedy = run.reason or "A person paused it.", "Fix what the reason names, then resume the run."
+    for row in session.scalars(paused):
+        why, remedy = row.reason or "A person paused it.", "Fix what the reason names, then resume the run."
         # Its revision may still change: a merge that has begun ends.
-        key = f"{run.id}/{run.resumed_at}"
-        yield Alert("run-paused", f"{run.name} is paused", why, remedy, f"/runs/{run.id}", key=key)
+        key = f"{row.id}/{row.resumed_at}"
+        yield Alert("run-paused", f"{row.name} is paused", why, remedy, f"/runs/{row.id}", key=key)
     running = (
         select(RunRow.id, RunRow.name, RunRow.changes, VersionRow.warnings)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))

@@ -91,7 +91,7 @@ def _open_rounds(session: Session, runs: list[str]) -> dict[str, OpenRound]:
     """Return the open round of each of these runs that has one."""
     is_live = one_of(RoundRow.state, *LIVE_ROUND) & RoundRow.run_id.in_(runs)
     rounds = session.scalars(select(RoundRow).where(is_live)).all()
-    tasks: dict[str, dict[str, int]] = defaultdict(dict)
+    tasks: dict[str | None, dict[str, int]] = defaultdict(dict)
     counts = (
         select(TaskRow.round_id, TaskRow.state, func.count())
         .where(TaskRow.round_id.in_([row.id for row in rounds]))

@@ -100,6 +100,14 @@ def outcomes(
     return [outcome(round_) for round_ in rounds]
 
 
+def at_work(round_: Round) -> str:
+    """Return the workers of a round by state of their tasks, as a phrase."""
+    names: dict[str, list[str]] = {}
+    for task in round_.tasks:
+        names.setdefault(task.state, []).append(task.worker)
+    return "; ".join(f"{state}: {', '.join(workers)}" for state, workers in names.items())
+
+
 @dataclass(frozen=True)
 class RunProgress:
     """A run at one moment, with the rounds that ended since the last look and the open round."""
