@@ -162,6 +162,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._parsed = False
         self._body_ended = True
         self._deadline: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
         # The responses: bytes unread at the last check, and since when there are as many.
         self._check_timer: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
@@ -179,6 +180,10 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._cancel_deadline()
         if self._check_timer:
             self._check_timer.cancel()
+        if self._answering:
+            # Uvicorn tells the last of several requests only.
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     # ------------------------------------------------------------ requests
@@ -206,6 +211,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._start_deadline()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._answering = cycle
         start = partial(super()._start_asgi_task, cycle, app)
         if cycle.scope["path"] == PROBE:
             start()

@@ -253,6 +253,8 @@ def test_a_client_that_hangs_up_is_no_fault_of_the_server(
         head("POST", "/v1/enrolments", {"Content-Type": "application/json", "Content-Length": "1000"}) + b"{",
         head("POST", "/page/sign-in", {"Content-Length": "1000"}) + b"token=",
         head("GET", "/v1/events", bearer),
+        # Sent ahead: the first one is being answered.
+        head("GET", "/v1/events", bearer) * 2,
     ):
         for _ in range(10):
             with connected(coordinator) as raw:
