@@ -215,7 +215,9 @@ class CoordinatorSettings(BaseSettings):
     idle_timeout_seconds: PositiveFloat = Field(
         default=120.0, description="maximum pause within an upload or a response before the connection is closed"
     )
-    max_header_bytes: Bytes = Field(default=65_536, description="maximum size of a request's head")
+    max_header_bytes: Bytes = Field(
+        default=16_384, description="maximum size of a request's head, in which each header counts 128 bytes more"
+    )
     header_timeout_seconds: PositiveFloat = Field(
         default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )

@@ -49,6 +49,9 @@ OTHER_FILES = 1_024
 MAX_PIPELINED = 32
 """Most requests sent ahead of the first response: uvicorn queues any number of them."""
 
+HEADER_BYTES = 128
+"""Bytes that each header counts besides its own: so much do its Python objects take."""
+
 LOOKS = 4
 """Checks within `idle_timeout_seconds` of whether a receiver has read anything."""
 
@@ -230,7 +233,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count(len(name) + len(value) + HEADER_BYTES)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
 from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaBehind, alembic_config
@@ -31,6 +32,14 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
         "TESSERA_PORT": str(free_port()),
     }
     return forked(*arguments, module="tessera.coordinator", **{**settings, **more})
+
+
+def test_a_stranger_s_readiness_checks_do_not_read_the_migrations_each_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert database.at_head_or_later()
+    monkeypatch.delattr(ScriptDirectory, "from_config")
+    assert database.at_head_or_later()
 
 
 @pytest.mark.sqlite
