@@ -40,7 +40,7 @@ from tessera.worker.model.block_map import UnknownArchitecture
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingError, MappingFile
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.atomic_files import WriteFailed, disk_error, written_whole
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import CheckpointKey
 from tessera.worker.state.hash_chain import ChainError
@@ -84,6 +84,7 @@ EXCEPTIONS = _by_name(
     UnknownArchitecture,
     UnknownAttention,
     UnsupportedRun,
+    WriteFailed,
     torch.OutOfMemoryError,
 )
 """The exceptions that arrive as they were raised."""
@@ -266,6 +267,9 @@ class _Reader:
 def _parts_of(exception: BaseException) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """Return the name of the first of `EXCEPTIONS` from which an exception derives, its arguments and its attributes:
     those of a failure that names the exception alone, if there is none."""
+    if isinstance(exception, OSError) and disk_error(exception):
+        # Of the machine: the worker gives the task back for it. Its arguments lack the file.
+        return WriteFailed.__name__, (exception.errno, exception.strerror, exception.filename), vars(exception)
     for kind in type(exception).__mro__:
         if EXCEPTIONS.get(kind.__name__) is kind:
             return kind.__name__, exception.args, vars(exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.faults.disk import Disk
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.model.build import ModelMismatch
@@ -28,6 +30,7 @@ from tessera.worker.model.config import UnsafeConfig
 from tessera.worker.model.prompts import PromptError
 from tessera.worker.ranks import serialization
 from tessera.worker.ranks.shared_dataset import dataset_of, parts_of
+from tessera.worker.state.atomic_files import WriteFailed
 from tessera.worker.task.errors import TaskFailure
 from tests.support.paths import ROOT
 from tests.support.pretrained import bert_tokenizer
@@ -168,6 +171,13 @@ class OfAMethod(UnsupportedRun):
 def test_an_exception_of_a_further_class_is_reported_as_by_one_process(fault: Exception) -> None:
     assert failure_of(copied(fault)) == failure_of(fault)
     assert failure_of(fault)[1] == "text"
+
+
+def test_a_full_disk_of_a_rank_is_no_failure_of_the_task(tmp_path: Path) -> None:
+    for fault in (WriteFailed(errno.ENOSPC, "full", str(tmp_path / "file")), OSError(errno.EMFILE, "too many")):
+        arrived = copied(fault)
+        assert (arrived.errno, arrived.filename) == (fault.errno, fault.filename)
+        assert Disk([tmp_path]).note(arrived)
 
 
 @pytest.mark.parametrize("fault", [ValueError("secret"), KeyError(3), OSError(2, "secret", "secret")])
