@@ -14,7 +14,7 @@ from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
 from tessera.shared.client.transport import Answer, IntermediaryFault, NotUnderstood, Transport, Unreachable
 from tessera.shared.hashing import Sink
-from tessera.shared.problems import OffsetMismatch
+from tessera.shared.problems import OffsetMismatch, Problem
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER
 
 ONE_REQUEST_BYTES = 1 << 20
@@ -107,7 +107,12 @@ class Transfers:
         def attempt() -> bool:
             """Send the next piece. Return whether it was the last."""
             nonlocal offset
-            offset = int(self._transport.once("HEAD", location).header("Upload-Offset"))
+            try:
+                offset = int(self._transport.once("HEAD", location).header("Upload-Offset"))
+            except Problem as problem:
+                # Without a body, a gateway's answer looks like the coordinator's.
+                problem.retryable = True
+                raise
             count = min(length - offset, self._piece_bytes)
             is_last = offset + count == length
             headers = {

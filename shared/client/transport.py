@@ -125,6 +125,7 @@ class IntermediaryFault(ServerFault):
             headers=dict(answer.headers),
         )
         self.is_body_limit = status == codes.REQUEST_ENTITY_TOO_LARGE
+        self.is_rule = self.is_body_limit or status == codes.METHOD_NOT_ALLOWED
         self.retryable = status >= 500 or status in (codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS)
 
 
@@ -291,7 +292,6 @@ class Transport:
             if present := spans.present():
                 options = {**options, "headers": {**options.get("headers", {}), HEADER: present}}
             with self._http.stream(method, path, **options) as response:
-                self._is_known = True
                 if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
                     raise Unreachable(f"the proxy {self._proxy} requires authentication (HTTP 407)", remedy=BY_PROXY)
                 if response.is_success and _is_page(response):
@@ -300,6 +300,7 @@ class Transport:
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if response.is_success and encoding != "identity":
                     raise NotUnderstood(f"the answer has Content-Encoding {encoding[:40]!r}, which was not asked for")
+                self._is_known = self._is_known or response.is_success
                 yield response
 
     def _read(self, response: httpx.Response) -> Answer:
@@ -318,7 +319,8 @@ class Transport:
 
         The time runs from the first failure, and restarts at each failure before which `moved` (bytes transferred)
         has grown, so that a transfer may take any time while it advances. A refused token is read again, once.
-        Without `awaits_start` nothing is repeated until something has answered: the URL may be wrong.
+        Without `awaits_start` the first request is not repeated for what may be a wrong URL. Later, a page in place
+        of the coordinator's answer may pass, unless it refuses the method or the size.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
@@ -336,7 +338,11 @@ class Transport:
                     give_up_at, before, pause = time.monotonic() + self._patience_seconds, there, 0.1
                 asked = problem.retry_after_seconds
                 wait = asked if asked is not None else random.uniform(pause / 2, pause)  # noqa: S311 (jitter)
-                lasts = not problem.retryable or (isinstance(problem, Unreachable) and not self._is_known)
+                self._is_known = self._is_known or problem.from_document
+                if self._is_known and isinstance(problem, IntermediaryFault):
+                    lasts = problem.is_rule
+                else:
+                    lasts = not problem.retryable or (isinstance(problem, Unreachable) and not self._is_known)
                 if lasts or time.monotonic() + wait > give_up_at:
                     raise
             self._sleep(wait)

@@ -99,6 +99,16 @@ def test_an_upload_that_breaks_off_goes_on_from_the_offset_that_the_server_tells
     ]
 
 
+@pytest.mark.parametrize("status", [403, 404, 409, 410])
+def test_a_gateways_answer_without_a_body_does_not_end_an_upload(status: int) -> None:
+    at = {"Location": "/v1/uploads/u", "Upload-Complete": "?0"}
+    gateway, offset = Answer(status, b"", {"Content-Type": MEDIA_TYPE}), {"Upload-Offset": "1500000"}
+    answers = Answer(201, b"", at), gateway, Answer(204, b"", offset), Answer(204, b"")
+    with answering(*answers) as (url, asked), client_of(url) as client:
+        client.put_bytes(DATA)
+    assert [a.method for a in asked] == ["POST", "HEAD", "HEAD", "PATCH"]
+
+
 def limited(coordinator: LiveCoordinator, most_bytes: int) -> Callable[[Asked], Answer]:
     """Answers of a proxy before a coordinator that limits the bodies of requests, as nginx does."""
 

@@ -394,11 +394,22 @@ def test_an_upload_whose_offset_a_proxy_removed_fails_as_the_line_does() -> None
 def test_an_intermediarys_page_is_tried_again_only_if_it_may_pass() -> None:
     for status, tries in ((503, 2), (429, 2), (413, 1), (403, 1), (200, 1)):
         with answering(page(status), Answer()) as (url, asked):
-            http = transport(url, [])
+            http = transport(url, [], awaits_start=False)
             with suppress(IntermediaryFault):
                 http.request("GET", "/x")
             http.close()
         assert len(asked) == tries
+
+
+@pytest.mark.parametrize(("status", "tries"), [(401, 2), (403, 2), (404, 2), (302, 2), (200, 2), (405, 1), (413, 1)])
+def test_a_page_amid_a_coordinators_answers_does_not_end_what_waits_for_it(status: int, tries: int) -> None:
+    with answering(Answer(), page(status), Answer()) as (url, asked):
+        http = transport(url, [], awaits_start=False)
+        http.request("GET", "/x")
+        with suppress(IntermediaryFault):
+            http.request("GET", "/x")
+        http.close()
+    assert len(asked) == 1 + tries
 
 
 def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
