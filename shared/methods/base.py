@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
@@ -109,6 +110,20 @@ class Update:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.worker)
+
+
+def mean_metrics(updates: Sequence[Update], names: Iterable[str], most: float) -> dict[str, float]:
+    """Return the mean by examples of each named metric, over the updates that report it as a number from 0 to `most`.
+
+    For `merge` to add to the scalars that `warnings` and charts read. A private site reports none, and a report that
+    cannot be true changes no mean.
+    """
+    found: dict[str, float] = {}
+    for name in names:
+        reports = [(u.metrics[name], u.examples) for u in updates if 0 <= u.metrics.get(name, -1.0) <= most]
+        if reports:
+            found[name] = fmean(*zip(*reports, strict=True))
+    return found
 
 
 @dataclass(frozen=True)

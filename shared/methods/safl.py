@@ -10,6 +10,7 @@ decoder, two towers) are ranked within their stack, and each stack contributes i
 A version's scalars, by layer number (with several stacks, the stack's number and the layer's): `picks`, the number of
 updates with the layer; `last_pick`, the last version that it was sent for; `score`, `vote` (the share of the ballots
 with the layer) and `entropy`, as last measured; `held`, 1 for the layers that a common choice with hysteresis holds.
+Besides, `score_spread` over the layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
-from math import inf, nan
+from math import inf, isfinite, nan
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
     WorkerHalf,
+    mean_metrics,
 )
 from tessera.shared.methods.layer_choice import (
     CommonChoice,
@@ -66,6 +68,13 @@ SHOWN = 8
 
 CODED = 4
 """The compression by int8, at half a percent of error: a run's byte budget is filled with layers for this codec."""
+
+SCORE_SPREAD = "score_spread"
+"""A site's largest score less its smallest, over their mean: of several stacks, where this is least."""
+CONVERGED = 0.05
+"""The spread of scores below which their order is chance."""
+UNIFORM = 0.99
+"""The mean entropy above which attention hardly distinguishes tokens."""
 
 # The scalars of a plan: whether to measure scores, the number of the period in which a choice is valid, the number of
 # layers to choose, the number to vote for, and by layer those that were drawn for the worker.
@@ -224,9 +233,10 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             scalars[f"picks.{label}"] = scalars.get(f"picks.{label}", 0.0) + picks
             if picks:
                 scalars[f"last_pick.{label}"] = float(merged.round)
-            entropies = [(u.metrics[name], u.examples) for u in updates if (name := f"entropy.{label}") in u.metrics]
-            if entropies:
-                scalars[f"entropy.{label}"] = fmean(*zip(*entropies, strict=True))
+        # Both bounds have room for roundings: a spread is at most the number of layers.
+        labels = self._candidates.labels.values()
+        scalars |= mean_metrics(updates, [f"entropy.{label}" for label in labels], 1.01)
+        scalars |= mean_metrics(updates, [SCORE_SPREAD], 1.01 * len(labels))
         if self.settings.chooser != "worker":
             scalars |= self._common.after(scalars, updates, self._k)
         return replace(merged, scalars=scalars)
@@ -296,12 +306,25 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 f"layer starvation: {_listed(starved)} in no update of the last {limit} rounds, and not trained by "
                 "any worker"
             )
-        entropies = {name: state.scalars.get(f"entropy.{label}", inf) for name, label in labels.items()}
+        entropies = {
+            n: state.scalars[at] for n, label in labels.items() if (at := f"entropy.{label}") in state.scalars
+        }
         if low := [name for name, entropy in entropies.items() if entropy < settings.collapsed_below]:
             worst = min(low, key=entropies.__getitem__)
             warnings.append(
-                f"attention collapse: {_listed(low)} below an entropy of {settings.collapsed_below:g} ({worst} at "
+                f"peaked attention: {_listed(low)} below an entropy of {settings.collapsed_below:g} ({worst} at "
                 f"{entropies[worst]:.3f}); their queries attend to hardly more than one token each"
+            )
+        by_attention, collapsed = settings.score in OF_ATTENTION, []
+        if state.scalars.get(SCORE_SPREAD, inf) < CONVERGED:
+            collapsed.append(f"the layers' scores differ by less than {CONVERGED:.0%} of their mean")
+        if by_attention and entropies and fmean(entropies.values()) > UNIFORM:
+            collapsed.append(f"heads attend to all tokens alike, with a mean entropy above {UNIFORM:g}")
+        if collapsed:
+            others = ", name other task tokens (tokens), or set score to fisher" if by_attention else ""
+            warnings.append(
+                f"{'attention' if by_attention else 'score'} collapse: {' and '.join(collapsed)}, so that the choice "
+                f"of layers is hardly better than a random one. Begin with a pre-trained model{others}"
             )
         return warnings
 
@@ -394,6 +417,8 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             case "fisher":
                 traces = context.fisher(islice(batches, count), blocks)
                 scores = {name: np.array([trace]) for name, trace in traces.items()}
+        if scores and isfinite(spread := self._spread(scores)):
+            self._metrics[SCORE_SPREAD] = spread
         scalars = context.plan.scalars
         if LAYERS in scalars:
             if settings.smoothing:
@@ -404,6 +429,12 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             self._report("vote", {e.name: float(at in ballot) for at, e in enumerate(self._candidates.layers)})
         else:
             self._report("score", {name: float(score.mean()) for name, score in scores.items()})
+
+    def _spread(self, scores: Mapping[str, Array]) -> float:
+        """Return the least spread of a stack's scores; inf if no stack has a choice."""
+        means = [[float(scores[layer.name].mean()) for layer in stack] for stack in self._candidates.stacks]
+        # Scores that are all 0 are equal.
+        return min(((max(each) - min(each)) / (fmean(each) or 1.0) for each in means if len(each) > 1), default=inf)
 
     def _smoothed(self, scores: Mapping[str, Array]) -> dict[str, Array]:
         """Return the exponential mean of each layer's score over this site's profiles, [1], and keep it."""
@@ -522,6 +553,7 @@ METHOD = Method(
     unstated="rounds, epochs, optimizer, learning rate, batch size, sites, the rule of pruning, and delta, clip norm "
     "and accountant of the privacy with epsilon 8, 4, 2, 1 and 0.5 (Table II)",
     charts=(
+        Chart("spread of scores", (SCORE_SPREAD,), "no worker has measured it", title="Spread of the layers' scores"),
         Chart("attention entropy", ("entropy.",), "no worker has measured it", title="Attention entropy by layer"),
     ),
 )

@@ -104,7 +104,9 @@ class SAFLSettings(MethodSettings):
         default="attention", description="rows of the heads with the least mass first, or of the smallest change"
     )
     starved_after: PositiveInt = Field(default=10, description="rounds without a pick before a warning")
-    collapsed_below: float = Field(default=0.1, ge=0, le=1, description="attention entropy below which to warn")
+    collapsed_below: float = Field(
+        default=0.1, ge=0, le=1, description="attention entropy below which to warn of peaked attention"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -126,12 +126,15 @@ def task(
     at: State | None = None,
     vault: Mapping[str, Array] | None = None,
     worker: Participant | None = None,
+    sharpness: float = 1.0,
     **settings: Any,
 ) -> Done:
-    """One worker's task on the six-layer ViT, from the plan to the harvest."""
+    """One worker's task on the six-layer ViT, from the plan to the harvest. Its queries and keys are scaled."""
     half, at = coordinator(**settings), at or state()
     plan = half.plan(half.start(at), [worker or COHORT[0]], Random(3))["a/w"]
     model = instantiate(SIX, "image-classification", seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.data *= sharpness if ("q_proj" in name or "k_proj" in name) else 1.0
     context = Watched(model, "image-classification", plan, BLOCKS, dict(vault or {}))
     start = {block.name: context.read(block) for block in BLOCKS}
     facts = RunInfo(BLOCKS, rounds=10, training=TRAINING)
@@ -444,7 +447,7 @@ def test_scores_are_measured_anew_every_so_many_rounds() -> None:
     due = [plans(half, scored(number))["a/w"].scalars["profile"] for number in range(1, 8)]
     assert due == [0, 0, 1, 0, 0, 1, 0]
     told = task(scored(3), chooser="consensus", profile_every=3).result.metrics
-    assert set(told) == {f"{what}.{i}" for what in ("score", "entropy") for i in range(6)}
+    assert set(told) == {"score_spread", *(f"{what}.{i}" for what in ("score", "entropy") for i in range(6))}
     assert not task(scored(4), chooser="consensus", profile_every=3).context.looks
 
 
@@ -650,7 +653,7 @@ def test_vote_begins_with_a_round_that_sends_nothing_but_ballots() -> None:
     votes = {name: value for name, value in done.result.metrics.items() if name.startswith("vote.")}
     assert set(votes) == {f"vote.{layer}" for layer in range(6)}
     assert {int(name[5:]) for name, vote in votes.items() if vote} == task(layers=2).layers
-    assert not any(name.startswith("score") for name in done.result.metrics)
+    assert not any(name.startswith("score.") for name in done.result.metrics)
     coordinator(chooser="vote", layers=2).check(done.plan, 24, done.result.metrics)
 
 
@@ -831,20 +834,42 @@ def test_a_head_tied_to_the_embeddings_is_named_before_the_first_round() -> None
     assert coordinator_half(MethodSpec(name="safl"), RunInfo(BLOCKS, rounds=10)).warnings(State(0, {})) == []
 
 
-def test_attention_that_collapses_is_told_of_by_name() -> None:
+def test_attention_to_single_tokens_is_named_by_layer() -> None:
     half = coordinator(collapsed_below=0.2)
     metrics = {f"entropy_at_{layer}": 0.9 for layer in range(6)}
     calm = half.merge(state(), [sent(0, **metrics)])
     assert half.warnings(calm) == []
     low = [sent(0, worker=name, **{**metrics, "entropy_at_3": entropy}) for name, entropy in (("a", 0.1), ("b", 0.2))]
     [warning] = half.warnings(half.merge(calm, low))
-    assert warning.startswith("attention collapse: vit.layers.3 is below an entropy of 0.2 (vit.layers.3 at 0.150)")
+    assert warning.startswith("peaked attention: vit.layers.3 is below an entropy of 0.2 (vit.layers.3 at 0.150)")
+
+
+@pytest.mark.parametrize(
+    ("sharpness", "score", "warned"),
+    [(0.0, "attention", True), (20.0, "attention", False), (20.0, "gradient-norm", False)],
+)
+def test_choice_by_attention_that_is_uniform_is_named_a_collapse(sharpness: float, score: str, warned: bool) -> None:
+    half = coordinator(layers=2, score=score)
+    metrics = task(layers=2, score=score, sharpness=sharpness).result.metrics
+    found = half.warnings(half.merge(state(), [replace(sent(0), metrics=metrics)]))
+    assert [text.split(":")[0] for text in found] == ["attention collapse"] * warned
+    assert all("differ by less than 5% of their mean and heads attend to all tokens alike" in text for text in found)
+
+
+def test_converged_scores_are_warned_of_whatever_one_site_claims() -> None:
+    half = coordinator()
+    sharp = {f"entropy_at_{layer}": 0.5 for layer in range(6)}
+    calm = half.merge(state(), [sent(0, score_spread=0.4, **sharp)])
+    assert half.warnings(calm) == []
+    equal = [sent(0, worker=name, score_spread=spread, **sharp) for name, spread in (("a", 0.0), ("b", 1e90))]
+    [warning] = half.warnings(half.merge(calm, equal))
+    assert warning.startswith("attention collapse: the layers' scores differ by less than 5% of their mean, so that")
 
 
 def test_a_worker_tells_each_layers_entropy_and_under_its_own_choice_no_score() -> None:
     metrics = task(layers=2).result.metrics
-    assert set(metrics) == {f"entropy.{layer}" for layer in range(6)}
-    assert all(0.9 < entropy <= 1 for entropy in metrics.values())
+    assert set(metrics) == {"score_spread", *(f"entropy.{layer}" for layer in range(6))}
+    assert all(0.9 < metrics[f"entropy.{layer}"] <= 1 for layer in range(6))
 
 
 def test_a_layer_that_two_of_three_sent_is_averaged_over_those_two() -> None:
