@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.document import table_head, table_row, write_block
 from benchmarks.evidence.runs import code, machine
-from benchmarks.evidence.selections import Selections, choices_of, selections
 from benchmarks.evidence.statistics import shown_interval, shown_spread
+from tessera.shared.metrics.selections import Selections, choices_of, selections
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
@@ -176,13 +176,13 @@ def run(study: Study, settings: Mapping[str, Any], start: Weights, seed: int) ->
     sites = {f"site-{i}": examples(study.examples, 100 * seed + i, skew=1.0) for i in range(study.sites)}
     test = examples(study.test, 100 * seed + 99)
     result = simulate(spec, start, sites, test=test, conditions=Conditions(threads=1))
-    rounds = choices_of(result.outcomes)
+    rounds = choices_of(result.rounds)
     picks = [name for choices in rounds for chosen in choices.values() for name in chosen]
     scores = result.scores()
     return Figures(
         planted=fmean(name in planted for name in picks),
         accuracies=tuple(scores[number]["accuracy"] for number in sorted(scores))[-study.rounds - 1 :],
-        selected=selections(result.outcomes, layers_of(start.model.blocks)),
+        selected=selections(result.rounds, layers_of(start.model.blocks)),
         upload_bytes=sum(outcome.upload_bytes for outcome in result.outcomes) / study.sites / study.rounds,
     )
 

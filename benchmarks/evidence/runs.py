@@ -24,11 +24,11 @@ from benchmarks.evidence.jobs import Job, rounds_of, setup_of, whole_rounds
 from benchmarks.evidence.plan import SITES, Arm, Away, Plan, Setting, Table
 from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured, zero_shot
-from benchmarks.evidence.selections import selections
 from benchmarks.pooled import pooled
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+from tessera.shared.metrics.selections import selections
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
@@ -268,7 +268,7 @@ def _chosen(arm: Arm, result: Result) -> dict[str, Any]:
     """Return how the sites' selections of layers change and overlap; nothing for an arm that selects none."""
     if arm.method != "safl" or arm.central:
         return {}
-    found = asdict(selections(result.outcomes, layers_of(result.model.blocks)))
+    found = asdict(selections(result.rounds, layers_of(result.model.blocks)))
     return {"selections": {name: round(value, ROUNDED) for name, value in found.items() if not isnan(value)}}
 
 

@@ -23,7 +23,8 @@ from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import Bounds
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.methods.registry import chooses_blocks, coordinator_half
+from tessera.shared.metrics.selections import Choices
 from tessera.shared.rounds.aggregate import (
     Accepted,
     Aggregation,
@@ -31,6 +32,7 @@ from tessera.shared.rounds.aggregate import (
     norm_scores,
     observed,
     outlying,
+    with_selection,
 )
 from tessera.shared.rounds.planning import run_facts, warnings_of
 from tessera.shared.rounds.secure_sums import Sums
@@ -51,6 +53,8 @@ class _Due:
     """The version before the round."""
     bounds: Bounds
     accepted: Sequence[Accepted]
+    earlier: Sequence[Choices]
+    """The sites' selections for the versions before, of a method that chooses blocks."""
     noise_key: bytes = field(repr=False)
     """Of client-level privacy; empty without it."""
     sums: Sums | None
@@ -95,8 +99,10 @@ class RoundMerger:
             invited = terms_of(session, run_id, run.changes)
             open_round = round_id if state == "open" else None
             accepted = rounds.assigned_updates(session, run_id, base.number + 1, open_round)
+            chooses, number = chooses_blocks(invited.spec.method), base.number + 1
+            earlier = rounds.earlier_choices(session, run_id, number) if chooses else []
             bounds, key = rounds.bounds_in_force(run), round_.noise_key or b""
-        return _Due(run_id, invited, base, bounds, accepted, key, self.secure.sums(run_id, round_id))
+        return _Due(run_id, invited, base, bounds, accepted, earlier, key, self.secure.sums(run_id, round_id))
 
     def _merge(self, due: _Due, round_id: str, closing: str | None) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
@@ -108,9 +114,10 @@ class RoundMerger:
         state = self.states.load(model, manifest, made.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         aside = outlying(half, bounds, accepted)
-        warnings = warnings_of(spec, model, state, bounds, aside, examples_by_site(accepted, aside))
+        shown = with_selection(spec, state, due.earlier, accepted, merged)
+        warnings = warnings_of(spec, model, shown, bounds, aside, examples_by_site(accepted, aside))
         scores, kept = norm_scores(half, bounds, accepted), self.states.manifest(base.digest).digests
-        result = MergedRound(made, manifest, kept, warnings, merged, scores)
+        result = MergedRound(made, manifest, kept, shown.scalars, warnings, merged, scores)
 
         live, willing = self.liveness.willing(due.run_id, due.invited)
         # If its cohort is not all here, a later look opens the next round.

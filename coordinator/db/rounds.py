@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import ColumnElement, Row, func, select, update
@@ -33,6 +35,7 @@ from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperKind, SumTask
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import Plan
+from tessera.shared.metrics.selections import RECENT, Choices, choices
 from tessera.shared.privacy.noise import secret_key
 from tessera.shared.problems import Conflict, WorkerFailed
 from tessera.shared.rounds.aggregate import Accepted, Merged
@@ -68,6 +71,14 @@ _UPDATES = (
     .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
 )
 _ACCEPTED_UPDATES, _ASSIGNED_UPDATES = _UPDATES.where(_ACCEPTED), _UPDATES.where(_ASSIGNED)
+_CHOSEN = (
+    select(TaskRow.merged_in, SiteRow.name, TaskRow.layers)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .where(TaskRow.run_id == given("run"), TaskRow.merged_in.between(given("first"), given("last")))
+    .where(TaskRow.state == "merged")
+    .order_by(TaskRow.merged_in)
+)
 _OUTCOMES = (
     select(TaskRow, WORKER_NAME)
     .join_from(TaskRow, WorkerRow)
@@ -85,6 +96,8 @@ class MergedRound:
     manifest: Manifest
     kept: AbstractSet[str]
     """The blobs of the version before it."""
+    scalars: Mapping[str, float]
+    """Of the manifest, and of its sites' selection of layers."""
     warnings: Sequence[str]
     merged: Merged
     scores: Mapping[str, Mapping[str, float]]
@@ -276,9 +289,16 @@ def assigned_updates(session: Session, run_id: str, number: int, open_round: str
             metrics=task.metrics,
             plan=Plan.model_validate(task.plan),
             base=VersionRef(number=task.version_number, digest=base),
+            layers=task.layers,
         )
         for task, worker, site, base in rows
     ]
+
+
+def earlier_choices(session: Session, run_id: str, number: int) -> list[Choices]:
+    """Return the layers that each site chose for each of the `RECENT` versions before this one, in order."""
+    rows = session.execute(_CHOSEN, {"run": run_id, "first": number - RECENT, "last": number - 1})
+    return [choices((site, layers) for _, site, layers in of_one) for _, of_one in groupby(rows, itemgetter(0))]
 
 
 def _outcomes(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str]]:
@@ -317,6 +337,7 @@ def add_version(
     manifest: Manifest,
     warnings: Sequence[str],
     kept: AbstractSet[str] = frozenset(),
+    scalars: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Add a version whose blobs are recorded; those that are `kept` from the version before are the run's already.
 
@@ -324,7 +345,7 @@ def add_version(
     """
     before = session.get(VersionRow, (run_id, ref.number - 1)) if warnings else None
     row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
-    row.scalars, row.warnings = dict(manifest.scalars), list(warnings)
+    row.scalars, row.warnings = dict(manifest.scalars if scalars is None else scalars), list(warnings)
     session.add(row)
     news = [warning for warning in warnings if not before or warning not in before.warnings]
     if news:
@@ -351,7 +372,8 @@ def commit_round(
     assigned = {"run": run.id, "number": version.number}
     if move_tasks(session, "merge", _ASSIGNED, assigned) != len(result.merged):
         raise Conflict("other updates were assigned to the version than were merged")
-    news = add_version(session, now, run.id, version, result.manifest, result.warnings, result.kept)
+    about = result.warnings, result.kept, result.scalars
+    news = add_version(session, now, run.id, version, result.manifest, *about)
     if round_.sum_terms:
         withdraw_helpers(session, now, run.id)
     run.version_number = version.number

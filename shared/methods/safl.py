@@ -553,6 +553,8 @@ METHOD = Method(
     unstated="rounds, epochs, optimizer, learning rate, batch size, sites, the rule of pruning, and delta, clip norm "
     "and accountant of the privacy with epsilon 8, 4, 2, 1 and 0.5 (Table II)",
     charts=(
+        Chart("agreement of sites", ("overlap", "one_sender"), "no version has layers of two sites"),
+        Chart("turnover", ("turnover",), "no site has sent layers twice", title="Layers that a site changed"),
         Chart("spread of scores", (SCORE_SPREAD,), "no worker has measured it", title="Spread of the layers' scores"),
         Chart("attention entropy", ("entropy.",), "no worker has measured it", title="Attention entropy by layer"),
     ),

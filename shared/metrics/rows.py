@@ -1,7 +1,7 @@
 """All measurements of a run in long form: one value a row."""
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import NamedTuple, TextIO
 
@@ -9,6 +9,7 @@ from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
+from tessera.shared.metrics.selections import SENT
 from tessera.shared.metrics.site_spread import Spread, spreads
 from tessera.shared.sanitize import fit_for_table
 
@@ -39,11 +40,13 @@ def rows_of(
     """Yield the rows of a run: its rounds in order, then the measurements and metrics of each version.
 
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
+    Of a run whose sites choose layers, each update has a row for each layer that it holds.
     """
-    found = list(measurements)
+    found, versions = list(measurements), list(versions)
+    chosen = {version.number for version in versions if SENT in version.scalars}
     evaluated = evaluation_bytes(found, run.spec.rounds)
     for round_ in rounds:
-        yield from _round(run, round_, evaluated[round_.number, round_.attempt])
+        yield from _round(run, round_, evaluated[round_.number, round_.attempt], chosen)
     for one in found:
         yield from _measured(run, one)
     for number, by_name in spreads(found).items():
@@ -53,11 +56,12 @@ def rows_of(
             yield MetricRow(run.id, version.number, None, None, "version", None, None, None, name, value)
 
 
-def _round(run: Run, round_: Round, evaluation_bytes: int) -> Iterator[MetricRow]:
+def _round(run: Run, round_: Round, evaluation_bytes: int, chosen: Collection[int]) -> Iterator[MetricRow]:
     where = (run.id, round_.version, round_.number, round_.attempt, round_.stage, run.spec.dataset)
     for task in round_.tasks:
         site, _, worker = task.worker.partition("/")
-        for name, value in _task(task).items():
+        picks = {f"picked.{layer}": 1.0 for layer in task.layers} if round_.version in chosen else {}
+        for name, value in (_task(task) | picks).items():
             yield MetricRow(*where, site, worker, name, value)
     totals = {
         "asked": float(len(round_.tasks)),

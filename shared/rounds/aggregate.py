@@ -17,7 +17,8 @@ from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
-from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.methods.registry import chooses_blocks, coordinator_half
+from tessera.shared.metrics.selections import Choices, choices, selection_scalars
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.client_privacy import Release, SummedRelease, anonymous
@@ -44,11 +45,24 @@ class Accepted:
     plan: Plan
     base: VersionRef
     """The version that it started from."""
+    layers: Sequence[str] = ()
+    """The layers of which it holds blocks, by name."""
 
 
 Merged = Mapping[str, tuple[str, ...]]
 """The workers whose updates were merged, each with the blocks of its update that stayed as they were: a robust rule
 leaves a block alone that too few workers sent."""
+
+
+def with_selection(
+    spec: RunSpec, state: State, earlier: Sequence[Choices], accepted: Sequence[Accepted], merged: Merged
+) -> State:
+    """Return the state of a new version with the scalars of its sites' selection of layers, if its method chooses
+    blocks. They follow from the rounds on record: the next merge does not read them."""
+    if not chooses_blocks(spec.method):
+        return state
+    now = choices((one.site, one.layers) for one in accepted if one.worker in merged)
+    return replace(state, scalars={**state.scalars, **selection_scalars(earlier, now)})
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Reported(Message):
 
     def accepted(self, site: str, base: VersionRef) -> Accepted:
         view = self.view
-        return Accepted(site, view.worker, self.update, view.examples or 0, view.metrics, self.plan, base)
+        examples = view.examples or 0
+        return Accepted(site, view.worker, self.update, examples, view.metrics, self.plan, base, view.layers)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.metrics.selections import RECENT, choices_of
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import (
     Aggregation,
@@ -26,6 +27,7 @@ from tessera.shared.rounds.aggregate import (
     norm_scores,
     outlying,
     stretched_norm,
+    with_selection,
 )
 from tessera.shared.rounds.client_privacy import simulated_key
 from tessera.shared.rounds.outliers import median_norm
@@ -132,7 +134,9 @@ class Simulation:
         accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
         key, sums = simulated_key(self.spec.seed, base.number + 1), self._sums(reports)
         manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted, sums, key)
+        before = choices_of(entry.attempts[-1] for entry in self.versions[-RECENT:] if entry.attempts)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
+        state = with_selection(self.spec, state, before, accepted, merged)
         # Empty for secure sums, which go with no robust rule.
         scores = self.aggregation.scores(self.spec, bounds, base, accepted)
         found = [norm_scores(self._half, bounds, accepted), scores]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.evidence.selections import choices_of
+from tessera.shared.metrics.selections import choices_of, selection_scalars
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
@@ -32,8 +32,9 @@ def run(
     conditions: Conditions | None = None,
     **spec: Any,
 ) -> Result:
+    chosen = {"layers": 1, "profile_batches": 1, **settings}
     wanted = {
-        "method": {"name": "safl", "settings": {"layers": 1, "profile_batches": 1, **settings}},
+        "method": {"name": "safl", "settings": {name: value for name, value in chosen.items() if value is not None}},
         "rounds": 4,
         "seed": 3,
         "training": {"learning_rate": 0.05, "batch_size": 8},
@@ -61,7 +62,7 @@ def test_run_that_is_stopped_and_resumed_ends_with_the_same_bits(chooser: str, t
 def test_every_layer_trains_in_time_over_absences_and_abandoned_attempts() -> None:
     conditions = Conditions(away={"b": (2, 3), "c": (4,)}, dropout=0.3)
     result = run({"pick_every": 4}, conditions=conditions, cohort={"quorum": 2, "max_attempts": 20}, rounds=6)
-    rounds = choices_of(result.outcomes)
+    rounds = choices_of(result.rounds)
     assert any(attempt.state == "abandoned" for attempt in result.rounds)
     assert len(rounds) == 6
     for first in range(3):
@@ -71,7 +72,7 @@ def test_every_layer_trains_in_time_over_absences_and_abandoned_attempts() -> No
 
 def test_site_that_missed_an_election_trains_the_elected_layers() -> None:
     result = run({"chooser": "vote"}, conditions=Conditions(away={"b": (1,)}))
-    for choices in choices_of(result.outcomes):
+    for choices in choices_of(result.rounds):
         assert set(choices) == {"a", "b", "c"}
         assert len(set(choices.values())) == 1
     shares = [[version.scalars[f"vote.{i}"] for i in range(4)] for version in result.versions[1:]]
@@ -89,6 +90,16 @@ def test_abandoned_attempt_leaves_no_trace_in_what_a_site_remembers() -> None:
     assert digests(tried)[-1] == digests(calm)[-1]
     for site in "abc":
         assert tried.kept(site)["safl/scores"].tobytes() == calm.kept(site)["safl/scores"].tobytes()
+
+
+@pytest.mark.parametrize(("chooser", "warned"), [("worker", True), ("consensus", False)])
+def test_sites_that_choose_apart_are_warned_of_a_mismatch(chooser: str, warned: bool) -> None:
+    result = run({"chooser": chooser, "explore": 0.9 if warned else 0.0})
+    warnings = [text.split(":")[0] for outcome in result.outcomes for text in outcome.warnings]
+    assert ("aggregation mismatch" in warnings) == warned
+    rounds = choices_of(result.rounds)
+    overlaps = [version.scalars["overlap"] for version in result.versions if "overlap" in version.scalars]
+    assert overlaps == [selection_scalars([], choices)["overlap"] for choices in rounds]
 
 
 def test_noisy_choices_are_charged_where_there_is_something_to_choose(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.metrics.rows import rows_of
+from tessera.shared.metrics.selections import choices_of, selection_scalars
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
@@ -37,6 +39,7 @@ from tests.support.tasks import DIGITS_VIT
 VIT = {**DIGITS_VIT, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
 BLOCKS = block_table(instantiate(VIT, "image-classification", seed=1))
 BY_NAME = {block.name: block for block in BLOCKS}
+FIGURES = ("layers_sent", "turnover", "overlap", "one_sender")
 LAYER_BYTES = layers_of(BLOCKS)[0].nbytes
 ALWAYS_BYTES = sum(b.nbytes for b in BLOCKS if b.layer is None and b.role in ("head", "norm"))
 OVERHEAD = 40_000
@@ -155,6 +158,15 @@ def test_everybody_fetches_the_union_of_what_anybody_sent(live: LiveCoordinator,
     with sites(live, tmp_path, "a", "b") as [a, b]:
         fetched = [site.works()[1] for site in (a, b, a, b)][2:]
     union = layers_in(moved(*manifests(client, run)[:2]))
+    # The figures of the selections are those of the rounds on record, and their exports name each pick.
+    rounds, versions = list(client.rounds(run.id)), list(client.versions(run.id))
+    first, second = choices_of(rounds)
+    figures = [{name: v.scalars[name] for name in v.scalars if name in FIGURES} for v in versions]
+    assert figures == [{}, selection_scalars([], first), selection_scalars([first], second)]
+    assert figures[1]["layers_sent"] == len(union)
+    picked = [row for row in rows_of(client.run(run.id), rounds, versions, []) if row.metric.startswith("picked.")]
+    assert len(picked) == 2 * 2 * 2
+    assert {row.metric.removeprefix("picked.") for row in picked if (row.round, row.site) == (1, "a")} == first["a"]
     # With this run's dice the two workers did not draw the same layers.
     assert len(union) > 2
     assert all(0 < down - ALWAYS_BYTES - len(union) * LAYER_BYTES < OVERHEAD for down in fetched)
