@@ -350,6 +350,12 @@ class Privacy(UnitBudget):
         description="l2 norm that the gradient of one example, or the mean gradient of one group's, over all that "
         "trains is clipped to",
     )
+    clip: Literal["whole", "per-layer"] = Field(
+        default="whole",
+        exclude_if=partial(operator.eq, "whole"),
+        description="what is clipped to `clip_norm`: the whole gradient; or the part of it in each layer, and that "
+        "outside layers, with noise by the root of the number of these parts that train",
+    )
     selection: Literal["refused", "noisy", "uncovered"] = Field(
         default="refused",
         description="for methods that choose blocks by looking at the data: refused; noisy, at the expense of the "

@@ -170,6 +170,11 @@ class Layer:
         return sum(block.nbytes for block in self.blocks)
 
 
+def layer_key(block: Block) -> tuple[str, int] | None:
+    """Return the stack and the number of a block's layer; None outside layers."""
+    return None if block.layer is None else (stack_of(block), block.layer)
+
+
 def layers_of(blocks: Iterable[Block]) -> tuple[Layer, ...]:
     """Return the layers that the blocks are in: stacks in the order in which the table names them, layers by
     number."""

@@ -40,6 +40,7 @@ from tessera.shared.methods.registry import (
     settings_type,
 )
 from tessera.shared.metrics.selections import selection_warnings
+from tessera.shared.model.blocks import layer_key
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -122,6 +123,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         remedy = "name blocks of the model in method.settings, or choose another method"
         absent = Fault(pointer="/method", detail=f"{fault}: {remedy}")
         raise Invalid("the method selects blocks that the model does not have", errors=[absent]) from None
+    _check_clip(half.run, plans)
     _check_delta(spec)
     _check_unit(spec)
     if spec.client_privacy and spec.secure_sums:
@@ -183,6 +185,17 @@ def _check_sent(spec: RunSpec, plans: Sequence[Plan]) -> None:
             f"the method sends no updates, so that {', '.join(found)} would have no effect: leave "
             f"{'it' if len(found) == 1 else 'them'} out, or choose a method that sends some"
         )
+
+
+def _check_clip(run: RunInfo, plans: Sequence[Plan]) -> None:
+    """Raise Invalid for clipping by layer where the first round has no two layers to train."""
+    if run.privacy is None or run.privacy.clip == "whole" or not plans:
+        return
+    trained = [block for plan in plans for block in run.blocks if run.trained(plan.train).holds(block)]
+    if len(set(map(layer_key, trained))) < 2:
+        said = "the method trains blocks of one layer, or of none, so that there is one part to clip: leave it out"
+        fault = Fault(pointer="/privacy/clip", detail=said)
+        raise Invalid("there are no layers to clip apart", errors=[fault])
 
 
 def _first_plans(half: CoordinatorHalf[Any], model: Model, state: State) -> list[Plan]:

@@ -1,9 +1,9 @@
 """DP-SGD on all parameters that a phase trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
 
 Each unit, an example or a group of examples, is drawn into a step's batch independently. Its gradient over all
-trained parameters, of a group the mean over its drawn examples, is clipped to one norm, Gaussian noise is added to
-the sum, and the sum is divided by the expected batch size, since the actual size is private. Needs the extra
-`privacy`.
+trained parameters, of a group the mean over its drawn examples, is clipped to one norm, or each layer's part of it to
+that norm. Gaussian noise is added to the sum, and the sum is divided by the expected batch size, since the actual
+size is private. Needs the extra `privacy`.
 
 The noisy sum is rounded to a public grid. Floating-point noise does not reach every number, and the set of reachable
 sums would reveal the sum without noise (Mironov 2012); every point of the grid is reachable from every sum.
@@ -92,11 +92,19 @@ class Mechanism:
     sampling: Sampling
     clip_norm: float
     noise_multiplier: float
+    parts: tuple[int, ...] = ()
+    """By parameter, the number of the part of the gradient that it is clipped in; empty for one part."""
+
+    @property
+    def count(self) -> int:
+        """The number of parts, each of which is clipped to `clip_norm`."""
+        return 1 + max(self.parts, default=0)
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the noise on each value of a sum, in the unit of the gradients."""
-        return self.noise_multiplier * self.clip_norm
+        """The standard deviation of the noise on each value of a sum, in the unit of the gradients: a multiple of the
+        sensitivity, which is the root of the sum of the parts' squared clip norms."""
+        return self.noise_multiplier * self.clip_norm * math.sqrt(self.count)
 
     @property
     def grid(self) -> float:
@@ -322,12 +330,19 @@ class NoisyGradients:
         for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
             if isinstance(gradient, Tensor):
                 self._freeze.mask(parameter, gradient)
-        scale = scales(gradients, self._clip_norm)
+        parts = self._mechanism.parts or (0,) * len(totals)
+        of_parts = [
+            scales([each for each, own in zip(gradients, parts, strict=True) if own == part], self._clip_norm)
+            for part in range(self._mechanism.count)
+        ]
+        # An example whose gradient is not finite in one part counts as 0 in all.
+        none = torch.stack(of_parts).eq(0).any(0)
         if counts is not None:
-            scale = scale.masked_fill(~counts, 0.0)
-        self._not_finite += (scale == 0).sum()
-        for total, part in zip(totals, scaled_sum(gradients, scale), strict=True):
-            total.add_(part)
+            none |= ~counts
+        self._not_finite += none.sum()
+        factors = [scale.masked_fill(none, 0.0) for scale in of_parts]
+        for total, gradient, part in zip(totals, gradients, parts, strict=True):
+            total.add_(scaled_sum([gradient], factors[part])[0])
 
     def _note_failure(self, method: PerExample, rows: Tensor, fault: Exception) -> None:
         about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}

@@ -282,7 +282,9 @@ class PrivateTask:
         if self._mechanism is None:
             raise RuntimeError("call begin before phase: it reserves the privacy")
         self.start()
-        return NoisyGradients(local, freeze, dataset, self._mechanism, self._noise_source, self.grouped)
+        parts = freeze.parts if self._privacy.clip == "per-layer" else ()
+        mechanism = replace(self._mechanism, parts=parts)
+        return NoisyGradients(local, freeze, dataset, mechanism, self._noise_source, self.grouped)
 
     def handed_groups(self) -> Groups | None:
         """Return the groups, for the ranks of a group of processes."""

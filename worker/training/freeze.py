@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from tessera.shared.model.blocks import Block
+from tessera.shared.model.blocks import Block, layer_key
 from tessera.shared.tensors.statistics import is_statistic, module_of
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of, tensor_of
@@ -32,6 +32,7 @@ class Freeze:
             trained.setdefault(block.tensor, []).append(block)
         self.parameters: list[nn.Parameter] = []
         """The parameters with a trained block, for the optimizer."""
+        layers: list[tuple[str, int] | None] = []
         self._rows: list[tuple[Tensor, int, Tensor, Tensor]] = []  # tensor, axis, its frozen rows, their values
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers move in the forward pass, not by gradients
         # A parameter without elements is in no block, such as the registers of a vision transformer that has none.
@@ -44,9 +45,13 @@ class Freeze:
                     tensor.requires_grad_(name in trained)
                 if name in trained:
                     self.parameters.append(tensor)
+                    layers.append(layer_key(trained[name][0]))
                     self._keep(tensor, trained[name])
             elif keep_buffers or name not in trained:
                 self._buffers.append((tensor, tensor.detach().clone()))
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(layers))}
+        self.parts = tuple(places[layer] for layer in layers)
+        """By parameter, the number of its layer among those that train. All that is in no layer counts as one."""
         statistics = [name for name in tensors if is_statistic(name)]
         fixed = {module_of(name) for name in statistics if keep_buffers or name not in trained}
         for path in {module_of(name) for name in statistics}:

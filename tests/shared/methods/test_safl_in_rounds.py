@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from tessera.shared.metrics.selections import choices_of, selection_scalars
+from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
@@ -30,6 +33,7 @@ def run(
     out: Path | None = None,
     until: int | None = None,
     conditions: Conditions | None = None,
+    start: Weights = START,
     **spec: Any,
 ) -> Result:
     chosen = {"layers": 1, "profile_batches": 1, **settings}
@@ -40,7 +44,7 @@ def run(
         "training": {"learning_rate": 0.05, "batch_size": 8},
         **spec,
     }
-    return simulate(wanted, START, sites(), out=out, until=until, conditions=conditions)
+    return simulate(wanted, start, sites(), out=out, until=until, conditions=conditions)
 
 
 def digests(result: Result) -> list[str]:
@@ -92,6 +96,17 @@ def test_abandoned_attempt_leaves_no_trace_in_what_a_site_remembers() -> None:
         assert tried.kept(site)["safl/scores"].tobytes() == calm.kept(site)["safl/scores"].tobytes()
 
 
+@pytest.mark.parametrize(("sharpness", "warned"), [(0.0, True), (20.0, False)])
+def test_run_without_queries_and_keys_is_warned_of_a_collapse(sharpness: float, warned: bool) -> None:
+    model = instantiate(FOUR, "image-classification", seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.data *= sharpness if ("q_proj" in name or "k_proj" in name) else 1.0
+    result = run({}, rounds=1, start=Weights.of(model, FOUR, "image-classification"))
+    named = [text.split(":")[0] for text in result.versions[-1].warnings]
+    assert ("attention collapse" in named) == warned
+    assert (result.versions[-1].scalars["score_spread"] < 0.05) == warned
+
+
 @pytest.mark.parametrize(("chooser", "warned"), [("worker", True), ("consensus", False)])
 def test_sites_that_choose_apart_are_warned_of_a_mismatch(chooser: str, warned: bool) -> None:
     result = run({"chooser": chooser, "explore": 0.9 if warned else 0.0})
@@ -117,3 +132,28 @@ def test_noisy_choices_are_charged_where_there_is_something_to_choose(tmp_path: 
     # With one layer a round, the calendar fills every place.
     assert charged["none"] == 0
     assert 0 < charged["some"] <= 2
+
+
+def test_clipping_by_layer_is_charged_as_clipping_of_the_whole_and_has_the_noise_of_the_chosen_layers(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("opacus")
+    settings, norms, events = {"score": "last", "profile_batches": None, "layers": 3}, {}, {}
+    training = {"optimizer": "sgd", "learning_rate": 0.05, "batch_size": 8}
+    for clip in ("whole", "per-layer"):
+        privacy = {"epsilon": 1.0, "delta": 1e-3, "clip_norm": 1.0, "clip": clip}
+        result = run(settings, out=tmp_path / clip, rounds=1, privacy=privacy, training=training)
+        (page,) = (tmp_path / clip / "sites" / "a").rglob("*.jsonl")
+        events[clip] = [event for entry in Ledger(page.parent).read("data") for event in entry.events]
+        norms[clip] = [task.metrics["update_norm"] for each in result.rounds for task in each.tasks]
+    assert events["whole"] == events["per-layer"]
+    # Noise dwarfs eight clipped gradients: of three layers, and of what always trains.
+    assert fmean(norms["per-layer"]) == pytest.approx(fmean(norms["whole"]) * sqrt(4), rel=0.1)
+
+
+def test_clipping_by_layer_is_refused_where_no_two_layers_train() -> None:
+    privacy = {"epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0, "clip": "per-layer"}
+    with pytest.raises(Invalid) as refused:
+        run({"score": "last", "profile_batches": None, "always": []}, privacy=privacy, rounds=1)
+    (fault,) = refused.value.errors
+    assert (fault.pointer, fault.detail.rpartition(": ")[2]) == ("/privacy/clip", "leave it out")

@@ -164,6 +164,7 @@ def test_everybody_fetches_the_union_of_what_anybody_sent(live: LiveCoordinator,
     figures = [{name: v.scalars[name] for name in v.scalars if name in FIGURES} for v in versions]
     assert figures == [{}, selection_scalars([], first), selection_scalars([first], second)]
     assert figures[1]["layers_sent"] == len(union)
+    assert [text.split(":")[0] for text in versions[1].warnings] == ["aggregation mismatch"] * (len(union) > 2)
     picked = [row for row in rows_of(client.run(run.id), rounds, versions, []) if row.metric.startswith("picked.")]
     assert len(picked) == 2 * 2 * 2
     assert {row.metric.removeprefix("picked.") for row in picked if (row.round, row.site) == (1, "a")} == first["a"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,28 @@ def test_an_example_with_a_large_gradient_moves_the_sum_by_exactly_the_clip_norm
     data.tensors["pixel_values"][0] *= 50
     noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, data, clip=1e-3)
     assert difference(noisy.sums(torch.arange(10)), noisy.sums(torch.arange(1, 10))) == pytest.approx(1e-3, rel=1e-4)
+    noisy.close()
+
+
+def test_one_example_moves_each_layer_by_the_clip_norm_and_noise_follows_the_root_of_their_number() -> None:
+    data, clip = images(), 1e-3
+    data.tensors["pixel_values"][0] *= 50
+    trainer = trainer_of(work_on())
+    freeze = Freeze(trainer.context.model, trainer.context.blocks)
+    # The layers, and what is outside of them.
+    assert {name.split(".")[2] if ".layers." in name else "" for name in freeze.tensors} == {"", "0", "1"}
+    how = replace(Mechanism(sampling(data.examples, 8), clip, noise_multiplier=2.0), parts=freeze.parts)
+    assert how.deviation == pytest.approx(2.0 * clip * math.sqrt(3))
+    noisy, rows = NoisyGradients(trainer, freeze, data, how, NoiseSource(KEY)), torch.arange(10)
+    whole = noisy.sums(rows)
+    for row in (0, 1, 2):
+        moved: dict[str, list[Tensor]] = {}
+        for name, some, other in zip(freeze.tensors, whole, noisy.sums(rows[rows != row]), strict=True):
+            moved.setdefault(name.split(".")[2] if ".layers." in name else "", []).append(some - other)
+        lengths = [length(each) for each in moved.values()]
+        assert max(lengths) <= clip * (1 + 1e-4)
+        # The large gradient moves each part by the norm, and their sum by the root of their number.
+        assert row or lengths == pytest.approx([clip] * 3, rel=1e-3)
     noisy.close()
 
 
