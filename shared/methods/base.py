@@ -366,6 +366,9 @@ class TaskContext(Protocol):
         prompts or fusion.
         """
 
+    def inserted_prompts(self, modality: Modality) -> Array:
+        """Return the prompts that the task inserts into a tower, float32 [tokens, width]."""
+
     def adapt_text_prompts(self, rank: int) -> None:
         """Add a product of two matrices of this site, [tokens, rank] and [rank, width], to the model's text prompts
         until the task ends. They become the private module `local`; the product is zero at first. Raises ValueError

@@ -12,12 +12,17 @@ joins late or has lost its vault.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean, median
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from tessera.shared.methods.base import (
+    Chart,
     CoordinatorHalf,
+    LocalResult,
     Method,
     MethodSettings,
     Participant,
@@ -26,7 +31,9 @@ from tessera.shared.methods.base import (
     RunInfo,
     State,
     TaskContext,
+    TrainingStats,
     UnsupportedRun,
+    Update,
     WorkerHalf,
 )
 from tessera.shared.methods.promptfl import prompt_blocks
@@ -34,6 +41,21 @@ from tessera.shared.model.selectors import NOTHING, Selector, named
 from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality
 
 Share = Literal["prompts", "prompts-and-fusion", "nothing"]
+
+FUSED = "fused."
+"""The prefix, before a tower, of a site's metric |A| / |G|: the length of what the fusion adds, over that of the
+global prompts. In a version, the sites' median."""
+DISTANCE = "local_distance."
+"""Likewise |L - G| / |G|: how far a site's local prompts are from the global ones."""
+SILENT = "silent."
+"""The prefix of a version's share of sites whose fusion adds less than `ADDS_NOTHING`."""
+FAR = "far."
+"""Likewise of sites with a distance above `TOO_FAR`."""
+
+ADDS_NOTHING = 1e-3
+"""A first step at a rate of 1e-4 adds more: about .003."""
+TOO_FAR = 5.0
+"""Random local prompts are 1.4 away from random global ones, and training leaves them within 2."""
 
 
 class PFedDCSettings(MethodSettings):
@@ -81,6 +103,45 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         shared = self._shared()
         return Plan(stage="prompts", train=shared, upload=NOTHING if self.settings.share == "nothing" else shared)
 
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        merged = super().merge(state, updates)
+        measured = (FUSED, DISTANCE, SILENT, FAR)
+        scalars = {name: value for name, value in merged.scalars.items() if not name.startswith(measured)}
+        for tower in trained_prompts(self.settings, self.run):
+            for kind, share, is_signature in (
+                (FUSED, SILENT, lambda size: size < ADDS_NOTHING),
+                (DISTANCE, FAR, lambda size: size > TOO_FAR),
+            ):
+                if found := [value for each in updates if (value := each.metrics.get(kind + tower)) is not None]:
+                    scalars[kind + tower] = median(found)
+                    scalars[share + tower] = fmean(map(is_signature, found))
+        return replace(merged, scalars=scalars)
+
+    def check_robust(self) -> None:
+        """Accept every rule: all steps pass it. A malicious worker can affect only the metrics."""
+
+    def check_client_privacy(self) -> None:
+        """Accept it: without the sites' metrics, versions have none."""
+
+    def check_secure_sums(self) -> None:
+        """Accept them: the sites send no metrics."""
+
+    def warnings(self, state: State) -> Sequence[str]:
+        warnings = []
+        for tower in trained_prompts(self.settings, self.run):
+            if share := state.scalars.get(SILENT + tower):
+                warnings.append(
+                    f"attention collapse: at {share:.0%} of the sites the fusion of {tower} prompts adds nothing to "
+                    "the global ones. Change private_learning_rate, or set fusion.kind to mean"
+                )
+            if share := state.scalars.get(FAR + tower):
+                warnings.append(
+                    f"domain overfitting: at {share:.0%} of the sites the local {tower} prompts are over {TOO_FAR:g} "
+                    "times the length of the global ones away from them, where the frozen encoder may not know its "
+                    "inputs. Lower private_learning_rate, or train for fewer epochs"
+                )
+        return warnings
+
     def _shared(self) -> Selector:
         prompts = trained_prompts(self.settings, self.run)
         names = list(prompts.values())
@@ -112,6 +173,19 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
             shared_fusion=self.settings.share == "prompts-and-fusion",
         )
 
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        result, fusion = super().collect(context, selected, stats), self.settings.fusion
+        blocks = {block.name: block for block in (*context.blocks, *context.private)}
+        metrics = dict(result.metrics)
+        for tower, name in trained_prompts(self.settings, self.run).items():
+            shared, local = context.read(blocks[name]), context.read(blocks[f"local.{tower}"])
+            size = float(np.linalg.norm(shared)) or 1.0
+            metrics[DISTANCE + tower] = float(np.linalg.norm(local - shared)) / size
+            if fusion.adds:
+                queries = local if fusion.asks == "local" else shared
+                metrics[FUSED + tower] = float(np.linalg.norm(context.inserted_prompts(tower) - queries)) / size
+        return replace(result, metrics=metrics)
+
 
 METHOD = Method(
     name="pfeddc",
@@ -122,4 +196,20 @@ METHOD = Method(
     coordinator=PFedDCCoordinator,
     worker=PFedDCWorker,
     source="pFedDC, arXiv 2506.21144, section 3",
+    paper={
+        "method.settings.fusion.kind": ("plain", "section 3.2: a cross-attention, without normalisation or bounds"),
+        "method.settings.local_start": ("random", "critical path: local prompts and attention start at random"),
+        "training.optimizer": ("sgd", "method summary: SGD over prompts and attention"),
+    },
+    unstated="the queries, heads and residual of the attention, the numbers of tokens, rounds, epochs, batch size, "
+    "learning rate; its studies of robustness have 10 sites and 20 rounds",
+    charts=(
+        Chart(
+            "fusion and local prompts",
+            (FUSED, DISTANCE),
+            "no site has measured them",
+            title="What the fusion adds, and the distance of local prompts",
+            description="As shares of the global prompts' length: the sites' medians.",
+        ),
+    ),
 )

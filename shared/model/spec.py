@@ -57,31 +57,37 @@ class Fusion(Frozen):
 
     `attention`: multi-head cross-attention from one (the query) to the other; the result, with a norm of at most the
     query's, is added to the query, and is zero at first. `mean`: the mean of both. `concat`: the federation's prompt,
-    then the site's own. Two are controls for what attention learns: `mlp`, a layer of as many parameters that joins
+    then the site's own. `plain`: attention without normalised inputs and without that bound, whose four matrices are
+    random at first. Two are controls for what attention learns: `mlp`, a layer of as many parameters that joins
     each token of both, in place of attention; and `random-attention`, whose weights are random and never train.
     """
 
     conditions = (
         ActsOnlyIf(("heads",), lambda fusion: fusion.attends, "kind to attention"),
-        ActsOnlyIf(("asks",), lambda fusion: fusion.differs_by_token, "kind to attention or mlp"),
+        ActsOnlyIf(("asks",), lambda fusion: fusion.adds, "kind to attention or mlp"),
     )
 
-    kind: Literal["attention", "mean", "concat", "mlp", "random-attention"] = Field(
+    kind: Literal["attention", "plain", "mean", "concat", "mlp", "random-attention"] = Field(
         default="attention",
-        description="cross-attention between the prompts, their mean, or both side by side; or a control: an MLP of "
-        "as many parameters, or attention that never trains",
+        description="cross-attention between the prompts, the same without normalisation and bounds, their mean, or "
+        "both side by side; or a control: an MLP of as many parameters, or attention that never trains",
     )
     asks: Literal["local", "global"] = Field(default="global", description="the prompts that are the queries")
     heads: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="of attention; a divisor of the width")
 
     @property
     def attends(self) -> bool:
-        return self.kind in ("attention", "random-attention")
+        return self.kind in ("attention", "plain", "random-attention")
+
+    @property
+    def adds(self) -> bool:
+        """True for a fusion that adds something to the prompts that are its queries."""
+        return self.attends or self.kind == "mlp"
 
     @property
     def differs_by_token(self) -> bool:
         """True for a fusion that adds nothing to a single prompt token."""
-        return self.attends or self.kind == "mlp"
+        return self.adds and self.kind != "plain"
 
 
 class Transport(Frozen):

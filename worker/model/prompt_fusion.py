@@ -32,11 +32,14 @@ class BoundedFusion(nn.Module):
 
     def forward(self, shared: Tensor, local: Tensor) -> Tensor:
         queries, answers = (local, shared) if self.local_queries else (shared, local)  # [tokens, width] each
+        return queries + self._added(queries, answers).to(queries.dtype)
+
+    def _added(self, queries: Tensor, answers: Tensor) -> Tensor:
+        """Return A, [querying tokens, width]."""
         found = self._joined(_normalised(queries), _normalised(answers)).float()
         common = found.mean(dim=0, keepdim=True).expand_as(found)
         by_token = found - common
-        added = _shortened(by_token + _shortened(common, by_token), queries.float())
-        return queries + added.to(queries.dtype)
+        return _shortened(by_token + _shortened(common, by_token), queries.float())
 
     @abstractmethod
     def _joined(self, querying: Tensor, answers: Tensor) -> Tensor:
@@ -65,12 +68,12 @@ class AttentionFusion(BoundedFusion):
                 f"divides {width}"
             )
         self.heads = fusion.heads
-        trains = fusion.kind == "attention"
+        trains = fusion.kind != "random-attention"
         dice = None if trains else torch.Generator().manual_seed(0)
         # Each maps inputs [tokens, width] by x W^T, as the weight of a linear layer does.
         for name in ("query", "key", "value", "output"):
             start = torch.zeros(width, width)
-            if name != "output" or not trains:
+            if name != "output" or fusion.kind != "attention":
                 nn.init.xavier_uniform_(start, generator=dice)
             if trains:
                 self.register_parameter(name, nn.Parameter(start))
@@ -86,6 +89,14 @@ class AttentionFusion(BoundedFusion):
         weights = (queries @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])).softmax(dim=-1)
         joined: Tensor = (weights.to(values.dtype) @ values).transpose(0, 1).flatten(1)
         return joined @ self.output.T
+
+
+class PlainFusion(AttentionFusion):
+    """Cross-attention as pFedDC's paper has it: A = f(a, b), without normalisation and without bounds. All four
+    matrices are random at first."""
+
+    def _added(self, queries: Tensor, answers: Tensor) -> Tensor:
+        return self._joined(queries, answers)
 
 
 class MLPFusion(BoundedFusion):
@@ -156,7 +167,7 @@ def fusion_module(fusion: Fusion, width: int) -> nn.Module:
     Raises ConfigError if the width does not divide among the heads.
     """
     if fusion.attends:
-        return AttentionFusion(fusion, width)
+        return (PlainFusion if fusion.kind == "plain" else AttentionFusion)(fusion, width)
     if fusion.kind == "mlp":
         return MLPFusion(fusion, width)
     return MeanFusion() if fusion.kind == "mean" else ConcatFusion()

@@ -245,6 +245,14 @@ class LocalTaskContext:
             self.add_private("fusion", fused.fusion)
         tokens.transforms = {modality: partial(fused.fuse, modality) for modality in modalities}
 
+    def inserted_prompts(self, modality: Modality) -> Array:
+        with torch.no_grad():
+            tokens = self._prompts().tokens(modality)
+        if tokens is None:
+            raise PromptError(f"the model has no prompts for {modality}; {REMEDY}")
+        values: Array = tokens.float().cpu().numpy()
+        return values
+
     def adapt_text_prompts(self, rank: int) -> None:
         tokens = self._prompts()
         term = low_rank_term(tokens, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.prompts import PromptError, prompts_of
+from tessera.worker.privacy.bounded_figures import disclosed
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
@@ -219,6 +220,69 @@ def test_after_training_attention_depends_on_what_asks_and_does_not_drown_the_gl
         assert by_token.square().sum() > 0.2 * added.square().sum()
         assert 0.05 * asking.norm() < added.norm() <= (1 + 1e-6) * asking.norm()
         assert (own - torch.from_numpy(start[f"prompts.{tower}"])).norm() > 0.05 * own.norm()
+
+
+def version_after(*results: LocalResult, state: State | None = None) -> tuple[State, Sequence[str]]:
+    """The version that pFedDC merges of sites' results, and its warnings."""
+    half = coordinator_half(MethodSpec(name="pfeddc"), PROMPTED.facts())
+    state = state or State(0, {name: ArrayTensor(values) for name, values in start_of(PROMPTED).items()})
+    sent = [
+        Update(str(at), 8, {name: ArrayTensor(values) for name, values in each.upload.items()}, each.metrics)
+        for at, each in enumerate(results)
+    ]
+    merged = half.merge(state, sent)
+    return merged, half.warnings(merged)
+
+
+def test_a_fusion_that_adds_nothing_and_local_prompts_that_drift_away_are_warned_of_and_healthy_sites_are_not() -> (
+    None
+):
+    _, healthy = trained("pfeddc")
+    # Without values, the output projection has no gradient either.
+    nothing = {name: np.zeros_like(values) for name, values in healthy.keep.items() if name in FUSION}
+    far = {"local.vision": 20 * healthy.keep["local.vision"]}
+    (_, collapsed), (_, drifted) = (trained("pfeddc", vault=vault) for vault in (nothing, far))
+    assert version_after(healthy, healthy)[1] == []
+    state, warnings = version_after(healthy, collapsed, collapsed)
+    assert state.scalars["fused.text"] == 0.0
+    assert state.scalars["silent.text"] == pytest.approx(2 / 3)
+    assert [each.partition(" adds")[0] for each in warnings] == [
+        f"attention collapse: at 67% of the sites the fusion of {tower} prompts" for tower in ("vision", "text")
+    ]
+    (warning,) = version_after(healthy, drifted)[1]
+    assert warning.startswith("domain overfitting: at 50% of the sites the local vision prompts are over 5 times")
+    # A later version without the sites' metrics, as under privacy, repeats none of it.
+    unsaid = replace(healthy, metrics=disclosed(healthy.metrics))
+    assert (unsaid.metrics, version_after(unsaid, state=state)[1]) == ({}, [])
+
+
+def test_the_signatures_are_lengths_relative_to_the_global_prompts() -> None:
+    for asks in ("global", "local"):
+        context, result = trained("pfeddc", settings={"fusion": {"asks": asks}})
+        shared, local = result.upload["prompts.text"], result.keep["local.text"]
+        added = context.inserted_prompts("text") - (shared if asks == "global" else local)
+        norms = [float(np.sqrt(np.square(each).sum())) for each in (added, local - shared, shared)]
+        assert result.metrics["fused.text"] == pytest.approx(norms[0] / norms[2], rel=1e-5)
+        assert result.metrics["local_distance.text"] == pytest.approx(norms[1] / norms[2], rel=1e-5)
+    _, result = trained("pfeddc", settings={"fusion": {"kind": "mean"}})
+    assert result.metrics.keys() == {"local_distance.vision", "local_distance.text"}
+
+
+@pytest.mark.parametrize("asks", ["global", "local"])
+def test_the_plain_fusion_is_the_papers_attention_without_normalisation_or_bounds(asks: str) -> None:
+    settings = {"fusion": {"kind": "plain", "heads": 1, "asks": asks}, "local_start": "random"}
+    context = prepared(settings)
+    own = {block.name: torch.from_numpy(context.read(block)) for block in context.private}
+    shared, local = torch.from_numpy(start_of(PROMPTED)["prompts.text"]), own["local.text"]
+    query, key, value, output = (own[f"fusion.text.{part}"] for part in ("query", "key", "value", "output"))
+    assert bool(output.any())
+    queries, answers = (shared, local) if asks == "global" else (local, shared)
+    attended = ((queries @ query.T) @ (answers @ key.T).T / 4).softmax(dim=1) @ (answers @ value.T) @ output.T
+    torch.testing.assert_close(torch.from_numpy(context.inserted_prompts("text")), queries + attended)
+    # It adds something to a single token too.
+    start("pfeddc", replace(PROMPTED, prompts=Prompts(vision=2, text=1)), fusion={"kind": "plain"})
+    with pytest.raises(UnsupportedRun, match=r"width 16 do not divide among 3 heads"):
+        start("pfeddc", BARE, fusion={"heads": 3, "kind": "plain"})
 
 
 def test_what_stays_at_the_site_has_a_learning_rate_of_its_own() -> None:
