@@ -6,7 +6,7 @@ version's; all selected blocks count as one long vector.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
+from math import fsum, sqrt
 
 import numpy as np
 
@@ -21,6 +21,16 @@ fall into different buckets.
 
 SHIFT = 1021
 """Offset, in buckets, between the starts of consecutive blocks."""
+
+
+DRIFT = "drift."
+"""The prefix of the scalars of a version by role, of which each is a length over that of the role's blocks."""
+MOVEMENT = f"{DRIFT}movement."
+"""The length of the weighted mean step."""
+DISAGREEMENT = f"{DRIFT}disagreement."
+"""The weighted rms over sites of a step less the mean step."""
+NOISE = f"{DRIFT}noise."
+"""The movement to expect from as much disagreement, if the sites' steps had independent directions."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,20 @@ def agreement(
         noise=fsum(one.noise for one in found),
         sketch=np.sum([np.zeros(BUCKETS), *(one.sketch for one in found)], axis=0),
     )
+
+
+def drift_by_role(
+    model: Mapping[str, Tensor], roles: Mapping[str, str], senders: Sequence[tuple[float, Mapping[str, Tensor]]]
+) -> dict[str, float]:
+    """Return the scalars of each role that two of the senders sent blocks of. `roles` are those of the blocks, by
+    name; blocks without a length have no measure."""
+    scalars = {}
+    for role in dict.fromkeys(roles.values()):
+        seen = agreement(model, [name for name, of in roles.items() if of == role], senders)
+        if seen.senders > 1 and seen.size:
+            squares = {MOVEMENT: seen.movement, DISAGREEMENT: seen.disagreement, NOISE: seen.noise}
+            scalars |= {kind + role: sqrt(square / seen.size) for kind, square in squares.items()}
+    return scalars
 
 
 def _of_block(base: Tensor, senders: Sequence[tuple[float, Tensor]], place: int) -> Agreement:

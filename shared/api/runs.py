@@ -127,6 +127,19 @@ class Evaluation(Frozen):
         return rounds // self.every + 1 + (rounds % self.every > 0)
 
 
+class Signals(Frozen):
+    """Measurements of each round that no method needs."""
+
+    conditions = (ActsOnlyIf(("every",), lambda signals: signals.drift, "drift to true"),)
+
+    drift: bool = Field(
+        default=False,
+        description="measure for each role of blocks how far sites move and disagree, whatever the method; reads the "
+        "updates once more",
+    )
+    every: PositiveInt = Field(default=1, description="rounds from one measurement to the next")
+
+
 class Bounds(Message):
     """Limits on one site's influence in a round; None for no limit."""
 
@@ -170,6 +183,11 @@ class RunSpec(Frozen):
     )
     evaluation: Evaluation | None = Field(
         default=None, description="the data on which versions are measured; without it a run has no scores"
+    )
+    signals: Signals = Field(
+        default=Signals(),
+        exclude_if=partial(operator.eq, Signals()),
+        description="measurements of each round at the coordinator",
     )
     codec: str = Field(default=pipeline.LOSSLESS, max_length=128, description="how updates are written for the wire")
     upload_budget: Bytes | None = Field(
@@ -240,6 +258,7 @@ class RunSpec(Frozen):
         changes = [
             *([] if self.robust.neutral else ["leave out robust"]),
             *(f"leave out {name}" for name in sorted(limited)),
+            *(["leave out signals"] if self.signals.drift else []),
             *([] if self.sites_per_round else ["set client_privacy.expected_sites, or cohort.size"]),
         ]
         check_settings(self, self._beside_sums(), changes)
@@ -262,6 +281,7 @@ class RunSpec(Frozen):
             # A lossless one would only have no effect.
             "codec": (self.codec != pipeline.LOSSLESS, OTHER_CODEC),
             "robust": (not self.robust.neutral, "it would compare single updates: leave it out"),
+            "signals": (self.signals.drift, "drift compares single updates: leave it out"),
             "max_update_norm": (self.max_update_norm is not None, "no single norm is known: leave it out"),
             "max_norm_of_median": (self.max_norm_of_median is not None, "no single norm is known: leave it out"),
             "max_examples": (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from tessera.shared.aggregation.drift import DRIFT, drift_by_role
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
@@ -112,6 +113,8 @@ class Aggregation:
             release = Release(spec.client_privacy, spec.sites_per_round, blocks, plans, updates, noise_key)
             updates = anonymous(updates)
         after = merge(half, spec.server_optimizer, state, updates, release)
+        if spec.signals.drift:
+            after = replace(after, scalars=_with_drift(spec, half, state, updates, after.scalars))
         if spec.download_codec == "int8":
             steps = rounded(state.model, after.model, derive_seed(spec.seed, current.number + 1))
             after = replace(after, model=steps)
@@ -182,6 +185,21 @@ class Aggregation:
         """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""
         sent = self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan)
         return {n: t if t.base == state.model[n] else Rebased(state.model[n], t) for n, t in sent.items()}
+
+
+def _with_drift(
+    spec: RunSpec,
+    half: CoordinatorHalf[Any],
+    state: State,
+    updates: Sequence[Update],
+    scalars: Mapping[str, float],
+) -> dict[str, float]:
+    """Return a version's scalars with the drift of its round, if that is measured, and without that of others."""
+    others = {name: value for name, value in scalars.items() if not name.startswith(DRIFT)}
+    if (state.round + 1) % spec.signals.every:
+        return others
+    senders = [(half.weight(update), update.blocks) for update in updates]
+    return others | drift_by_role(state.model, {block.name: block.role for block in half.run.blocks}, senders)
 
 
 def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization: Normalization) -> Update:

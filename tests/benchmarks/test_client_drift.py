@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,46 +26,8 @@ from benchmarks.evidence.federations import source
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results_folder import RUNS, keep
 from benchmarks.evidence.runs import inputs_of
-from benchmarks.methods.measured_drift import MeasuredDriftCoordinator, MeasuredDriftSettings
-from tessera.shared.methods.base import RunInfo, State, Update
-from tessera.shared.model.blocks import Block
-from tessera.shared.tensors.lazy import ArrayTensor
 
 STUDY = Study(seeds=(1,), rounds=3, warmup=1, learning_rate=1e-2, probes=8, every=1)
-
-
-def test_steps_of_a_role_are_relative_to_its_length() -> None:
-    blocks = tuple(
-        Block(tensor=name, role=role, shape=(2,), dtype="F32")
-        for name, role in (("q", "query"), ("k", "key"), ("k2", "key"), ("zero", "head"))
-    )
-    settings = MeasuredDriftSettings(warmup_rounds=9, every=2)
-    coordinator = MeasuredDriftCoordinator(settings, RunInfo(blocks, rounds=9))
-    start = {"q": (3.0, 4.0), "k": (0.0, 2.0), "k2": (0.0, 0.0), "zero": (0.0, 0.0)}
-    steps = {
-        ("a", 1): {"q": (1.0, 0.0), "k": (0.0, 4.0), "k2": (0.0, 0.0), "zero": (1.0, 0.0)},
-        ("b", 3): {"q": (1.0, 0.0), "k": (0.0, 0.0), "k2": (0.0, 0.0), "zero": (1.0, 0.0)},
-    }
-    model = {name: ArrayTensor(np.array(values, "f4")) for name, values in start.items()}
-    updates = [
-        Update(
-            site, examples, {name: ArrayTensor(np.add(start[name], each).astype("f4")) for name, each in of.items()}
-        )
-        for (site, examples), of in steps.items()
-    ]
-    found = coordinator.merge(State(1, model), updates).scalars
-    # Both steps of q are (1, 0), and its length is 5. The keys' mean step is 1 long, and they are 2. Site a is 3 away
-    # from the mean and b 1, so that the mean square is (9 + 3 * 1) / 4.
-    assert found["movement.query"] == pytest.approx(1 / 5)
-    assert found["disagreement.query"] == found["noise.query"] == pytest.approx(0, abs=1e-6)
-    assert found["movement.key"] == pytest.approx(1 / 2)
-    assert found["disagreement.key"] == pytest.approx(3**0.5 / 2)
-    # The squares of the weights, 1/4 and 3/4, sum to 5/8: 3 * (5/8) / (3/8) = 5.
-    assert found["noise.key"] == pytest.approx(5**0.5 / 2)
-    # Blocks without a length have no measure, and other rounds have none of an earlier one.
-    assert not [name for name in found if name.endswith("head")]
-    merged = coordinator.merge(State(1, model), updates)
-    assert not coordinator.merge(merged, updates).scalars
 
 
 def test_the_distance_of_attention_leaves_padding_out() -> None:
@@ -94,7 +55,6 @@ def small(full: Plan, tiny: Plan) -> Plan:
     )
 
 
-@pytest.mark.usefixtures("benchmark_methods")
 def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
     small: Plan, prepared: Path, tmp_path: Path
 ) -> None:

@@ -13,9 +13,9 @@ from benchmarks.evidence.federations import UNSEEN, source, start
 from benchmarks.evidence.jobs import Job
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.pool import Figures
-from benchmarks.evidence.runs import POLICY, code, machine, method_settings, spec_of
+from benchmarks.evidence.runs import POLICY, code, machine, spec_of
 from benchmarks.evidence.scores import MASK
-from benchmarks.methods.measured_drift import DISAGREEMENT, MOVEMENT, NOISE
+from tessera.shared.aggregation.drift import DISAGREEMENT, MOVEMENT, NOISE
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import LABELS
 from tessera.worker.model.block_map import named_tensors
@@ -78,11 +78,10 @@ def run(plan: Plan, study: Study, one: OneRun, prepared: Path, out: Path) -> Fig
     options = {**table.options, **setting.federation}
     federation = kind.federation(prepared, one.seed, options)
     model = start(kind, prepared, one.seed, arm.model, options, out / "models")
-    # A run without a freeze is a warm-up to its end.
-    warmup = study.warmup if arm.method == "fedfrozen" else study.rounds
-    settings = {**method_settings(arm, setting, one.seed), "warmup_rounds": warmup, "every": study.every}
     spec = spec_of(plan, Job(TABLE, setting_name, named, one.seed, study.learning_rate), len(federation.sites))
-    spec |= {"rounds": study.rounds, "method": {"name": "measured-drift", "settings": settings}}
+    spec |= {"rounds": study.rounds, "signals": {"drift": True, "every": study.every}}
+    if arm.method == "fedfrozen":
+        spec["method"]["settings"] |= {"warmup_rounds": study.warmup}
     scratch = out / "scratch" / one.name
     shutil.rmtree(scratch, ignore_errors=True)
     conditions = Conditions(policy=POLICY, threads=1, loaded=len(federation.sites), keep_versions="all")

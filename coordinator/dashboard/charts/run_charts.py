@@ -30,6 +30,7 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_name, number, percent, size
+from tessera.shared.aggregation.drift import DISAGREEMENT, MOVEMENT
 from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
@@ -60,6 +61,19 @@ AXES: Mapping[Along, Callable[[float], str]] = {
     "time": svg_charts.seconds,
 }
 """The horizontal axes of scores, and how their values are written."""
+
+
+CLIENT_DRIFT = Chart(
+    "client drift by role",
+    (DISAGREEMENT, MOVEMENT),
+    "they need a round with two updates",
+    description="How far sites' steps are from their mean step, and the length of that, as shares of the blocks' length.",
+)
+
+
+def _charts(run: Run) -> Sequence[Chart]:
+    """Return the charts of metrics that the run's method, or its settings of signals, add to versions."""
+    return [*charts(run.spec.method), *([CLIENT_DRIFT] if run.spec.signals.drift else [])]
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ def panels(session: Session, figures: Figures, metric: str | None, along: Along)
     second = next((name for name in ("loss", TRAINING_LOSS) if name in figures.metrics and name != first), "")
     shown = [_metric(session, figures, name, bands, every, along, axis) for name in (first, second) if name]
     shown += [_bytes_by_round(figures.sums), *_layers(session, run)]
-    declared = charts(run.spec.method)
+    declared = _charts(run)
     metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
     shown += [_declared(chart, metrics, bands, every) for chart in declared]
     shown.append(_epsilon(session, run, bands, every))
@@ -147,7 +161,7 @@ def absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> It
         yield "scores by site", why
     if "bytes" in shown and "heat" not in shown:
         yield "layers by site", "every update has the same layers"
-    for chart in charts(method):
+    for chart in _charts(run):
         if _ident(chart) not in shown:
             lacking = [f"{n} is {value}" for n, value in chart.requires.items() if method.settings.get(n) != value]
             yield chart.name, f"they are measured if {' and '.join(lacking)}" if lacking else chart.missing
