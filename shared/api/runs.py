@@ -134,7 +134,7 @@ class Signals(Frozen):
 
     drift: bool = Field(
         default=False,
-        description="measure for each role of blocks how far sites move and disagree, whatever the method; reads the "
+        description="measure for each role of blocks how far sites move and disagree, with any method; reads the "
         "updates once more",
     )
     every: PositiveInt = Field(default=1, description="rounds from one measurement to the next")

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 class MethodSettings(Frozen):
     """A method's own settings; unknown names are rejected."""
 
+    @property
+    def probe_examples(self) -> int:
+        """The number of a site's first examples on which `WorkerHalf.measure` measures each version; 0 for none. A
+        site whose policy asks for more examples for a figure uses as many."""
+        return 0
+
 
 class UnsupportedRun(ValueError):
     """A run that its method cannot do. The message says why, and what to change."""
@@ -340,6 +346,11 @@ class TaskContext(Protocol):
         """Return the attention statistics of each attention layer, by the layer's name (`shared.model.blocks`).
         Raises ValueError for attention that cannot be measured, and for tokens that cannot be located."""
 
+    def attention_rows(self, batch: Mapping[str, torch.Tensor], queries: int) -> Mapping[str, Array]:
+        """Return attention probabilities of each attention layer by the layer's name, float32 [sequences, heads,
+        queries, keys], of at most so many queries spread over the tokens. Padding has none. Raises ValueError as
+        `attention` does."""
+
     def gradient_norms(
         self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]
     ) -> Mapping[str, float]:
@@ -398,6 +409,8 @@ class Phase:
     """The number of epochs; the run's length of a round, in epochs or steps, if None."""
     private: bool = True
     """True if the modules added with `add_private` train too."""
+    rates: Sequence[tuple[Selector, float]] = ()
+    """Multiples of the learning rate of blocks of the run, beside `training.rates`; the same for all of a tensor."""
     private_learning_rate: float | None = None
     """The learning rate of the modules added with `add_private`; the run's, by its `training.rates`, if None."""
     name: str = "train"
@@ -456,9 +469,18 @@ class WorkerHalf(Generic[C]):
         """Return the blocks to train and send, among those that the plan trains."""
         return context.plan.train
 
+    def measure(self, context: TaskContext, probes: Mapping[str, torch.Tensor]) -> LocalResult:
+        """Measure the fetched version on a batch of a site's first examples (`settings.probe_examples`). Return
+        metrics, and what to keep in the vault. A task whose metrics do not leave the site does without."""
+        return LocalResult({})
+
+    def rates(self, plan: Plan) -> Sequence[tuple[Selector, float]]:
+        """Return the `Phase.rates` of a round with one phase."""
+        return ()
+
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         """Return the phases of training, each with its own optimizer. Without phases nothing trains."""
-        return [Phase(selected)]
+        return [Phase(selected, rates=self.rates(context.plan))]
 
     def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
         """Return the phases of local training before a version is evaluated as this site's personal model."""

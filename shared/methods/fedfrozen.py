@@ -2,7 +2,14 @@
 
 arXiv 2605.06446. The paper does not define the other blocks that train, besides the value blocks, once query and key
 are frozen; `scope` offers the possible readings. `freeze = "value"` is a control: the same two stages with the value
-blocks frozen.
+blocks frozen; `lower_rate` is another, whose second stage trains the blocks at a lower rate and freezes none.
+
+Frozen query and key blocks do not mean frozen attention. With `kernel_drift` each site measures on its first examples
+how far the attention of each layer has moved since the switch, from the version of the switch on:
+
+    drift_l = sum |A_t - A_Tw| / sum A_Tw        over examples, heads, and some queries with all their keys
+
+This is the mean over queries of the l1 distance of their probabilities, from 0 to 2.
 
 The paper also leaves open how to choose the warm-up's length. With `warmup_rounds = "auto"` the rule is ours. Each
 round it measures, on the blocks that are to be frozen, the clients' mean step m and its noise n: the value of |m| if
@@ -18,29 +25,40 @@ The first is false while clients agree, even if they move slowly; the second at 
 and noisy. Both are true while rounds only oscillate.
 """
 
+from __future__ import annotations
+
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import copysign, sqrt
-from typing import Literal, Self
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.aggregation.drift import Agreement, agreement
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
+    LocalResult,
     Method,
     MethodSettings,
     Participant,
     Plan,
     State,
+    TaskContext,
     UnsupportedRun,
     Update,
+    WorkerHalf,
 )
-from tessera.shared.model.blocks import Role
+from tessera.shared.model.blocks import Block, Role, layer_labels, layers_of
 from tessera.shared.model.selectors import Match, Selector
 from tessera.shared.schema import ActsOnlyIf
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
+
+if TYPE_CHECKING:
+    import torch
 
 Freeze = Literal["query_key", "value"]
 Scope = Literal["all_but_qk", "attn_vo", "v_head", "v_only"]
@@ -95,6 +113,19 @@ QUIET_ROUNDS = f"{WARMUP}quiet_rounds"
 """The number of consecutive rounds that met the rule."""
 
 
+KERNEL_DRIFT = "kernel_drift."
+"""The prefix, before a layer, of a site's metric of how far attention has moved since the switch; in a version, the
+sites' mean."""
+SINCE = "since"
+"""The scalar of a plan with the number of rounds since the switch, where kernel drift is measured."""
+PROBES = 20
+"""Examples on which kernel drift is measured."""
+QUERIES = 8
+"""Queries of each of them, for each head: all of them would take tens of megabytes of a vault."""
+SLOWED = "slowed"
+"""The second stage with a lower rate, and a scalar of its plans."""
+
+
 class FedFrozenSettings(MethodSettings):
     conditions = (
         ActsOnlyIf(
@@ -127,6 +158,22 @@ class FedFrozenSettings(MethodSettings):
         default=0.1, gt=0, description="auto: largest progress of the rest of the run, as a share of that so far"
     )
 
+    lower_rate: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="a control: the multiple of the learning rate at which the second stage trains the blocks that "
+        "it would freeze",
+    )
+    kernel_drift: bool = Field(
+        default=False,
+        description=f"from the switch on, sites measure on {PROBES} examples how far attention has moved by layer",
+    )
+
+    @property
+    def probe_examples(self) -> int:
+        return PROBES if self.kernel_drift else 0
+
     @model_validator(mode="after")
     def _fitting(self) -> Self:
         if self.scope not in (fitting := SCOPES[self.freeze]):
@@ -158,6 +205,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             )
         # Else a model without such blocks would fail only after the warm-up.
         self._unfrozen.resolve(blocks)
+        self._check_controls()
         self._require_second_stage()
         self.run.require_trainable(self._unfrozen, f"trains scope {self.settings.scope!r} after the warm-up")
         trained = [block for block in blocks if self.run.trainable.holds(block)]
@@ -181,28 +229,53 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         """Accept a warm-up of fixed length that ends before the run does."""
         if self.settings.warmup_rounds == "auto" or self.settings.signals:
             raise UnsupportedRun("the warm-up's stages are judged by the number of rounds that are left")
+        self._check_controls()
         self._require_second_stage()
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         if not self._frozen(state):
             return Plan(stage="warm-up")
-        return Plan(stage="frozen", train=self._unfrozen, upload=self._unfrozen)
+        stage, trained, scalars = "frozen", self._unfrozen, {}
+        if self.settings.lower_rate is not None:
+            stage, trained, scalars = SLOWED, self._trained(()), {SLOWED: 1.0}
+        if self.settings.kernel_drift:
+            auto = self.settings.warmup_rounds == "auto"
+            scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if auto else self.settings.warmup_rounds)
+        return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
+
+    def _check_controls(self) -> None:
+        """Raise UnsupportedRun if a control cannot be had."""
+        run, slowed = self.run, Selector(include=self._frozen_blocks)
+        if self.settings.kernel_drift and (run.privacy or run.client_privacy or run.secure_sums):
+            raise UnsupportedRun(
+                "kernel_drift is a metric of a site's examples, which neither differential privacy nor secure_sums "
+                "lets it send: leave it out"
+            )
+        parts = {block.tensor for block in run.blocks if slowed.holds(block)}
+        fused = [block.tensor for block in run.blocks if block.tensor in parts and not slowed.holds(block)]
+        if self.settings.lower_rate is not None and fused:
+            raise UnsupportedRun(
+                f"lower_rate is for whole tensors, and {fused[0]} has other blocks beside the slowed ones: "
+                "leave lower_rate out, or choose a model with a matrix for each role"
+            )
 
     @property
     def _unfrozen(self) -> Selector:
-        """The blocks that train in the second stage."""
+        """The blocks that train in the second stage at the run's rate."""
+        return self._trained(self._frozen_blocks)
+
+    def _trained(self, frozen: tuple[Match, ...]) -> Selector:
+        """Select the scope, with the blocks to be frozen unless these are `frozen`."""
         roles = SCOPES[self.settings.freeze][self.settings.scope]
-        return Selector(include=(Match(),) if roles is None else self._of(roles), exclude=self._frozen_blocks)
+        slowed = () if frozen else self._frozen_blocks
+        return Selector(include=(Match(),) if roles is None else (*self._of(roles), *slowed), exclude=frozen)
 
     @property
     def _frozen_blocks(self) -> tuple[Match, ...]:
         return self._of(FROZEN[self.settings.freeze])
 
     def _of(self, wanted: tuple[Role, ...]) -> tuple[Match, ...]:
-        """Match the blocks of these roles and their adapters, if any: an adapter is treated like its matrix."""
-        adapters = Match(adapts=wanted)
-        adapted = any(adapters.holds(block) for block in self.run.blocks)
-        return (Match(roles=wanted), adapters) if adapted else (Match(roles=wanted),)
+        return with_adapters(wanted, self.run.blocks)
 
     def _frozen(self, state: State) -> bool:
         if self.settings.warmup_rounds == "auto":
@@ -214,7 +287,12 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         scalars, server_state = dict(merged.scalars), dict(merged.server_state)
         if self._frozen(state):
             # The warm-up's measurements stay with its own versions.
-            scalars = {name: value for name, value in scalars.items() if not name.startswith(WARMUP)}
+            of_others = (WARMUP, KERNEL_DRIFT)
+            scalars = {name: value for name, value in scalars.items() if not name.startswith(of_others)}
+            for label in attention_labels(self.run.blocks).values():
+                name = KERNEL_DRIFT + label
+                if found := [(each.metrics[name], each.examples) for each in updates if name in each.metrics]:
+                    scalars[name] = fmean(*zip(*found, strict=True))
             server_state.pop(SKETCH, None)
             return replace(merged, scalars=scalars, server_state=server_state)
         if settings.warmup_rounds == "auto" or settings.signals:
@@ -278,6 +356,45 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         return (f"still warming up after {state.round} of {self.run.rounds} rounds: {why}. {remedy}",)
 
 
+class FedFrozenWorker(WorkerHalf[FedFrozenSettings]):
+    def rates(self, plan: Plan) -> Sequence[tuple[Selector, float]]:
+        if self.settings.lower_rate is None or not plan.scalars.get(SLOWED):
+            return ()
+        slowed = Selector(include=with_adapters(FROZEN[self.settings.freeze], self.run.blocks))
+        return ((slowed, self.settings.lower_rate),)
+
+    def measure(self, context: TaskContext, probes: Mapping[str, torch.Tensor]) -> LocalResult:
+        """Return how far attention has moved since the switch, if this site measured it then on these examples."""
+        since = context.plan.scalars.get(SINCE)
+        if since is None:
+            return LocalResult({})
+        content = hashlib.sha256(b"".join(probes[name].cpu().numpy().tobytes() for name in sorted(probes)))
+        labels = attention_labels(self.run.blocks)
+        now = {f"kernel/{labels[name]}": rows for name, rows in context.attention_rows(probes, QUERIES).items()}
+        now["kernel/probes"] = np.frombuffer(content.digest(), np.uint8)
+        first = now if since == 0 else {name: context.vault[name] for name in now if name in context.vault}
+        if first.keys() != now.keys() or not np.array_equal(first["kernel/probes"], now["kernel/probes"]):
+            return LocalResult({})
+        metrics = {
+            KERNEL_DRIFT + name.removeprefix("kernel/"): float(np.abs(rows - first[name]).sum() / first[name].sum())
+            for name, rows in now.items()
+            if name != "kernel/probes"
+        }
+        return LocalResult({}, first, metrics)
+
+
+def attention_labels(blocks: Sequence[Block]) -> dict[str, str]:
+    """Return the labels of the layers with attention, by name."""
+    return layer_labels([layer for layer in layers_of(blocks) if any(b.role == "query" for b in layer.blocks)])
+
+
+def with_adapters(wanted: tuple[Role, ...], blocks: Sequence[Block]) -> tuple[Match, ...]:
+    """Match the blocks of these roles and their adapters, if any: an adapter is treated like its matrix."""
+    adapters = Match(adapts=wanted)
+    adapted = any(adapters.holds(block) for block in blocks)
+    return (Match(roles=wanted), adapters) if adapted else (Match(roles=wanted),)
+
+
 def observed(before: Mapping[str, float], seen: Agreement, last: Array | None) -> dict[str, float]:
     """Return a round's changed scalars; with one sender, only the movement. `last` is the sketch of the last round
     with at least two senders."""
@@ -323,6 +440,7 @@ METHOD = Method(
     sends="the whole model in the warm-up, then the rest without query and key",
     settings=FedFrozenSettings,
     coordinator=FedFrozenCoordinator,
+    worker=FedFrozenWorker,
     source="FedFrozen, arXiv 2605.06446, two-stage algorithm; the automatic warm-up is ours",
     paper={
         "training.optimizer": ("adamw", APPENDIX),
@@ -337,6 +455,14 @@ METHOD = Method(
             scalars=(SIGNAL, TO_WIN, PERSISTENCE),
             missing="they need two rounds with two updates each",
             requires={"warmup_rounds": "auto"},
+        ),
+        Chart(
+            name="kernel drift",
+            scalars=(KERNEL_DRIFT,),
+            missing="no site that measured attention at the switch has measured it since",
+            requires={"kernel_drift": True},
+            title="Kernel drift by layer",
+            description="How far attention has moved since the switch: the mean l1 distance, from 0 to 2.",
         ),
     ),
 )

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Literal, Self
 
 from tessera.shared.methods.base import UnsupportedRun, Update
-from tessera.shared.model.blocks import Block, Layer, Role, layers_of
+from tessera.shared.model.blocks import Block, Layer, Role, layer_labels, layers_of
 from tessera.shared.model.selectors import EVERYTHING, Match, Selector
 
 
@@ -79,9 +79,7 @@ class Candidates:
     @property
     def labels(self) -> dict[str, str]:
         """The suffix of each layer's scalars, by its name."""
-        if len(self.stacks) == 1:
-            return {layer.name: str(layer.index) for layer in self.layers}
-        return {layer.name: f"{place}.{layer.index}" for place, stack in enumerate(self.stacks) for layer in stack}
+        return layer_labels(self.layers)
 
     def quotas(self, count: int) -> list[int]:
         """Return each stack's share of `count` layers, in proportion: the ranks of all stacks, sorted by midpoint."""

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import ValidationError
+
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
@@ -250,9 +252,13 @@ def sticky(chosen: MethodSpec) -> bool:
 
 def keeps_nothing(chosen: MethodSpec) -> bool:
     """Return whether a method surely keeps no tensors at the sites; False if it is not installed."""
-    method = methods().get(chosen.name)
+    try:
+        method, settings = _method(chosen)
+    except (UnknownMethod, ValidationError):
+        return False
     parts = ("private", "setup", "collect")
-    return method is not None and all(getattr(method.worker, name) is getattr(WorkerHalf, name) for name in parts)
+    kept = any(getattr(method.worker, name) is not getattr(WorkerHalf, name) for name in parts)
+    return not kept and not settings.probe_examples
 
 
 def charts(chosen: MethodSpec) -> tuple[Chart, ...]:

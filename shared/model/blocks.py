@@ -187,6 +187,14 @@ def layers_of(blocks: Iterable[Block]) -> tuple[Layer, ...]:
     )
 
 
+def layer_labels(layers: Sequence[Layer]) -> dict[str, str]:
+    """Return a short label of each layer by its name, for metrics: its number, after that of its stack if there are
+    several."""
+    stacks = list(dict.fromkeys(layer.stack for layer in layers))
+    single = len(stacks) == 1
+    return {each.name: f"{'' if single else f'{stacks.index(each.stack)}.'}{each.index}" for each in layers}
+
+
 def stack_of(block: Block) -> str:
     """Return the path of the stack that the block's layer is counted in: its tensor's name up to the layer's number.
 

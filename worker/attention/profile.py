@@ -82,6 +82,7 @@ class _Measurement:
     sink: Tensor  # float64 [examples]
     entropy: Tensor  # float64 [examples]
     per_example: bool
+    rows: Tensor  # float32 [sequences, heads, kept queries, keys]
 
 
 def attention_profile(
@@ -102,7 +103,7 @@ def attention_profile(
     Raises UnknownAttention for a layer whose self-attention is not seen or does not cover all tokens, and for task
     tokens by id where a layer's tokens have no ids.
     """
-    layers = [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
+    layers = _attending(blocks)
     gathered: dict[str, list[_Measurement]] = {layer.name: [] for layer in layers}
     # Not inference mode: what a model caches in it could not be used in training afterwards.
     with evaluation_mode(model), torch.no_grad(), _Watch(model, _places(layers), tokens) as watch:
@@ -111,9 +112,39 @@ def attention_profile(
             forward(batch)
             for name, calls in watch.pop_measurements().items():
                 gathered[name].append(_mean_call(calls))
-    if missed := [name for name, seen in gathered.items() if not seen]:
-        raise UnknownAttention(f"no self-attention was seen in {', '.join(missed[:8])}: it cannot be measured")
+    _require_seen(gathered)
     return {layer.name: _layer_attention(model, layer, gathered[layer.name]) for layer in layers}
+
+
+def attention_rows(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    batch: Mapping[str, Tensor],
+    forward: Callable[[Mapping[str, Tensor]], object],
+    queries: int,
+) -> dict[str, Array]:
+    """Return attention probabilities of each layer on a batch, by layer name, float32 [sequences, heads, queries,
+    keys]: of at most so many queries, spread over the tokens, and zero for padding.
+
+    A layer that runs several times has those of its last call. The model is left as it was, and UnknownAttention is
+    raised, as by `attention_profile`.
+    """
+    layers = _attending(blocks)
+    with evaluation_mode(model), torch.no_grad(), _Watch(model, _places(layers), TaskTokens(), queries) as watch:
+        forward(batch)
+    seen = watch.pop_measurements()
+    _require_seen({layer.name: seen.get(layer.name, []) for layer in layers})
+    return {name: max(reversed(calls), key=lambda call: call.keys).rows.cpu().numpy() for name, calls in seen.items()}
+
+
+def _attending(blocks: Sequence[Block]) -> list[Layer]:
+    return [layer for layer in layers_of(blocks) if any(block.role == "query" for block in layer.blocks)]
+
+
+def _require_seen(calls: Mapping[str, Sequence[object]]) -> None:
+    """Raise UnknownAttention for layers without a call."""
+    if missed := [name for name, seen in calls.items() if not seen]:
+        raise UnknownAttention(f"no self-attention was seen in {', '.join(missed[:8])}: it cannot be measured")
 
 
 def isolated_profile(
@@ -201,8 +232,9 @@ def _layer_attention(model: nn.Module, layer: Layer, seen: Sequence[_Measurement
 class _Watch(TorchFunctionMode):
     """Measurement of each attention of a running model."""
 
-    def __init__(self, model: nn.Module, places: Mapping[str, str], tokens: TaskTokens) -> None:
+    def __init__(self, model: nn.Module, places: Mapping[str, str], tokens: TaskTokens, kept: int = 0) -> None:
         super().__init__()
+        self._kept = kept
         self._model = model
         self._places = places
         self._tokens = tokens
@@ -289,7 +321,8 @@ class _Watch(TorchFunctionMode):
         where = _token_masks(self._tokens, context, (examples, probabilities.keys), frame)
         # Sums are in float32 also where the forward pass is not.
         with torch.autocast(where[0].device.type, enabled=False):
-            measured = _measure_call(frame.path, probabilities, where, per_example=context.per_example)
+            kept = _kept_rows(probabilities, where[0], self._kept)
+            measured = _measure_call(frame.path, probabilities, where, kept, per_example=context.per_example)
         self._measurements.setdefault(self._places[frame.path], []).append(measured)
 
 
@@ -324,7 +357,21 @@ def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], f
     return real, task & real, first & real
 
 
-def _measure_call(path: str, probabilities: Probabilities, where: _Masks, *, per_example: bool) -> _Measurement:
+def _kept_rows(probabilities: Probabilities, real: Tensor, count: int) -> Tensor:
+    """Return the probabilities of `count` queries, spread over the tokens, [sequences, heads, queries, keys]; zero
+    for tokens that the mask `real`, [examples, tokens], leaves out."""
+    if not count:
+        return torch.empty(0)
+    last = probabilities.queries - 1
+    places = sorted({round(place) for place in torch.linspace(0, last, min(count, last + 1)).tolist()})
+    rows = torch.cat([probabilities.rows(place, place + 1).float() for place in places], dim=2)
+    shown = real.repeat_interleave(probabilities.batch // len(real), 0)[:, None]  # [sequences, 1, tokens]
+    return rows * shown[..., places, None] * shown[..., None, :]
+
+
+def _measure_call(
+    path: str, probabilities: Probabilities, where: _Masks, kept: Tensor, *, per_example: bool
+) -> _Measurement:
     """Return the measurements of one call, computed in chunks of query rows."""
     examples, keys = where[0].shape
     pieces = probabilities.batch // examples
@@ -347,7 +394,7 @@ def _measure_call(path: str, probabilities: Probabilities, where: _Masks, *, per
     queries = real.sum(1, keepdim=True).clamp(min=1)
     parts = (mass / queries, sink / queries, entropy / choosing.clamp(min=1))
     mass, sink, entropy = (part.unflatten(0, (examples, pieces)).mean(1) for part in parts)  # [examples, heads]
-    return _Measurement(path, keys, mass, sink.mean(1), entropy.mean(1), per_example)
+    return _Measurement(path, keys, mass, sink.mean(1), entropy.mean(1), per_example, kept)
 
 
 def _entropies(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -359,6 +359,9 @@ class GroupContext(LocalTaskContext):
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         return self.group.same(lambda: super(GroupContext, self).attention(batches, tokens))
 
+    def attention_rows(self, batch: Mapping[str, Tensor], queries: int) -> dict[str, Array]:
+        return self.group.same(lambda: super(GroupContext, self).attention_rows(batch, queries))
+
     def gradient_norms(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
         return self.group.same(lambda: super(GroupContext, self).gradient_norms(batches, blocks))
 

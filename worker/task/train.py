@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -75,16 +76,20 @@ def train(
         is_covered = task.privacy is not None and task.privacy.selection == "noisy"
         known = partial(private.known, context, dataset)
         batches = private.watched(ReadableBatches(dataset, size, env.device, known) if is_covered else batches)
+    # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
+    # tell what a secure sum hides.
+    no_figures = env.rounds_figures(task) or task.sums is not None
+    probed = LocalResult({})
+    few = dataset.examples < (least := env.policy.min_evaluation_examples)
+    if (count := half.settings.probe_examples) and not (private or no_figures or few):
+        probed = half.measure(context, next(iter(Batches(dataset, max(count, least), env.device))))
     chosen = half.select(context, batches)
     if private:
         private.check_choice()
     selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
     env.policy.check_epochs(epochs_of(phases, task.training, units))
-    # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
-    # tell what a secure sum hides.
-    no_figures = env.rounds_figures(task) or task.sums is not None
-    least = sys.maxsize if no_figures else env.policy.min_evaluation_examples
+    least = sys.maxsize if no_figures else least
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(
             half,
@@ -104,6 +109,7 @@ def train(
         )
         stats = trainer.train(phases, dataset, run.training_seed)
     result = half.collect(context, selected, stats)
+    result = replace(result, keep={**probed.keep, **result.keep}, metrics={**probed.metrics, **result.metrics})
     _require_finite_keep(result, task.training.learning_rate)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}

@@ -73,6 +73,7 @@ def require_shardable(half: WorkerHalf[Any], plan: Plan, model: Model, training:
         f"its model has parameters of a single number ({', '.join(scalars[:3])})": scalars,
         f"its model skips layers at random ({', '.join(skipping)})": skipping,
         f"it fetches {len(fetched)} of {len(blocks)} blocks": len(fetched) < len(blocks),
+        "its method measures attention": bool(half.settings.probe_examples),
         "it has differential privacy": private,
         "training.keep_moments is true": training.keep_moments,
         "training.precision is float16": training.precision == "float16",

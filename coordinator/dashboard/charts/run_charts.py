@@ -67,7 +67,7 @@ CLIENT_DRIFT = Chart(
     "client drift by role",
     (DISAGREEMENT, MOVEMENT),
     "they need a round with two updates",
-    description="How far sites' steps are from their mean step, and the length of that, as shares of the blocks' length.",
+    description="How far sites' steps are from their mean step, and its length: as shares of the blocks' length.",
 )
 
 

@@ -31,8 +31,8 @@ def test_steps_of_a_role_are_relative_to_its_length() -> None:
         for weight, of in steps.items()
     ]
     found = drift_by_role(model, roles, senders)
-    # Both steps of q are (1, 0), and its length is 5. The keys' mean step is 1 long, and they are 2. The first site is
-    # 3 away from the mean and the second 1, so that the mean square is (9 + 3 * 1) / 4.
+    # Both steps of q are (1, 0), and its length is 5. The keys' mean step is 1 long, and they are 2. The first site
+    # is 3 away from the mean and the second 1, so that the mean square is (9 + 3 * 1) / 4.
     assert found["drift.movement.query"] == pytest.approx(1 / 5)
     assert found["drift.disagreement.query"] == found["drift.noise.query"] == pytest.approx(0, abs=1e-6)
     assert found["drift.movement.key"] == pytest.approx(1 / 2)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from tessera.shared.aggregation.drift import BUCKETS, agreement
 from tessera.shared.methods.base import (
     CoordinatorHalf,
+    LocalResult,
     MethodSpec,
     Participant,
     RunInfo,
@@ -22,10 +26,15 @@ from tessera.shared.methods.base import (
     Update,
 )
 from tessera.shared.methods.fedfrozen import FedFrozenSettings, judged, observed
-from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.blocks import Block, Role
 from tessera.shared.rounds.planning import initial_state
-from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, to_array
+from tessera.shared.run_settings import Privacy
+from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, to_array
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.simulation import Conditions, Result, Weights, simulate
+from tessera.worker.training.context import LocalTaskContext
+from tests.support.tasks import PLAIN, images, one_task, untrained
 
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output", "mlp", "head")
 BLOCKS = tuple(Block(tensor=role, role=role, shape=(2,), dtype="F32") for role in ROLES)
@@ -358,3 +367,125 @@ def test_a_warm_up_that_its_rule_has_not_ended_by_half_time_is_said_so() -> None
     states = run(half, [ONWARD] * 10)
     assert "still getting somewhere" in half.warnings(states[10])[0]
     assert half_with(warmup_rounds=15).warnings(states[10]) == ()
+
+
+# ---------------------------------------------------------------- a lower rate in place of the freeze
+
+FUSED = replace(
+    PLAIN, config={"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 16}, head="causal-lm"
+)
+SGD: dict[str, Any] = {"optimizer": "sgd", "weight_decay": 0.0, "batch_size": None}
+
+
+def test_a_lower_rate_shortens_the_steps_of_queries_and_keys_alone_and_freezes_none() -> None:
+    settings = {"warmup_rounds": 3, "lower_rate": 0.25}
+    start = {name: values.detach().numpy() for name, values in PLAIN.model().named_parameters()}
+    (_, whole), (_, warm), (_, slowed) = (
+        one_task(method, of, round_number=number, **SGD)
+        for method, of, number in (("fedavg", {}, 5), ("fedfrozen", settings, 2), ("fedfrozen", settings, 3))
+    )
+    assert slowed.upload.keys() == whole.upload.keys()
+    assert all(np.array_equal(warm.upload[name], values) for name, values in whole.upload.items())
+    roles = {block.name: block.role for block in PLAIN.blocks}
+    for name, values in slowed.upload.items():
+        share = 0.25 if roles[name] in ("query", "key") else 1.0
+        np.testing.assert_allclose(values - start[name], share * (whole.upload[name] - start[name]), atol=1e-6)
+    (_, adam), (_, less) = (
+        one_task("fedfrozen", {**settings, **more}, round_number=3, optimizer="adamw")
+        for more in ({}, {"scope": "v_head"})
+    )
+    assert {roles[name] for name in less.upload} == {"query", "key", "value", "head"}
+    assert all(np.isfinite(values).all() for values in adam.upload.values())
+
+
+def test_a_lower_rate_is_refused_where_queries_are_rows_of_a_matrix_with_others() -> None:
+    def started(**settings: Any) -> State:
+        facts = FUSED.facts()
+        half = coordinator_half(MethodSpec(name="fedfrozen", settings=settings), facts)
+        return initial_state(half, State(0, {}))
+
+    started(warmup_rounds=2)
+    with pytest.raises(UnsupportedRun, match=r"lower_rate is for whole tensors, and .*c_attn.*leave lower_rate out"):
+        started(warmup_rounds=2, lower_rate=0.5)
+
+
+# ---------------------------------------------------------------- kernel drift
+
+
+def attention_of(values: Mapping[str, Array], data: Dataset) -> list[Tensor]:
+    """The attention of each layer, by transformers itself."""
+    model = PLAIN.model()
+    model.set_attn_implementation("eager")
+    for name, tensor in model.named_parameters():
+        tensor.data.copy_(torch.from_numpy(values[name]))
+    with torch.no_grad():
+        found: list[Tensor] = list(model.eval()(data.tensors["pixel_values"][:20], output_attentions=True).attentions)
+    return found
+
+
+def drifting(scope: str, **more: Any) -> Result:
+    settings = {"warmup_rounds": 1, "kernel_drift": True, "scope": scope}
+    spec = {
+        "rounds": 4, "method": {"name": "fedfrozen", "settings": settings},
+        "training": {"learning_rate": 0.05, "batch_size": 4}, **more,
+    }  # fmt: skip
+    model = Weights(*untrained(PLAIN.config, "image-classification", seed=1))
+    sites = {"a": images(24), "b": images(21), "c": images(9)}
+    conditions = Conditions(keep_versions="all", away={"b": (2,)})
+    return simulate(spec, model, sites, conditions=conditions)
+
+
+def test_kernel_drift_is_the_l1_distance_of_attention_since_the_switch() -> None:
+    result = drifting("all_but_qk")
+    before, *after = (attention_of(result.arrays(number), images(24)) for number in (1, 2, 3))
+    found = [
+        {name: value for name, value in version.scalars.items() if name.startswith("kernel_drift.")}
+        for version in result.versions
+    ]
+    # A site measures the version that it starts from. Site b, which was away at the switch, has nothing to compare,
+    # and site c fewer examples than its policy asks for.
+    assert found[:3] == [{}, {}, {"kernel_drift.0": 0.0, "kernel_drift.1": 0.0}]
+    for told, now in zip(found[3:], after, strict=True):
+        for layer in range(2):
+            distance = (now[layer] - before[layer]).abs().sum() / before[layer].sum()
+            assert told[f"kernel_drift.{layer}"] == pytest.approx(float(distance), rel=1e-3, abs=1e-6)
+            assert distance > 0
+    assert {name for name in result.kept("a") if name.startswith("kernel/")} == {
+        "kernel/0", "kernel/1", "kernel/probes",
+    }  # fmt: skip
+    assert not result.kept("b")
+    assert not result.kept("c")
+
+
+def test_a_kernel_whose_inputs_stay_as_they_are_does_not_drift_and_measuring_changes_no_bit() -> None:
+    frozen = drifting("v_only")
+    assert frozen.versions[-1].scalars["kernel_drift.0"] == pytest.approx(0.0, abs=1e-6)
+    assert frozen.versions[-1].scalars["kernel_drift.1"] > 1e-4
+    method = {"name": "fedfrozen", "settings": {"warmup_rounds": 1, "scope": "v_only"}}
+    plain, measured = drifting("v_only", method=method).arrays(), frozen.arrays()
+    assert all(np.array_equal(plain[name], measured[name]) for name in plain)
+
+
+def test_other_probes_than_at_the_switch_are_not_compared_with_it() -> None:
+    spec = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "kernel_drift": True})
+    half = coordinator_half(spec, PLAIN.facts())
+
+    def measured(number: int, vault: Mapping[str, Array], data: Dataset) -> LocalResult:
+        plan = half.plan_for(State(number, {}), WORKER)
+        context = LocalTaskContext(PLAIN.model(), "image-classification", plan, PLAIN.blocks, vault)
+        return worker_half(spec, PLAIN.facts()).measure(context, next(data.batches(8)))
+
+    first = measured(0, {}, images())
+    assert set(first.metrics.values()) == {0.0}
+    assert measured(3, first.keep, images()).metrics == first.metrics
+    other = Dataset({**images().tensors, "pixel_values": images().tensors["pixel_values"] + 1})
+    for vault, data in ((first.keep, other), ({}, images())):
+        assert measured(3, vault, data) == LocalResult({})
+
+
+def test_kernel_drift_is_refused_where_the_metrics_of_examples_are_not_sent() -> None:
+    privacy = Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)
+    facts = replace(PLAIN.facts(), privacy=privacy)
+    half = coordinator_half(MethodSpec(name="fedfrozen", settings={"kernel_drift": True}), facts)
+    with pytest.raises(UnsupportedRun, match="neither differential privacy nor secure_sums lets it send"):
+        initial_state(half, State(0, {}))

@@ -1,5 +1,6 @@
 """The optimizer of a phase: its groups of parameters, and the rates of its steps."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,10 @@ def parameter_groups(
 
     `trained` are the blocks that train, with their tensors, and `private` those of the method's private modules.
     """
-    rates = {id(tensor): rate_of(training, block) for block, tensor in trained}
-    private_rate = phase.private_learning_rate
+    private_rate, rates = phase.private_learning_rate, dict[int, float]()
     for block, tensor in trained:
+        share = math.prod(share for chosen, share in phase.rates if chosen.holds(block))
+        rates[id(tensor)] = rate_of(training, block) * share
         if block in private:
             rates[id(tensor)] = rate_of(training, block, private=True) if private_rate is None else private_rate
     undecayed = {
