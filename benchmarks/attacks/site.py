@@ -167,7 +167,7 @@ def release(
         given = states.load(model, states.manifest(uploaded.version), 0)
         state = begun(spec, model, given)
         first = uploaded.version if state == given else states.store(state, uploaded.version)[1][-1].digest
-        ((worker, plan),) = plan_round(spec, model, state, [population.participant(SITE)]).items()
+        ((worker, plan),) = plan_round(spec, model, state, [population.participant(SITE, 1)]).items()
         if scope.blocks:
             plan = Plan(train=scope.blocks, upload=scope.blocks)
         inspector = Inspector(blobs, states, HeldUpdates(1 << 26))

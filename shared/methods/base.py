@@ -348,7 +348,7 @@ class TaskContext(Protocol):
 
     def attention_rows(self, batch: Mapping[str, torch.Tensor], queries: int) -> Mapping[str, Array]:
         """Return attention probabilities of each attention layer by the layer's name, float32 [sequences, heads,
-        queries, keys], of at most so many queries spread over the tokens. Padding has none. Raises ValueError as
+        queries, keys], of at most that many queries spread over the tokens. Padding has none. Raises ValueError as
         `attention` does."""
 
     def gradient_norms(

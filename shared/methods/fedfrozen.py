@@ -244,7 +244,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
 
     def _check_controls(self) -> None:
-        """Raise UnsupportedRun if a control cannot be had."""
+        """Raise UnsupportedRun for a control that the run does not allow."""
         run, slowed = self.run, Selector(include=self._frozen_blocks)
         if self.settings.kernel_drift and (run.privacy or run.client_privacy or run.secure_sums):
             raise UnsupportedRun(

@@ -124,7 +124,7 @@ def attention_rows(
     queries: int,
 ) -> dict[str, Array]:
     """Return attention probabilities of each layer on a batch, by layer name, float32 [sequences, heads, queries,
-    keys]: of at most so many queries, spread over the tokens, and zero for padding.
+    keys]: of at most that many queries, spread over the tokens, and zero for padding.
 
     A layer that runs several times has those of its last call. The model is left as it was, and UnknownAttention is
     raised, as by `attention_profile`.

@@ -87,6 +87,9 @@ class SimulationTable(Conditions):
     data: Pool | None = None
     test: DataSource | None = Field(default=None, description="central data on which every version is measured")
     resources: dict[Label, Resources] = Field(default={}, description="each site's resource limits per task")
+    changes: dict[Label, dict[Annotated[int, Field(ge=2)], DataSource]] = Field(
+        default={}, description="by site and round, data that take the place of the site's from that round on"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -113,8 +116,10 @@ class SimulationTable(Conditions):
             raise ValueError("data.part: choose how the data are divided, as in part = { scheme = 'iid' }")
         elif self.data.part and self.data.part.count != len(self.names):
             raise ValueError(f"data.part.count: there are {len(self.names)} sites; leave it out")
-        names = self.names
-        if unknown := unknown_sites("away", self.away, names) + unknown_sites("resources", self.resources, names):
+        named = {"away": self.away, "resources": self.resources, "changes": self.changes}
+        if unknown := [
+            said for setting, sites in named.items() for said in unknown_sites(setting, sites, self.names)
+        ]:
             raise ValueError("; ".join(unknown))
         return self
 
@@ -129,7 +134,14 @@ class SimulationTable(Conditions):
         """Return every site, its data not loaded yet; `seed` decides which examples are held out."""
         key = division.key_of_seed(seed)
         return {
-            name: virtual_sites.VirtualSite(make, self._resources(name)) for name, make in self._makers(key).items()
+            name: virtual_sites.VirtualSite(make, self._resources(name), changes=self._changes(name, key))
+            for name, make in self._makers(key).items()
+        }
+
+    def _changes(self, site: str, key: bytes) -> dict[int, Callable[[], dataset.Dataset]]:
+        return {
+            number: partial(_loaded, f"simulation.changes.{site}.{number}", partial(inventory.load_source, own, key))
+            for number, own in self.changes.get(site, {}).items()
         }
 
     def _resources(self, site: str) -> dict[str, float]:

@@ -225,7 +225,9 @@ class Simulation:
         if len(there) < quorum:
             raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and the quorum is {quorum}")
         state = self.states.load(self.model, self._manifest, self.latest.number)
-        plans = plan_round(self.spec, self.model, state, [self.population.participant(site) for site in there])
+        plans = plan_round(
+            self.spec, self.model, state, [self.population.participant(site, number) for site in there]
+        )
         sums = self._sum_task(plans, state, attempt)
         return [self._order(number, attempt, worker, plan, sums) for worker, plan in plans.items()]
 
@@ -276,7 +278,7 @@ class Simulation:
     @cached_property
     def _fixed_bounds(self) -> Bounds:
         """The bounds that a coordinator fixes when the first round opens; the settings fix the sites of it."""
-        return bounds_of(self.spec, map(self.population.participant, self._there(1)), simulated=True)
+        return bounds_of(self.spec, (self.population.participant(site, 1) for site in self._there(1)), simulated=True)
 
     def _is_available(self, site: str, number: int) -> bool:
         allowed = self.spec.cohort.sites
@@ -369,7 +371,8 @@ class Simulation:
         self.records.measure(number, MeasuredVersion.of(found))
 
     def _measures(self, site: str) -> bool:
-        return self.population.holdings[site].held_out > 0 and self._is_available(site, self.latest.number)
+        number = self.latest.number
+        return self.population.holding(site, number).held_out > 0 and self._is_available(site, number)
 
     def _evaluation(self, site: str, *, held_out: bool) -> Order:
         number = self.latest.number

@@ -36,8 +36,16 @@ class VirtualSite:
     """A worker's `audit_key`, to repeat what it trains. Without one, nothing is mixed into training seeds but, in
     secure sums, the site's name."""
 
-    def load(self) -> Dataset:
-        return self.data if isinstance(self.data, Dataset) else self.data()
+    changes: Mapping[int, Dataset | Callable[[], Dataset]] = field(default_factory=dict)
+    """Data that take the place of the earlier ones from a round on, by the round."""
+
+    def since(self, number: int) -> int:
+        """Return the round from which on the site holds the data of round `number`; 0 for its first data."""
+        return max((first for first in self.changes if first <= number), default=0)
+
+    def load(self, since: int = 0) -> Dataset:
+        data = self.changes[since] if since else self.data
+        return data if isinstance(data, Dataset) else data()
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,19 @@ class VirtualSites:
             name: site if isinstance(site, VirtualSite) else VirtualSite(site) for name, site in sorted(sites.items())
         }
         self._places = {name: place for place, name in enumerate(self._sites)}
-        self.dataset = lru_cache(maxsize=loaded)(self._load)
-        self.holdings = {name: Holding.of(self.dataset(name)) for name in self._sites}
+        self._loaded = lru_cache(maxsize=loaded)(lambda name, since: self._sites[name].load(since))
+        self.holdings = {
+            name: {since: Holding.of(self._loaded(name, since)) for since in (0, *sorted(site.changes))}
+            for name, site in self._sites.items()
+        }
+        """The holdings of each site, by the round from which on it has them."""
+
+    def dataset(self, site: str, number: int) -> Dataset:
+        """Return a site's data in round `number`."""
+        return self._loaded(site, self._sites[site].since(number))
+
+    def holding(self, site: str, number: int) -> Holding:
+        return self.holdings[site][self._sites[site].since(number)]
 
     def place(self, site: str) -> int:
         """Return the site's index among the sites, sorted by name."""
@@ -91,7 +110,8 @@ class VirtualSites:
         for name, site in self._sites.items():
             declared = {"resources": dict(site.resources), "weight": site.weight}
             key = hashlib.sha256(site.audit_key).hexdigest() if site.audit_key else None
-            found[name] = {**asdict(self.holdings[name]), **declared, "key": key}
+            later = {str(since): asdict(held) for since, held in self.holdings[name].items()}
+            found[name] = {**later.pop("0"), **declared, "key": key, **({"changes": later} if later else {})}
         return found
 
     def weight(self, site: str) -> int:
@@ -104,11 +124,9 @@ class VirtualSites:
             return derived(key, TRAINING_SEEDS)
         return site.encode() if in_sum else None
 
-    def participant(self, site: str) -> Participant:
-        return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources, site)
-
-    def _load(self, site: str) -> Dataset:
-        return self._sites[site].load()
+    def participant(self, site: str, number: int) -> Participant:
+        """Return a site as round `number` sees it."""
+        return Participant(worker_of(site), self.holding(site, number).examples, self._sites[site].resources, site)
 
 
 def worker_of(site: str) -> str:

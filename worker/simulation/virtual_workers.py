@@ -55,7 +55,7 @@ class Workers:
     def train(self, order: Order) -> TaskView:
         """Run the task. Return its outcome."""
         try:
-            self._do(order, self.population.dataset(self.population.site_of(order.worker)))
+            self._do(order, self._data(order))
         except InvalidUpdate as problem:
             return self.coordinator.view(order, "rejected", problem)
         except OF_THE_RUN as fault:
@@ -66,7 +66,7 @@ class Workers:
         """Measure a version. Return the measurement, or the failed task if it cannot be measured there."""
         try:
             if order.held_out:
-                self._do(order, self.population.dataset(self.population.site_of(order.worker)))
+                self._do(order, self._data(order))
             elif self.test:
                 self._do(order, self.test)
         except OF_THE_RUN as fault:
@@ -91,13 +91,16 @@ class Workers:
             policy=self.policy.model_copy(update={"send_class_counts": True}),
             mappings=self.mappings,
             models=self.models,
-            resources=self.population.participant(site).resources if site else {},
+            resources=self.population.participant(site, order.number).resources if site else {},
             seed_key=self.population.seed_key(site, in_sum=task.sums is not None) if site else None,
             full_precision=True,
             noise_key=noise_key_of,
             sums=self._party(site) if site and task.sums else None,
         )
         runner.run(task, lambda: None, Report())
+
+    def _data(self, order: Order) -> Dataset:
+        return self.population.dataset(self.population.site_of(order.worker), order.number)
 
     def _party(self, site: str) -> SumParty:
         return party_of(site, self.coordinator.helpers, self.population.weight(site))

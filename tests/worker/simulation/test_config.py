@@ -106,6 +106,21 @@ def test_the_seed_decides_what_is_held_out() -> None:
     assert "held_out_seed: was removed" in str(caught.value.errors[0])
 
 
+def test_data_that_change_are_those_of_the_file_from_their_round_on(folder: Path) -> None:
+    images = torch.randn(30, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    save_file({"pixel_values": images, "labels": torch.zeros(30, dtype=torch.int64)}, folder / "later.safetensors")
+    changes = '[simulation.changes.site-2.5]\nkind = "arrays"\nfile = "later.safetensors"\nheld_out = 0.5\n'
+    (folder / "run.toml").write_text(GOOD + changes)
+    sites = read().table.population(seed=0)
+    later = sites["site-2"].load(since=5)
+    assert later.held_out
+    assert later.examples + later.held_out.examples == 30
+    assert [sites["site-2"].since(number) for number in (1, 4, 5, 9)] == [0, 0, 5, 5]
+    assert not sites["site-1"].changes
+    with refusing("invalid", r"^simulation\.changes\.site-2\.5\.file: nowhere"):
+        read("simulation.changes.site-2.5.file=nowhere").table.population(seed=0)["site-2"].load(since=5)
+
+
 def test_sites_can_have_data_of_their_own(folder: Path) -> None:
     own = '[simulation.sites.north]\nkind = "arrays"\nfile = "data.safetensors"\n'
     resources = "[simulation.resources.north]\nmemory_bytes = 1e9\n"
@@ -138,6 +153,12 @@ def test_sites_can_have_data_of_their_own(folder: Path) -> None:
             "/simulation",
             "resources: there is no site 'north'; it can be site-1, site-2, site-3",
         ),
+        (
+            "simulation.changes={ site-9 = { 3 = { kind = 'arrays', file = 'f' } } }",
+            "/simulation",
+            "changes: there is no site 'site-9'; did you mean",
+        ),
+        ("simulation.changes={ site-1 = { 1 = { kind = 'arrays' } } }", "/simulation/changes", "at least 2"),
         ("rounds=none", "/rounds", "whole number"),
     ],
 )

@@ -90,6 +90,32 @@ def test_the_same_settings_make_the_same_versions_and_another_seed_makes_others(
     assert digests(simulate(spec(seed=1), model, SITES))[1:] != digests(first)[1:]
 
 
+def test_a_site_whose_data_change_trains_and_is_measured_on_the_new_ones_from_that_round_on(
+    model: Weights, tmp_path: Path
+) -> None:
+    before, after = images(1, 12, held_out=4), images(7, 20, held_out=6)
+    changing = {**SITES, "north": VirtualSite(before, changes={2: after})}
+    wanted = spec(rounds=2, evaluation={"sites": True})
+    conditions = Conditions(policy=Policy(min_evaluation_examples=1))
+
+    def run(sites: Mapping[str, Any], **more: Any) -> Result:
+        return simulate(wanted, model, sites, conditions=conditions, **more)
+
+    found, same = run(changing), run({**SITES, "north": before})
+    assert digests(found)[:2] == digests(same)[:2]
+    assert digests(found)[2] != digests(same)[2]
+    examples = [task.examples for made in found.rounds for task in made.tasks if task.worker == "north/worker"]
+    assert examples == [12, 20]
+    measured = {each.version: each.examples for each in found.measurements if each.site == "north"}
+    assert measured == {0: 4, 1: 4, 2: 6}
+    # A stopped simulation knows its data again, and refuses others.
+    run(changing, out=tmp_path, until=1)
+    with refusing("invalid", "other settings or data") as caught:
+        run({**SITES, "north": VirtualSite(before, changes={2: images(8, 20, held_out=6)})}, out=tmp_path)
+    assert [fault.pointer for fault in caught.value.errors] == ["/sites/north/changes/2/content"]
+    assert digests(run(changing, out=tmp_path)) == digests(found)
+
+
 def test_a_private_simulation_can_be_repeated_and_another_seed_draws_other_noise(model: Weights) -> None:
     pytest.importorskip("opacus")
     private = {"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}, "rounds": 2}
