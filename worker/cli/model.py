@@ -16,6 +16,7 @@ import typer
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.cli.export import CONFIG_FILE, copy_rest, require_new_folder
 from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render import output
@@ -41,6 +42,7 @@ from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.cli.model_options import (
     OF_LABELS,
+    VISION,
     Asks,
     Dtype,
     MappingOption,
@@ -51,6 +53,7 @@ from tessera.worker.cli.model_options import (
     lora_from,
     padding_from,
     prompts_from,
+    vision_start,
 )
 from tessera.worker.model.layouts import MappingFile, read_mapping
 
@@ -80,7 +83,10 @@ ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError,
 
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Make and inspect the models that runs start from."
+    no_args_is_help=True,
+    add_completion=False,
+    callback=connect,
+    help="Make and inspect the models that runs start from.",
 )
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -93,6 +99,7 @@ PREPROCESSING = {
 
 @app.command()
 def init(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Argument(help="The folder to create.")],
     config: Annotated[str, typer.Option(help="A folder of transformers, a config.json, or a name on the hub.")],
     head: Annotated[Head, typer.Option(help="The model's task.")],
@@ -120,6 +127,14 @@ def init(
     ] = None,
     text_prompt_from: Annotated[
         str | None, typer.Option(help="A caption to start the text prompts from, such as 'a photo of a'.")
+    ] = None,
+    vision_prompt_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|VERSION",
+            help="Vision prompts to start from: of a safetensors file or a model folder, or RUN[@VERSION] at the "
+            "coordinator.",
+        ),
     ] = None,
     prompt_depth: Annotated[
         int,
@@ -154,7 +169,9 @@ def init(
         mapping = read_mapping(mapping_file) if mapping_file else None
         settings = _settings(config, head, labels, dtype, hub=pretrained)
         caption = caption_ids(text_prompt_from, config)
-        prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads, prompt_depth)
+        started = vision_start(vision_prompt_from, partial(client_of, ctx))
+        counts, fusion = (vision_prompts, text_prompts), (prompt_fusion, fusion_heads)
+        prompts = prompts_from(*counts, started, caption, *fusion, prompt_depth)
         lora = lora_from(lora_rank, lora_alpha, lora_roles)
         new: set[str] = set()
         if external_base and not pretrained:
@@ -177,6 +194,14 @@ def init(
         if caption:
             text = model.get_parameter(f"{prompt_tokens.PROMPTS}.text")
             text.detach().copy_(prompt_tokens.caption_start(model, torch.tensor(caption)))
+        if started is not None:
+            vision = model.get_parameter(VISION)
+            if vision.shape != started.shape:
+                raise ValueError(
+                    f"--vision-prompt-from: the prompts are {started.shape[1]} wide, and the image tower "
+                    f"{vision.shape[1]}: take those of a model with a tower of this width"
+                )
+            vision.detach().copy_(started)
         document = _document(model, head, mapping, prompts, lora, float32)
         if external_base:
             document = _with_external_base(document, model, new)

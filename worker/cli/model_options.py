@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from safetensors import safe_open
 
 from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.model.spec import Float32Role, Fusion, Head, Lora, Prompts
+from tessera.shared.cli.versions import find_start
+from tessera.shared.client.client import Client
+from tessera.shared.model.spec import WEIGHTS_FILE, Float32Role, Fusion, Head, Lora, Prompts
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-    from tessera.worker.model import build, config
+    from tessera.worker.model import block_map, build, config
     from tessera.worker.model.pretrained import Config
 else:
     torch = Deferred("torch")
     transformers = Deferred("transformers")
+    block_map = Deferred("tessera.worker.model.block_map")
     build = Deferred("tessera.worker.model.build")
     config = Deferred("tessera.worker.model.config")
 
@@ -49,9 +53,47 @@ def caption_ids(caption: str | None, source: str) -> list[int] | None:
     return list(ids)
 
 
+VISION = "prompts.vision"
+
+
+def vision_start(source: str | None, client: Callable[[], Client]) -> torch.Tensor | None:
+    """Return the vision prompts of a safetensors file, of a model folder, or of `RUN[@VERSION]` at the coordinator,
+    [tokens, width]. Raises ValueError, and as `find_start` does."""
+    if source is None:
+        return None
+    path = Path(source)
+    if not path.exists():
+        if path.suffix == ".safetensors" or path.name != source:
+            raise ValueError(f"--vision-prompt-from: there is no file or folder {source}")
+        return _vision_of_version(client(), source)
+    with safe_open(path / WEIGHTS_FILE if path.is_dir() else path, "pt") as file:
+        names = list(file.keys())
+        name = names[0] if len(names) == 1 else VISION
+        if name not in names:
+            raise ValueError(f"--vision-prompt-from: {source} has {len(names)} tensors, and none is called {VISION}")
+        found: torch.Tensor = file.get_tensor(name)
+    if found.ndim != 2 or not len(found) or not bool(found.isfinite().all()):
+        raise ValueError(
+            f"--vision-prompt-from: {name} of {source} has the shape {list(found.shape)}, and a matrix of finite "
+            "numbers is needed, a row for each token"
+        )
+    return found
+
+
+def _vision_of_version(client: Client, named: str) -> torch.Tensor:
+    run, version, _ = find_start(client, named)
+    block = client.model(run.spec.model).by_name.get(VISION)
+    if block is None:
+        raise ValueError(f"--vision-prompt-from: the model of run {run.spec.name} has no vision prompts")
+    raw = client.read_blob(client.manifest(version.digest).blocks[VISION], block.nbytes)
+    dtype = next(kind for kind, name in block_map.DTYPES.items() if name == block.dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(block.shape)
+
+
 def prompts_from(
     vision: int,
     text: int | None,
+    started: torch.Tensor | None,
     caption: list[int] | None,
     asks: Asks | None,
     heads: int | None,
@@ -64,6 +106,12 @@ def prompts_from(
         raise ValueError(
             f"the caption has {len(caption)} tokens: leave --text-prompts out, or set it to {len(caption)}"
         )
+    if started is not None and vision not in (0, len(started)):
+        raise ValueError(
+            f"the vision prompts to start from are {len(started)} tokens: leave --vision-prompts out, or set it to "
+            f"{len(started)}"
+        )
+    vision = vision if started is None else len(started)
     text = text or 0 if caption is None else len(caption)
     if not vision and not text:
         if asks:

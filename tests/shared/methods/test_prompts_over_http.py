@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import Task, TaskView
@@ -32,10 +34,12 @@ from tessera.shared.model.selectors import EVERYTHING, Match, Selector
 from tessera.shared.model.spec import Model, Prompts
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.agent import Agent
+from tessera.worker.cli.model import app
 from tessera.worker.model.block_map import block_table
-from tessera.worker.model.build import instantiate
+from tessera.worker.model.build import instantiate, load
 from tessera.worker.settings import WorkerSettings, token_of
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
@@ -195,6 +199,22 @@ def test_from_the_second_round_on_only_prompts_travel(
             assert task.download_bytes > model.nbytes
     first, *_, last = manifests(client, run)
     assert {name for name in first.blocks if first.blocks[name] != last.blocks[name]} == set(sent)
+
+
+def test_a_model_starts_from_the_vision_prompts_of_a_version_of_a_run(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    run = begin(client, "promptfl")
+    (tmp_path / "config.json").write_text(json.dumps(dual("clip")))
+    words = ["init", str(tmp_path / "made"), "--config", str(tmp_path), "--head", "contrastive", "--random"]
+    environment = {"TESSERA_URL": coordinator.url, "TESSERA_TOKEN": coordinator.token("orchestrator")}
+    named = ["--vision-prompt-from", f"{run.id}@0"]
+    result = CliRunner().invoke(app, [*words, *named], env=environment)
+    assert result.exit_code == 0, result.output
+    made = load(ModelFolder.open(tmp_path / "made")).get_parameter("prompts.vision").detach().numpy()
+    _, start = untrained(dual("clip"), "contrastive", seed=2, prompts=BOTH)
+    assert np.array_equal(made, start["prompts.vision"])
 
 
 def test_a_round_of_clip_vit_b_16_moves_kilobytes() -> None:

@@ -121,6 +121,33 @@ def test_text_prompts_start_from_the_embeddings_of_a_caption(tmp_path: Path) -> 
     assert "the caption has 4 tokens" in told
 
 
+def test_vision_prompts_start_from_those_of_a_file_or_folder_and_what_does_not_fit_is_refused(
+    tmp_path: Path,
+) -> None:
+    words = ("--random", "--config", source(tmp_path / "clip", dual("clip")), "--head", "contrastive")
+    first, file, other = tmp_path / "first", tmp_path / "prompts.safetensors", tmp_path / "other.safetensors"
+    init(first, *words, "--vision-prompts", 3, "--text-prompts", 2, "--seed", 5)
+    wanted = load(ModelFolder.open(first)).get_parameter("prompts.vision").detach()
+    save_file({"ours": wanted}, file)
+    for number, place in enumerate((first, file)):
+        init(made := tmp_path / f"made-{number}", *words, "--vision-prompt-from", place)
+        model = load(ModelFolder.open(made))
+        assert torch.equal(model.get_parameter("prompts.vision"), wanted)
+        assert ModelFolder.open(made).model.prompts == Prompts(vision=3)
+    save_file({"a": torch.zeros(2, 8), "b": torch.zeros(2)}, other)
+    save_file({"a": torch.zeros(2, 8)}, narrow := tmp_path / "narrow.safetensors")
+    save_file({"a": torch.full((2, 16), torch.nan)}, broken := tmp_path / "broken.safetensors")
+    for more, told in (
+        ((file, "--vision-prompts", 4), "start from are 3 tokens: leave --vision-prompts out"),
+        ((other,), "has 2 tensors, and none is called prompts.vision"),
+        ((narrow,), "the prompts are 8 wide, and the image tower 16"),
+        ((broken,), "a matrix of finite numbers is needed"),
+        ((tmp_path / "absent",), "there is no file or folder"),
+        (("absent.safetensors",), "there is no file or folder"),
+    ):
+        assert told in " ".join(refusal("init", tmp_path / "no", *words, "--vision-prompt-from", *more).split())
+
+
 def test_a_pair_that_transformers_saved_starts_a_run_with_its_own_weights_tokenizer_and_prompts(
     tmp_path: Path,
 ) -> None:
