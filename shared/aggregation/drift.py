@@ -84,7 +84,7 @@ def drift_by_role(
 ) -> dict[str, float]:
     """Return the scalars of each role that two of the senders sent blocks of. `roles` are those of the blocks, by
     name; blocks without a length have no measure."""
-    scalars = {}
+    scalars: dict[str, float] = {}
     for role in dict.fromkeys(roles.values()):
         seen = agreement(model, [name for name, of in roles.items() if of == role], senders)
         if seen.senders > 1 and seen.size:

@@ -229,7 +229,6 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         """Accept a warm-up of fixed length that ends before the run does."""
         if self.settings.warmup_rounds == "auto" or self.settings.signals:
             raise UnsupportedRun("the warm-up's stages are judged by the number of rounds that are left")
-        self._check_controls()
         self._require_second_stage()
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
@@ -239,8 +238,8 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         if self.settings.lower_rate is not None:
             stage, trained, scalars = SLOWED, self._trained(()), {SLOWED: 1.0}
         if self.settings.kernel_drift:
-            auto = self.settings.warmup_rounds == "auto"
-            scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if auto else self.settings.warmup_rounds)
+            warmup = self.settings.warmup_rounds
+            scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if warmup == "auto" else warmup)
         return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
 
     def _check_controls(self) -> None:

@@ -107,7 +107,7 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         merged = super().merge(state, updates)
         measured = (FUSED, DISTANCE, SILENT, FAR)
         scalars = {name: value for name, value in merged.scalars.items() if not name.startswith(measured)}
-        for tower in trained_prompts(self.settings, self.run):
+        for tower in MODALITIES:
             for kind, share, is_signature in (
                 (FUSED, SILENT, lambda size: size < ADDS_NOTHING),
                 (DISTANCE, FAR, lambda size: size > TOO_FAR),
@@ -128,7 +128,7 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
 
     def warnings(self, state: State) -> Sequence[str]:
         warnings = []
-        for tower in trained_prompts(self.settings, self.run):
+        for tower in MODALITIES:
             if share := state.scalars.get(SILENT + tower):
                 warnings.append(
                     f"attention collapse: at {share:.0%} of the sites the fusion of {tower} prompts adds nothing to "

@@ -59,7 +59,7 @@ MAX_NORM_OF_MEDIAN = 10.0
 
 OF_UPDATES = (
     "codec", "upload_budget", "upload_seconds", "download_codec", "robust", "server_optimizer", "max_examples",
-    "max_update_norm", "max_norm_of_median",
+    "max_update_norm", "max_norm_of_median", "signals",
 )  # fmt: skip
 """The settings of a run that act on the updates of its sites."""
 

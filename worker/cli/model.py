@@ -99,7 +99,6 @@ PREPROCESSING = {
 
 @app.command()
 def init(
-    ctx: typer.Context,
     out: Annotated[Path, typer.Argument(help="The folder to create.")],
     config: Annotated[str, typer.Option(help="A folder of transformers, a config.json, or a name on the hub.")],
     head: Annotated[Head, typer.Option(help="The model's task.")],
@@ -159,6 +158,8 @@ def init(
         typer.Option(help="Leave out the pretrained weights, which the sites have: the run keeps digests alone."),
     ] = False,
     as_json: AsJson = False,
+    # A call as a function, without a version of a run, has none.
+    ctx: typer.Context = cast("typer.Context", None),  # noqa: B008
 ) -> None:
     """Create a model folder: transformers' own layout, and the table of the model's blocks.
 

@@ -116,7 +116,7 @@ class SimulationTable(Conditions):
             raise ValueError("data.part: choose how the data are divided, as in part = { scheme = 'iid' }")
         elif self.data.part and self.data.part.count != len(self.names):
             raise ValueError(f"data.part.count: there are {len(self.names)} sites; leave it out")
-        named = {"away": self.away, "resources": self.resources, "changes": self.changes}
+        named: dict[str, Iterable[str]] = {"away": self.away, "resources": self.resources, "changes": self.changes}
         if unknown := [
             said for setting, sites in named.items() for said in unknown_sites(setting, sites, self.names)
         ]:

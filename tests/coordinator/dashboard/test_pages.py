@@ -816,6 +816,9 @@ def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person
     ):
         run = start_run(client, MODEL, values(MODEL), dataset="none", method=method)
         assert why in viewer.http.get(f"/page/runs/{run.id}").text
+    run = start_run(client, MODEL, values(MODEL), dataset="none", signals={"drift": True})
+    shown = viewer.http.get(f"/page/runs/{run.id}").text
+    assert "No client drift by role: they need a round with two updates." in shown
 
 
 OWN_METHOD = """

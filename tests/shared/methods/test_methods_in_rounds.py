@@ -312,6 +312,8 @@ PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
         ("scaffold", {"strength": 0, "population": 4}, {}, {}, "/method/settings/population"),
         ("feddyn", {"alpha": 0, "population": 4}, {}, {}, "/method/settings/population"),
         ("local", {}, SENT, {}, "sends no updates, so that codec would"),
+        ("local", {}, {"signals": {"drift": True}}, {}, "sends no updates, so that signals would"),
+        ("fedavg", {}, {"signals": {"every": 2}}, {}, "or set drift to true"),
         (
             "local",
             {},
