@@ -89,7 +89,7 @@ def parse(codec: str) -> Codec:
     names = [name for name, _, _ in parts]
     if unknown := [name for name in names if name not in STAGES]:
         # Raw blocks have no stages: it stands alone.
-        near = did_you_mean(unknown[0], STAGES if RAW in names else [RAW, *STAGES])
+        near = did_you_mean(unknown[0].partition(":")[0], STAGES if RAW in names else [RAW, *STAGES])
         raise CodecError("codec-unknown", f"codec {codec!r} has unknown stages {unknown}{near}")
     if len(set(names)) < len(names):
         # A worker chooses the codec of its blocks: a chain of a thousand stages would cost a thousand passes.

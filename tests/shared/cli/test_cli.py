@@ -50,7 +50,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
     [
         ("worker check --config FILE", "torch", "worker"),
         ("model --help", "safetensors", "worker"),
-        ("coordinator --help", "alembic", "coordinator"),
+        ("coordinator migrate", "alembic", "coordinator"),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(tmp_path: Path, command: str, module: str, extra: str) -> None:

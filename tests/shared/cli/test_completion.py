@@ -43,7 +43,7 @@ def test_options_of_a_part_that_needs_torch_are_completed_too() -> None:
 
 
 def test_a_part_that_is_not_installed_completes_to_nothing_and_says_nothing() -> None:
-    assert offered("coordinator", "", command=without("alembic")) == []
+    assert offered("model", "", command=without("safetensors")) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -425,7 +425,7 @@ def test_a_text_that_is_cut_has_no_end_and_none_has_two(tmp_path: Path) -> None:
         ('text,label\na,b\na,"b\n', "line 3 of notes.csv has a quotation mark that is not closed"),
         ('text,label\n"a "quoted, b" c",d\n', "line 2 of notes.csv has a quotation mark"),
         ("text,label\n\x00\xff\n", "file: "),
-        ("texts,label\na,0\n", "has no column 'text'; its columns are texts, label"),
+        ("texts,label\na,0\n", "has no column 'text'; did you mean `texts`?"),
         ("text,class\nthe,0\n", "label: "),
     ],
 )
