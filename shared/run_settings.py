@@ -396,8 +396,9 @@ class Privacy(UnitBudget):
 LATER_SETTINGS = frozenset(
     [name for name, field in Training.model_fields.items() if field.exclude_if]
     + [f"privacy.{name}" for name, field in Privacy.model_fields.items() if field.exclude_if]
+    + ["evaluation.ignore"]
 )
-"""The settings of local training, and of its privacy, that are newer than version 0.1.0."""
+"""The settings of local training, of its privacy and of evaluations that are newer than version 0.1.0."""
 
 
 def used_later_settings(training: Training, privacy: Privacy | None = None) -> frozenset[str]:

@@ -1,6 +1,8 @@
 """Counts of predictions that add up over sites, and the scores that follow from their sums."""
 
+import operator
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import Annotated, Any, Self
 
@@ -34,6 +36,8 @@ class ClassCounts(Message):
         tuple[Annotated[float, Field(ge=0, lt=1 << 41)], ...], Field(min_length=BINS, max_length=BINS)
     ]
     """The sum of the probabilities of the predicted classes."""
+    ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES, exclude_if=partial(operator.eq, ()))
+    """The places of the classes that macro F1 leaves out."""
 
     @model_validator(mode="after")
     def _are_of_the_same_labels(self) -> Self:
@@ -58,23 +62,26 @@ class ClassCounts(Message):
         return sum(self.labels)
 
     def scores(self) -> dict[str, float]:
-        """Return the `accuracy`, `macro_f1` and `calibration_error`. There must be a label."""
+        """Return the `accuracy`, the `calibration_error` and, if a class occurs that is not ignored, the `macro_f1`.
+        There must be a label."""
         # A class's F1 is twice its hits over the sum of its predictions and its true labels. Equal to scikit-learn's,
         # whose import would take every worker about 100 MiB.
-        occurs = [each for each in zip(self.hits, self.predictions, self.labels, strict=True) if each[1] + each[2]]
+        by_class = enumerate(zip(self.hits, self.predictions, self.labels, strict=True))
+        occurs = [each for place, each in by_class if each[1] + each[2] and place not in self.ignored]
+        f1 = [2 * hits / (predicted + true) for hits, predicted, true in occurs]
         # The expected calibration error (Guo et al. 2017, arXiv 1706.04599, equations 2, 3 and 5): the mean gap
         # between accuracy and mean confidence over the bins, weighted by the number of predictions in each.
         gaps = [abs(s - hits) for s, hits in zip(self.bin_confidence, self.bin_hits, strict=True)]
         return {
             "accuracy": sum(self.hits) / self.total,
-            "macro_f1": fmean(2 * hits / (predicted + true) for hits, predicted, true in occurs),
+            **({"macro_f1": fmean(f1)} if f1 else {}),
             "calibration_error": sum(gaps) / self.total,
         }
 
 
 def can_pool(counts: Sequence[ClassCounts | None]) -> bool:
-    """Return whether there are counts, none is missing, and all are of the same number of classes."""
-    return None not in counts and len({len(each.labels) for each in counts if each}) == 1
+    """Return whether there are counts, none is missing, and all are of the same classes."""
+    return None not in counts and len({(len(each.labels), each.ignored) for each in counts if each}) == 1
 
 
 def pooled(counts: Sequence[ClassCounts | None]) -> ClassCounts | None:
@@ -84,5 +91,7 @@ def pooled(counts: Sequence[ClassCounts | None]) -> ClassCounts | None:
     sums: dict[str, Any] = {
         name: tuple(map(sum, zip(*(getattr(each, name) for each in counts), strict=True)))
         for name in ClassCounts.model_fields
+        if name != "ignored"
     }
+    sums["ignored"] = next(each.ignored for each in counts if each)
     return ClassCounts.model_construct(**sums)

@@ -20,10 +20,10 @@ from tessera.shared import renamed_keys
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
-from tessera.shared.api.class_counts import ClassCounts
+from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.secure_sums import SecureSums
-from tessera.shared.api.tasks import CohortTerms, TaskView, Unlimited
+from tessera.shared.api.tasks import ClassName, CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
@@ -111,6 +111,12 @@ class Evaluation(Frozen):
     dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
     sites: bool = Field(default=False, description="each site that trains evaluates on what it holds out of its data")
     every: PositiveInt = Field(default=1, description="rounds between evaluations; the last version always counts")
+    ignore: tuple[ClassName, ...] = Field(
+        default=(),
+        max_length=MAX_CLASSES,
+        exclude_if=partial(operator.eq, ()),
+        description='classes of the model that macro F1 leaves out, such as ["O"] for tokens of no entity',
+    )
 
     @model_validator(mode="after")
     def _measures_something(self) -> Self:
@@ -331,8 +337,9 @@ class RunSpec(Frozen):
 
     @cached_property
     def later_settings(self) -> frozenset[str]:
-        """The settings of training and privacy in use that are newer than version 0.1.0."""
-        return used_later_settings(self.training, self.privacy)
+        """The settings of training, privacy and evaluations in use that are newer than version 0.1.0."""
+        of_evaluations = {"evaluation.ignore"} if self.evaluation and self.evaluation.ignore else set[str]()
+        return used_later_settings(self.training, self.privacy) | of_evaluations
 
     @property
     def shared_client_privacy(self) -> ClientPrivacy | None:

@@ -29,7 +29,7 @@ from pydantic import (
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
-from tessera.shared.api.class_counts import ClassCounts
+from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
@@ -73,6 +73,9 @@ from tessera.shared.schema import (
 )
 from tessera.shared.secure_sums.messages import SiteKeys
 from tessera.shared.tensors.lazy import digest_of
+
+ClassName = Annotated[str, Field(min_length=1, max_length=256)]
+"""A class of the model, as `id2label` of its config names it."""
 
 
 class Progress(Message):
@@ -397,6 +400,8 @@ class Task(Message):
     dataset: Label
     held_out: bool = False
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
+    ignore: tuple[ClassName, ...] = Field(default=(), max_length=MAX_CLASSES, exclude_if=partial(operator.eq, ()))
+    """The classes that the macro F1 of an evaluation leaves out."""
     training: Training
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = Field(default=None, exclude_if=partial(operator.is_, None))

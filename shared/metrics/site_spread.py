@@ -157,8 +157,9 @@ def joined(scores: list[Score]) -> Score:
 def over_sites(name: str, scores: Iterable[Score]) -> float:
     """Return a metric over some sites: each label counts alike or, without its counts, each site."""
     by_site = _by_site(scores)
-    if counts := pooled([score.counts for score in by_site]):
-        return counts.scores()[name]
+    # A site's counts may lack what its metrics have: then the mean is left.
+    if (counts := pooled([score.counts for score in by_site])) and name in (found := counts.scores()):
+        return found[name]
     alike = name.removeprefix(PERSONAL) in MEANS_OF_SITES
     return fmean([score.value for score in by_site], None if alike else [score.labels for score in by_site])
 

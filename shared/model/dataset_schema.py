@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, PositiveInt
 
 from tessera.shared.model.blocks import Block, whole_shapes
 from tessera.shared.model.spec import Head, Model
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.schema import Label, Message
 
 PIXELS, IDS, LABELS = "pixel_values", "input_ids", "labels"
@@ -220,6 +221,18 @@ def class_names(model: Model) -> list[str]:
     if not all(number.isdecimal() for number in names):
         return []
     return [str(names[number]) for number in sorted(names, key=int)]
+
+
+def ignore_fault(names: Sequence[str], model: Model) -> str | None:
+    """Return why macro F1 cannot leave these classes out; None if it can."""
+    known = class_names(model) if class_count(model) else []
+    if names and not known:
+        return "names classes, and the model's config names none: add `id2label` to it, or leave this out"
+    if unknown := [name for name in names if name not in known]:
+        return f"names {unknown[0][:64]!r}, which is no class of the model{did_you_mean(unknown[0], known)}"
+    if known and not set(known) - set(names):
+        return "leaves no class for macro F1: name fewer"
+    return None
 
 
 def name_digests(names: Sequence[str]) -> tuple[ShortDigest, ...]:

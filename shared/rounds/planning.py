@@ -41,6 +41,7 @@ from tessera.shared.methods.registry import (
 )
 from tessera.shared.metrics.selections import selection_warnings
 from tessera.shared.model.blocks import layer_key
+from tessera.shared.model.dataset_schema import ignore_fault
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -109,6 +110,9 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     faults = [Fault(pointer=f"/training/{name}", detail=said) for name, said in training_faults(spec.training, model)]
     if faults:
         raise Invalid("the model cannot be trained with these settings", errors=faults)
+    if spec.evaluation and (said := ignore_fault(spec.evaluation.ignore, model)):
+        unknown = Fault(pointer="/evaluation/ignore", detail=said)
+        raise Invalid("the model cannot be evaluated with these settings", errors=[unknown])
     half = coordinator_half(spec.method, run_facts(spec, model))
     _check_effect(spec, half.settings)
     try:
@@ -474,6 +478,7 @@ def task_of(
         plan=plan,
         dataset=dataset_of(spec, kind, held_out=held_out),
         held_out=held_out,
+        ignore=spec.evaluation.ignore if spec.evaluation and kind == "evaluate" else (),
         training=spec.training,
         privacy=spec.privacy,
         client_privacy=spec.shared_client_privacy or spec.client_privacy,

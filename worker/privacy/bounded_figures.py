@@ -126,9 +126,10 @@ class BoundedSums:
             leaving = {name: (_noisy(*each, deviation, noise.source), each[1]) for name, each in leaving.items()}
         return {name: (sums / (STEP * most)).round() * (STEP * most) for name, (sums, most) in leaving.items()}
 
-    def figures(self, examples: int, noise: Noise | None = None) -> dict[str, float]:
+    def figures(self, examples: int, noise: Noise | None = None, ignored: tuple[int, ...] = ()) -> dict[str, float]:
         """Return the `accuracy` and the clipped `loss` of these examples and, of enough, the `calibration_error` and
-        the `macro_f1`. All follow from the rounded sums and the number of examples."""
+        the `macro_f1`, without classes at the places `ignored`. All follow from the rounded sums and the number of
+        examples."""
         sums = {name: each.clamp(min=0) for name, each in self.rounded(examples, noise).items()}
         found = {
             "accuracy": min(1.0, float(sums["right"]) / examples),
@@ -136,7 +137,8 @@ class BoundedSums:
         }
         if "gaps" in sums:
             found["calibration_error"] = min(1.0, float(sums["gaps"]) / examples)
-        occurring = [each for each in sums["by_class"].T.tolist() if each[1] + each[2]] if "by_class" in sums else []
+        by_class = sums["by_class"].T.tolist() if "by_class" in sums else []
+        occurring = [each for n, each in enumerate(by_class) if each[1] + each[2] and n not in ignored]
         if occurring:
             found["macro_f1"] = fmean(min(1.0, 2 * right / (made + true)) for right, made, true in occurring)
         return found

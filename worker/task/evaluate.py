@@ -52,6 +52,8 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if privacy is None:
         run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
+    named = getattr(context.model.config, "id2label", None) or {}
+    ignored = tuple(place for place, name in sorted(named.items()) if name in task.ignore)
     batches = Batches(measured, size, env.device, trims=not rounds and is_trimmable(context, measured))
 
     def metrics(check: Check, scores: Scores | None = None) -> dict[str, float]:
@@ -63,17 +65,17 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
                 noise = Noise(rho, NoiseSource(secret_key()))
             with autocast(task.training, env.device):
                 sums = bounded_sums(context, measured, env.device, check, ranks)
-            return sums.figures(measured.examples, noise)
+            return sums.figures(measured.examples, noise, ignored)
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, env.device), once as data:
-            return measure(context.model, context.head, replace(batches, dataset=data), check, ranks, scores)
+            return measure(context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored)
 
     scores = Scores()
     found = metrics(counted, scores)
     # Over a central data set the scores are those of its examples already.
     if task.held_out and env.policy.send_class_counts and not rounds:
-        report.class_counts = _leaving(scores.by_class())
+        report.class_counts = _leaving(scores.by_class(ignored))
     if task.held_out and _personalise(run, loaded, dataset):
         own = metrics(run.check)
         found |= {PERSONAL + name: value for name, value in own.items() if name != SCORED_LABELS}

@@ -56,8 +56,8 @@ class Scores:
             self.counts = torch.zeros(3, classes, dtype=torch.int64)
         self.counts, self.bins = ranks.total(self.counts), ranks.total(self.bins)
 
-    def by_class(self) -> ClassCounts | None:
-        """Return the counts; None without any scored label."""
+    def by_class(self, ignored: tuple[int, ...] = ()) -> ClassCounts | None:
+        """Return the counts; None without any scored label. `ignored` are places that macro F1 leaves out."""
         if not self.counts[2].any():
             return None
         hits, predictions, labels = (tuple(row) for row in self.counts.tolist())
@@ -69,6 +69,7 @@ class Scores:
             bin_predictions=bin_predictions,
             bin_hits=bin_hits,
             bin_confidence=tuple(self.bins[2].tolist()),
+            ignored=ignored,
         )
 
 
@@ -79,11 +80,13 @@ def evaluate(
     check: Check,
     ranks: Ranks | None = None,
     scores: Scores | None = None,
+    ignored: tuple[int, ...] = (),
 ) -> dict[str, float]:
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`; with the number
     of scored labels, their weight over several data sets, where that is not the number of examples.
 
-    Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels. Each of
+    Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels, without
+    those at the places `ignored`. Each of
     several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. The
     counts are added to `scores`. Leaves the model in evaluation mode. Raises NoFiniteLoss.
     """
@@ -110,7 +113,7 @@ def evaluate(
     if not math.isfinite(loss):
         raise NoFiniteLoss(f"the version's loss on this data is {loss}" + NO_LABELS * (not weight))
     counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
-    by_class = scores.by_class()
+    by_class = scores.by_class(ignored)
     return {"loss": loss, **(by_class.scores() if by_class else {}), **counted}
 
 

@@ -20,7 +20,7 @@ from tessera.coordinator.domain.eligibility import (
     refused_plans,
     unsuited,
 )
-from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec, Training
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
@@ -92,6 +92,13 @@ def test_a_worker_is_offered_no_run_whose_settings_its_version_cannot_read(train
     assert (found.rule, found.detail) == ("version", said)
     assert rules(run) == []
     assert rules(invited(training=Training(epochs=2)), training=[]) == []
+
+
+def test_a_worker_that_would_count_an_ignored_class_is_offered_no_task() -> None:
+    run = invited(evaluation=Evaluation(sites=True, ignore=("O",)))
+    (found,) = objections(run, "a", declared(training=sorted(LATER_SETTINGS - {"evaluation.ignore"})))
+    assert "does not know evaluation.ignore: upgrade it" in found.detail
+    assert rules(run) == rules(invited(evaluation=Evaluation(sites=True)), training=[]) == []
 
 
 def test_a_worker_without_kornia_is_offered_no_run_that_changes_images() -> None:

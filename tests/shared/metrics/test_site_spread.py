@@ -176,6 +176,17 @@ def test_predictions_at_sites_of_unlike_classes_have_the_macro_f1_of_all_their_e
     assert score
     assert (score.title, score.values[1]) == ("macro_f1", pytest.approx(right))
 
+    ignoring = [
+        one.model_copy(update={"class_counts": counts.model_copy(update={"ignored": (3,)})})
+        for one in found
+        if (counts := one.class_counts)
+    ]
+    labels = [place for place in range(10) if place != 3]
+    without = f1_score(all_true, all_predicted, average="macro", labels=labels)
+    assert scores_by_version(ignoring)[1]["macro_f1"] == pytest.approx(without)
+    # A site of whose counts other classes are left out is not added to the others.
+    assert "macro_f1 (mean of sites)" in scores_by_version([*found[:-1], ignoring[-1]])[1]
+
     silent = [*found[:-1], found[-1].model_copy(update={"class_counts": None})]
     assert scores_by_version(silent)[1]["macro_f1 (mean of sites)"] == pytest.approx(np.mean(own))
     # One site that sends none in a later version makes all versions comparable by the mean.

@@ -207,6 +207,7 @@ def test_figures_follow_from_rounded_sums() -> None:
     assert found["calibration_error"] == 0.0
     # Class 1: 305 right of 400 predictions and 305 labels. Class 0 has 95 labels, and is never predicted.
     assert found["macro_f1"] == pytest.approx((2 * 305 / (400 + 305) + 0) / 2)
+    assert sums.figures(400, ignored=(0,)) == {**found, "macro_f1": pytest.approx(2 * 305 / (400 + 305))}
 
 
 def test_figures_of_few_examples_are_the_accuracy_and_the_loss_alone() -> None:

@@ -650,3 +650,46 @@ def test_a_robust_run_scores_its_updates(model: Weights) -> None:
         assert all(found["anomaly.cosine"] > 0 for found in scores.values())
         assert all(0.2 < found["anomaly.distance"] < 5 for found in scores.values())
     assert [outcome.round for outcome in told] == list(result.rounds)
+
+
+NAMED = {**DROPOUT, "id2label": {"0": "O", "1": "person", "2": "place"}}
+
+
+def test_macro_f1_leaves_out_a_class_that_the_run_ignores_centrally_at_sites_and_over_their_counts() -> None:
+    start = Weights.of(instantiate(NAMED, "image-classification", seed=1), NAMED, "image-classification")
+    sites = {"a": images(0, held_out=40), "b": images(1, held_out=40)}
+
+    def measured(**more: object) -> Result:
+        return simulate(spec(rounds=1, evaluation={"sites": True, **more}), start, sites, test=images(9, 60))
+
+    every, some = measured(), measured(ignore=["O"])
+    assert digests(every) == digests(some)
+    assert every.scores()[1].keys() == some.scores()[1].keys()
+    for plain, other in zip(every.measurements, some.measurements, strict=True):
+        assert {**other.metrics, "macro_f1": 0} == {**plain.metrics, "macro_f1": 0}
+        if (counts := other.class_counts) is not None:
+            by_class = zip(counts.hits[1:], counts.predictions[1:], counts.labels[1:], strict=True)
+            f1 = [2 * hits / (made + true) for hits, made, true in by_class if made + true]
+            assert other.metrics["macro_f1"] == pytest.approx(sum(f1) / len(f1), abs=1e-3)
+    assert [bool(one.class_counts) for one in some.measurements] == [one.held_out for one in some.measurements]
+    central = [one.metrics["macro_f1"] for result in (every, some) for one in result.measurements if not one.held_out]
+    assert central[:2] != central[2:]
+
+
+@pytest.mark.parametrize(
+    ("config", "ignored", "told"),
+    [
+        (NAMED, ["0", "persn"], "names '0', which is no class of the model; it can be O, person, place"),
+        (NAMED, ["persn"], "did you mean `person`?"),
+        (NAMED, ["O", "person", "place"], "leaves no class for macro F1"),
+        (DROPOUT, ["O"], "the model's config names none: add `id2label` to it"),
+    ],
+)
+def test_a_label_that_macro_f1_cannot_leave_out_is_refused(
+    config: dict[str, Any], ignored: list[str], told: str
+) -> None:
+    start = Weights.of(instantiate(config, "image-classification", seed=1), config, "image-classification")
+    with refusing("invalid", "cannot be evaluated with these settings") as caught:
+        simulate(spec(evaluation={"sites": True, "ignore": ignored}), start, SITES)
+    (fault,) = caught.value.errors
+    assert (fault.pointer, told in fault.detail) == ("/evaluation/ignore", True)
