@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,8 +19,9 @@ from tessera.shared.cli.run_file import check_spec, read_spec, settings_of
 from tessera.shared.cli.versions import Wanted, described, export_version, new_run
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow, outcomes
-from tessera.shared.metrics.comparison import BestVersion, ComparedRun, best_version
+from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
 from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
+from tessera.shared.metrics.convergence import Convergence
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.metrics.site_spread import headlines
 from tessera.shared.problems import Problem
@@ -126,13 +127,15 @@ class Session:
         """Return all runs, oldest first."""
         return [Run(self.client, record) for record in self.client.runs()]
 
-    def compare(self, *runs: Run | str, metric: str | None = None) -> Comparison:
+    def compare(self, *runs: Run | str, metric: str | None = None, reach: Sequence[float] = ()) -> Comparison:
         """Compare two runs or more by `metric`, or by the main score of the first that has been evaluated.
+
+        `reach` are scores of which each run's rounds, time and bytes are given; by default shares of the best.
 
         Runs are given by id or name too. Raises Problem for an unknown run or metric.
         """
         records = [run.record if isinstance(run, Run) else find_run(self.client, run) for run in runs]
-        return Comparison(compare_runs(self.client, records, metric))
+        return Comparison(compare_runs(self.client, records, metric, reach))
 
 
 class Run:
@@ -211,9 +214,16 @@ class Run:
         """Return the version with the best main score; None if no version has been evaluated."""
         return best_version(self._client.measurements(self.id))
 
-    def compare(self, *others: Run | str, metric: str | None = None) -> Comparison:
+    def convergence(self, *scores: float, metric: str | None = None) -> Convergence | None:
+        """Return the rounds, time and bytes until each score, and the jitter of the last versions; None if none was
+        evaluated. The scores are 90 % and 95 % of the best by default."""
+        record = self.refresh().record
+        measurements = self._client.measurements(self.id)
+        return History.of(record, self._client.rounds(self.id), measurements).convergence(scores, metric)
+
+    def compare(self, *others: Run | str, metric: str | None = None, reach: Sequence[float] = ()) -> Comparison:
         """Compare this run with others, as `Session.compare` does."""
-        return Session(self._client).compare(self, *others, metric=metric)
+        return Session(self._client).compare(self, *others, metric=metric, reach=reach)
 
     def export(
         self,

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,27 @@ def test_a_run_is_watched_compared_exported_and_continued(
     assert re.search(r"first +\S+ +completed +2 +1 \(accuracy 0\.900\)", by_command)
     assert re.search(r"best version +1 \(accuracy 0\.900\)", shown := say(coordinator, "run", "show", "first").stdout)
     assert len(re.findall(r" best *\n", shown)) == 1
+
+
+def test_commands_and_python_agree_on_what_a_score_took_and_say_that_one_was_never_reached(
+    session: Session, first: Run, coordinator: LiveCoordinator
+) -> None:
+    found = first.convergence(0.9, 0.99)
+    assert found
+    reached, never = found.reached
+    table = first.table().query("attempt == 1")
+    assert (reached.rounds, never.reached) == (1, False)
+    assert (reached.download_bytes, reached.upload_bytes) == (table["download_bytes"][0], table["upload_bytes"][0])
+    shown = json.loads(say(coordinator, "run", "show", "first", "--score", "0.9", "--score", "0.99", "--json").stdout)
+    assert shown["convergence"]["reached"] == [asdict(one) for one in found.reached]
+    told = say(coordinator, "run", "show", "first", "--score", "0.99").stdout
+    assert re.search(r"accuracy 0\.99 or more +never up to version 2; the best is 0\.9 ", told)
+    exported = say(coordinator, "run", "metrics", "first", "--score", "0.9").stdout
+    assert f"accuracy.to_0.9.bytes,{float(reached.bytes or 0)}" in exported
+    start_run(session.client, MODEL, values(MODEL), name="unmeasured")
+    assert first.compare("unmeasured", reach=[0.9]).runs[0].convergence == first.convergence(0.9)
+    compared = say(coordinator, "run", "compare", "first", "unmeasured", "--score", "0.9").stdout
+    assert re.search(r"first +accuracy 0\.9 or more +round 1: ", compared)
 
 
 def test_a_run_starts_by_command_from_another_with_its_settings(

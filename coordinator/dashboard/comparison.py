@@ -6,28 +6,26 @@ from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.dashboard.charts import svg_charts
 from tessera.coordinator.dashboard.charts.run_charts import (
     AXES,
     Along,
-    Panel,
     axis_of,
     choices,
     download,
     moved_to,
-    svg_file,
 )
-from tessera.coordinator.dashboard.charts.svg_charts import Series
 from tessera.coordinator.dashboard.queries import MAX_POINTS, evaluations, measured, round_costs
-from tessera.coordinator.dashboard.runs import Metric
+from tessera.coordinator.dashboard.runs import Metric, Reach
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import NOTHING, metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run
+from tessera.shared.metrics import svg_charts
 from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, best_version, compare, setting_text
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
+from tessera.shared.metrics.svg_charts import Panel, Series, svg_file
 from tessera.shared.problems import Invalid
 
 router = APIRouter(prefix=f"{PREFIX}/runs/compare", include_in_schema=False, route_class=PageRoute)
@@ -39,18 +37,26 @@ Runs = Annotated[list[str] | None, Query(alias="run", max_length=50)]
 
 @router.get("")
 def show_comparison(
-    request: Request, serving: Serving, who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    run: Runs = None,
+    metric: Metric = None,
+    x: Along = "version",
+    reach: Reach = None,
 ) -> Response:
     """Show the runs that were ticked: a score of each in one chart, their cost, and the settings that differ."""
     histories = _histories(serving, run or [], metric)
     names = choices((one.site, name) for history in histories for one in history.measurements for name in one.metrics)
-    found = compare(histories, metric if metric in names else None)
+    found = compare(histories, metric if metric in names else None, reach or ())
     return render(
         request,
         "compare.html",
         who,
         found=found,
         top=_top(found),
+        converged=[(run.name, *fact) for run in found.runs if run.convergence for fact in run.convergence.facts()],
+        score=reach,
         address="&".join(f"run={history.run.id}" for history in histories),
         metrics=names,
         x=x,

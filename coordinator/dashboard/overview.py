@@ -10,7 +10,6 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.dashboard.charts.svg_charts import spark
 from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, moved_by_run, score_curves
 from tessera.coordinator.dashboard.runs import RunLine
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -19,6 +18,7 @@ from tessera.coordinator.dashboard.templating import metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import IS_LEASED, RUNS, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
+from tessera.shared.metrics.svg_charts import spark
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 

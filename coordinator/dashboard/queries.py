@@ -15,7 +15,6 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, String, case, cast, func, or_, select, true, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
-from tessera.coordinator.dashboard.charts.svg_charts import Band
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -28,9 +27,11 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.shared.api.runs import Measurement, Round, Run
-from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost, main_names, main_score
+from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
+from tessera.shared.metrics.convergence import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.metrics.site_spread import PERSONAL, Evaluated
+from tessera.shared.metrics.svg_charts import Band
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, SCORED_LABELS
 
@@ -144,9 +145,9 @@ def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | 
 
 def round_costs(session: Session, run: Run) -> list[RoundCost]:
     """Return what each attempt at a round that has ended cost, in order."""
-    sent = func.coalesce(views.total(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
+    down, up = (func.coalesce(views.total(each), 0) for each in (TaskRow.download_bytes, TaskRow.upload_bytes))
     rows = session.execute(
-        select(RoundRow.number, RoundRow.attempt, RoundRow.state, RoundRow.opened_at, RoundRow.closed_at, sent)
+        select(RoundRow.number, RoundRow.attempt, RoundRow.state, RoundRow.opened_at, RoundRow.closed_at, down, up)
         # By the round alone: with the run too, SQLite reads all tasks of the run for each round.
         .outerjoin(TaskRow, TaskRow.round_id == RoundRow.id)
         .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
@@ -157,10 +158,12 @@ def round_costs(session: Session, run: Run) -> list[RoundCost]:
     return [
         RoundCost(
             number if state == "committed" else None,
-            int(count) + (moved[number].evaluated if attempt == 1 else 0),
+            int(fetched) + (moved[number].evaluated if attempt == 1 else 0),
+            int(sent),
             (closed or opened) - opened,
+            (closed or opened) - run.created_at.timestamp(),
         )
-        for number, attempt, state, opened, closed, count in rows
+        for number, attempt, state, opened, closed, fetched, sent in rows
     ]
 
 

@@ -16,9 +16,7 @@ from sqlalchemy import ColumnElement, Select, String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
-from tessera.coordinator.dashboard.charts import svg_charts
-from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Figures, absent, download, panels, svg_file
-from tessera.coordinator.dashboard.charts.svg_charts import Interval
+from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Figures, absent, download, panels
 from tessera.coordinator.dashboard.queries import (
     TrafficTotals,
     forecast,
@@ -44,6 +42,7 @@ from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
+from tessera.shared.metrics import svg_charts
 from tessera.shared.metrics.comparison import (
     MAIN_SCORES,
     PAIRWISE,
@@ -54,6 +53,7 @@ from tessera.shared.metrics.comparison import (
 )
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low, spreads
+from tessera.shared.metrics.svg_charts import Interval, svg_file
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
@@ -76,6 +76,8 @@ ODD = 2.0
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Ordinal = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 Metric = Annotated[str | None, Query(max_length=64)]
+Reach = Annotated[list[float] | None, Query(alias="score", max_length=8)]
+"""Scores to reach."""
 Text = Annotated[str, Query(max_length=64)]
 
 
@@ -172,7 +174,13 @@ def _sorted_runs(
 
 @router.get("/{run_id}")
 def show_run(
-    run_id: str, request: Request, serving: Serving, who: Signed, metric: Metric = None, x: Along = "version"
+    run_id: str,
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    metric: Metric = None,
+    x: Along = "version",
+    reach: Reach = None,
 ) -> Response:
     """Show a run: its progress, metrics and traffic."""
     now = serving.database.now()
@@ -188,6 +196,7 @@ def show_run(
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
+        converged = figures.history(session).convergence(reach or ()) if figures.best else None
         facts = facts_of(run.spec, run)
         until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(
@@ -199,6 +208,8 @@ def show_run(
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             measured=latest,
             best=figures.best,
+            converged=list(converged.facts()) if converged else [],
+            score=reach,
             uneven=PAIRWISE if compared and different_sites([compared]) else "",
             headline=shown,
             spreads=next(iter(spreads(of_latest, names).values()), {}),
@@ -236,7 +247,9 @@ def download_chart(
 
 
 @router.get("/{run_id}/metrics.{kind}")
-def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving, _who: Signed) -> Response:
+def download_metrics(
+    run_id: str, kind: Literal["csv", "json"], serving: Serving, _who: Signed, reach: Reach = None
+) -> Response:
     """Return all measurements of a run, one value a row, as `tessera run metrics` writes them."""
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
@@ -252,6 +265,7 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
             [views.round_view(row) for row in rounds],
             [views.view_of(Version, row) for row in versions],
             views.measurements(session, run.id, run.spec),
+            reach or (),
         )
         if kind == "csv":
             write_csv(rows, text := StringIO(newline=""))

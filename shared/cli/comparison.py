@@ -10,7 +10,7 @@ from rich.table import Table
 from tessera.shared.api.runs import Run
 from tessera.shared.cli.connection import client_of, find_run
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.output import AsJson, Reach
 from tessera.shared.cli.versions import described
 from tessera.shared.client.client import Client
 from tessera.shared.metrics.comparison import Comparison, History, setting_text
@@ -29,11 +29,12 @@ def compare(
             help="The score to compare; by default the main score: accuracy, else loss, of own models if any."
         ),
     ] = None,
+    reach: Reach = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: their scores, bytes and seconds by version, and the settings that differ."""
+    """Compare runs: scores, bytes and seconds by version, the cost of a score, and the settings that differ."""
     client = client_of(ctx)
-    found = compare_runs(client, [find_run(client, named) for named in runs], metric)
+    found = compare_runs(client, [find_run(client, named) for named in runs], metric, reach or ())
     if as_json:
         output.print_json(asdict(found))
         return
@@ -45,7 +46,9 @@ def compare(
         output.note(f"warning: {warning}")
 
 
-def compare_runs(client: Client, runs: Sequence[Run], metric: str | None = None) -> Comparison:
+def compare_runs(
+    client: Client, runs: Sequence[Run], metric: str | None = None, reach: Sequence[float] = ()
+) -> Comparison:
     """Compare two runs or more. Raises Invalid for fewer, and for a metric that no run has."""
     if len({run.id for run in runs}) < max(2, len(runs)):
         named = ", ".join(run.spec.name for run in runs)
@@ -61,7 +64,7 @@ def compare_runs(client: Client, runs: Sequence[Run], metric: str | None = None)
                 f"none of these runs has the score {metric!r}",
                 remedy=f"Measured were: {', '.join(sorted(known))}." if known else "None of them was evaluated.",
             )
-    return compared(histories, metric)
+    return compared(histories, metric, reach)
 
 
 def tables(found: Comparison) -> Iterator[Table]:
@@ -88,6 +91,9 @@ def tables(found: Comparison) -> Iterator[Table]:
             for name, values in found.settings.items()
         ]
         yield output.table(("settings that differ", *names), shown)
+    if measured := [run for run in found.runs if run.convergence]:
+        shown = [(run.name, *fact) for run in measured if run.convergence for fact in run.convergence.facts()]
+        yield output.table(("run", "to reach", "took"), shown)
     if found.metric:
         yield _by_version(
             found, found.title or found.metric, [map(output.share, _at(found, run.scores)) for run in found.runs]

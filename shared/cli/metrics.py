@@ -12,7 +12,7 @@ from tessera.shared.api.runs import Run
 from tessera.shared.cli.connection import client_of, find_run
 from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.output import AsJson, Reach
 from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.problems import Invalid
 from tessera.shared.version import install_line
@@ -30,13 +30,14 @@ def metrics(
         str | None, typer.Option(metavar="URI", help="Add to this MLflow store, e.g. sqlite:///mlflow.db.")
     ] = None,
     experiment: Annotated[str, typer.Option(metavar="NAME", help="The MLflow experiment to add to.")] = "tessera",
+    reach: Reach = None,
     as_json: AsJson = False,
 ) -> None:
     """Write all metrics of a run, one value per row; to stdout as comma-separated values by default."""
     client = client_of(ctx)
     found = find_run(client, run)
     rows = list(
-        rows_of(found, client.rounds(found.id), client.versions(found.id), list(client.measurements(found.id)))
+        rows_of(found, client.rounds(found.id), client.versions(found.id), client.measurements(found.id), reach or ())
     )
     written = _write(found, rows, csv, parquet, mlflow, experiment)
     if as_json:

@@ -20,7 +20,7 @@ from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.output import AsJson, Reach
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
 from tessera.shared.cli.run_file import installed_method, live_changes, read_spec
 from tessera.shared.cli.run_template import template
@@ -29,6 +29,7 @@ from tessera.shared.client.client import Client, despite_changes
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import (
     BestVersion,
+    History,
     MainScore,
     best_version,
     different_sites,
@@ -232,12 +233,13 @@ def show(
     ctx: typer.Context,
     run: Named,
     numbers: Annotated[bool, typer.Option("--scalars", help="Also the method's metrics of each version.")] = False,
+    reach: Reach = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Also the distance of each update from the others of its round.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run: its rounds, metrics at sites, failed tasks with their reasons, and its method's warnings."""
+    """Show a run: its rounds, the cost of a score, metrics at sites, failed tasks with reasons, and warnings."""
     client = client_of(ctx)
     found = find_run(client, run)
     measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
@@ -245,16 +247,19 @@ def show(
     rounds = list(client.rounds(found.id))
     ended = outcomes(rounds, found.spec, measurements, versions)
     best = best_version(measurements)
+    converged = History.of(found, rounds, measurements).convergence(reach or ())
     if as_json:
         sites = {
             number: {name: asdict(spread) for name, spread in names.items()} for number, names in at_sites.items()
         }
         listed = [outcome.as_json() for outcome in ended]
-        output.print_json({"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best})
+        shown = {"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best}
+        output.print_json({**shown, "convergence": converged})
         return
     console = output.out()
     warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))
     facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
+    facts += converged.facts() if converged else ()
     console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *_held(rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)
     tables = [_round_table(ended, best, main_score(measurements))]

@@ -3,14 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 from tessera.shared.api.class_counts import can_pool
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.metrics.convergence import Clock, Convergence, Curve, RoundCost, levels_of
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import (
+    MEANS_OF_SITES,
     PERSONAL,
     Measured,
     Score,
@@ -185,14 +187,6 @@ def _sites_of(scores: Mapping[str, Score]) -> set[str]:
 # ---------------------------------------------------------------- several runs
 
 
-class RoundCost(NamedTuple):
-    """The cost of one attempt at a round; `version` is the number of the version that it made, if it made one."""
-
-    version: int | None
-    bytes: int
-    seconds: float
-
-
 def totals(costs: Sequence[RoundCost]) -> tuple[dict[int, int], dict[int, float]]:
     """Return the bytes and the seconds from the run's start to each version, with those of abandoned attempts."""
     moved = accumulate(cost.bytes for cost in costs)
@@ -211,21 +205,35 @@ class History:
     measurements: Sequence[Measurement]
     every: Sequence[Measured] | None = None
     """The scores of all evaluations, for the best version, if `measurements` are some of them."""
+    clock: Clock = "wall"
 
     @classmethod
-    def of(cls, run: Run, rounds: Iterable[Round], measurements: Iterable[Measurement]) -> Self:
-        found = list(measurements)
+    def of(
+        cls, run: Run, rounds: Iterable[Round], measurements: Iterable[Measurement], clock: Clock = "wall"
+    ) -> Self:
+        found, costs, spent = list(measurements), list[RoundCost](), 0.0
         evaluated = evaluation_bytes(found, run.spec.rounds)
-        costs = [
-            RoundCost(
-                one.version,
-                evaluated[one.number, one.attempt] + sum(t.download_bytes + t.upload_bytes for t in one.tasks),
-                (one.closed_at - one.opened_at).total_seconds(),
-            )
-            for one in rounds
-            if one.closed_at
-        ]
-        return cls(run, costs, found)
+        for one in rounds:
+            if one.closed_at:
+                seconds = (one.closed_at - one.opened_at).total_seconds()
+                spent += seconds
+                since = spent if clock == "rounds" else (one.closed_at - run.created_at).total_seconds()
+                down = evaluated[one.number, one.attempt] + sum(task.download_bytes for task in one.tasks)
+                costs.append(RoundCost(one.version, down, sum(t.upload_bytes for t in one.tasks), seconds, since))
+        return cls(run, costs, found, clock=clock)
+
+    def curve(self, metric: str | None = None, *, at_sites: bool = False) -> Curve | None:
+        """Return the main score (or `metric`) of each measured version, with its cost; None without any."""
+        # `every` has no counts by class, from which these follow over several sites.
+        counted = (metric or "").removeprefix(PERSONAL) in MEANS_OF_SITES
+        every: Sequence[Measured] = self.measurements if self.every is None or counted else self.every
+        main = main_score(every, metric, at_sites=at_sites)
+        return Curve.of(main.name, main.title, main.values, self.costs, self.clock) if main else None
+
+    def convergence(self, scores: Sequence[float] = (), metric: str | None = None) -> Convergence | None:
+        """Return the cost of some scores, by default of shares of the best; None if no version was measured."""
+        curve = self.curve(metric)
+        return curve.convergence(levels_of(curve.metric, curve.best, scores)) if curve else None
 
 
 @dataclass(frozen=True)
@@ -252,6 +260,8 @@ class ComparedRun:
     """Downloaded and uploaded by all its workers."""
     seconds: Mapping[int, float]
     """Of its rounds; pauses and the time between rounds do not count."""
+    convergence: Convergence | None = None
+    """With the same levels as the other runs'; None without scores."""
 
 
 @dataclass(frozen=True)
@@ -304,9 +314,9 @@ class Comparison:
         return sorted({number for run in self.runs for number in (*run.bytes, *run.scores)})
 
 
-def compare(histories: Sequence[History], metric: str | None = None) -> Comparison:
+def compare(histories: Sequence[History], metric: str | None = None, reach: Sequence[float] = ()) -> Comparison:
     """Compare runs by `metric`, or by the main score of the first run that has one; the best version of each is then
-    that of its own main score.
+    that of its own main score. `reach` are scores to reach, by default shares of the best value of all runs.
 
     If a run is measured by its sites' own models, the others are measured at sites too, as far as they were.
     """
@@ -320,6 +330,16 @@ def compare(histories: Sequence[History], metric: str | None = None) -> Comparis
         _compared(history, metric, shown, at_sites=at_sites, twice=names[history.run.spec.name] > 1)
         for history in histories
     )
+    curves = [
+        history.curve(run.metric, at_sites=at_sites) if run.metric else None
+        for history, run in zip(histories, runs, strict=True)
+    ]
+    if shown and (bests := [curve.best for curve in curves if curve]):
+        levels = levels_of(shown, (min if is_better_low(shown) else max)(bests), reach)
+        runs = tuple(
+            replace(run, convergence=curve.convergence(levels)) if curve else run
+            for run, curve in zip(runs, curves, strict=True)
+        )
     return Comparison(shown, runs, differing([history.run.spec for history in histories]))
 
 

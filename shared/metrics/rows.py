@@ -1,13 +1,15 @@
 """All measurements of a run in long form: one value a row."""
 
 import csv
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, TextIO
 
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
+from tessera.shared.metrics.comparison import History
+from tessera.shared.metrics.convergence import Clock
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.selections import SENT
 from tessera.shared.metrics.site_spread import Spread, spreads
@@ -20,6 +22,7 @@ class MetricRow(NamedTuple):
     `stage` is the kind of the row: the plan's stage for results of workers and rounds, `central` and `sites` for
     evaluations, `fairness` for statistics over sites (`worst` names its site), and `version` for the method's
     metrics.
+    `convergence` are rounds, time and bytes until scores, and jitter.
     """
 
     run: str
@@ -35,14 +38,20 @@ class MetricRow(NamedTuple):
 
 
 def rows_of(
-    run: Run, rounds: Iterable[Round], versions: Iterable[Version], measurements: Iterable[Measurement]
+    run: Run,
+    rounds: Iterable[Round],
+    versions: Iterable[Version],
+    measurements: Iterable[Measurement],
+    reach: Sequence[float] = (),
+    clock: Clock = "wall",
 ) -> Iterator[MetricRow]:
-    """Yield the rows of a run: its rounds in order, then the measurements and metrics of each version.
+    """Yield the rows of a run: its rounds in order, the measurements and metrics of each version, and the cost of the
+    scores to `reach`.
 
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
     Of a run whose sites choose layers, each update has a row for each layer that it holds.
     """
-    found, versions = list(measurements), list(versions)
+    found, versions, rounds = list(measurements), list(versions), list(rounds)
     chosen = {version.number for version in versions if SENT in version.scalars}
     evaluated = evaluation_bytes(found, run.spec.rounds)
     for round_ in rounds:
@@ -54,6 +63,9 @@ def rows_of(
     for version in versions:
         for name, value in sorted(version.scalars.items()):
             yield MetricRow(run.id, version.number, None, None, "version", None, None, None, name, value)
+    if converged := History.of(run, rounds, found, clock).convergence(reach):
+        for number, name, value in converged.rows():
+            yield MetricRow(run.id, number, None, None, "convergence", None, None, None, name, value)
 
 
 def _round(run: Run, round_: Round, evaluation_bytes: int, chosen: Collection[int]) -> Iterator[MetricRow]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.output import AsJson, Reach
 from tessera.shared.problems import Invalid
 from tessera.worker.simulation.checkpoint import shortened
 from tessera.worker.simulation.comparison import Comparison, Figure
@@ -25,6 +25,7 @@ def command(
     folders: Annotated[
         list[Path], typer.Argument(metavar="FOLDER FOLDER...", help="Output folders of `tessera simulate`.")
     ],
+    reach: Reach = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare simulations with the first one, on the seeds that all of them have.
@@ -33,7 +34,7 @@ def command(
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise Invalid("a comparison needs two different folders or more", remedy="Name each output folder once.")
-    comparison = Comparison.of(folders)
+    comparison = Comparison.of(folders, reach or ())
     for name, seeds in comparison.left_out():
         output.note(f"{name}: not in all folders, and left out: {_seeds(seeds)}")
     for remark in comparison.remarks():
@@ -59,7 +60,7 @@ def _rows(comparison: Comparison) -> Iterator[tuple[object, ...]]:
     for name, by_folder in comparison.figures().items():
         shown = name.replace("_", " ")
         for folder, figure in by_folder.items():
-            yield shown, folder, f"{figure.mean:.4f}", *_optional(figure)
+            yield shown, folder, figure.shown, *_optional(figure)
             shown = ""
 
 

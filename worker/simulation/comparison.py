@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from pathlib import Path
@@ -11,10 +11,12 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tessera.shared.cli.lazy_import import Deferred
+from tessera.shared.metrics.convergence import COSTS, Curve, Level, levels_of
+from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Invalid
 from tessera.worker.simulation.checkpoint import SETTINGS, differences
-from tessera.worker.simulation.summary import SUMMARY, figures_of, not_in_all, remarks_on
+from tessera.worker.simulation.summary import SUMMARY, curve_of, figures_of, not_in_all, remarks_on
 
 if TYPE_CHECKING:
     from scipy import stats
@@ -90,7 +92,8 @@ def _read(folder: Path) -> Finished:
 class Figure:
     """One figure of a simulation, over the seeds."""
 
-    mean: float
+    mean: float | None
+    """None if a seed lacks it: a score that it never reached."""
     deviation: float | None
     """The standard deviation; None of one seed."""
     difference: float | None = None
@@ -98,6 +101,15 @@ class Figure:
     low: float | None = None
     high: float | None = None
     """The ends of the difference's 95 % interval, None of one seed."""
+    lacking: int = 0
+    """The number of seeds without it."""
+
+    @property
+    def shown(self) -> str:
+        """Its mean, or that the score was not reached."""
+        return (
+            f"never with {self.lacking} seed{'s' * (self.lacking > 1)}" if self.mean is None else f"{self.mean:.4f}"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,15 +118,17 @@ class Comparison:
 
     folders: Mapping[str, Mapping[int, Finished]]
     seeds: Sequence[int]
+    reach: Sequence[float] = ()
+    """Scores to reach, by default shares of the best folder's mean of its seeds' best values."""
 
     @classmethod
-    def of(cls, folders: Sequence[Path]) -> Self:
+    def of(cls, folders: Sequence[Path], reach: Sequence[float] = ()) -> Self:
         """Read the simulations of some folders. Raises Invalid for one without any, and if no seed is in all."""
         read = {str(folder): finished(folder) for folder in folders}
         if not (common := sorted(set.intersection(*(set(each) for each in read.values())))):
             seeds = "; ".join(f"{name} has {', '.join(map(str, each))}" for name, each in read.items())
             raise Invalid(f"no seed is in all folders: {seeds}", remedy="Simulate with the same `--seeds` in each.")
-        return cls(read, common)
+        return cls(read, common, reach)
 
     def left_out(self) -> Iterator[tuple[str, list[int]]]:
         """Yield the folders that have other seeds too, and these."""
@@ -132,6 +146,37 @@ class Comparison:
             if has := [each for each in lacking if all(each in found[seed].figures for seed in self.seeds)]:
                 yield f"{name}: not in all simulations, and left out: {', '.join(has)}"
 
+    @cached_property
+    def curves(self) -> dict[str, dict[int, Curve]]:
+        """The curves of each folder, by seed; empty unless all have one, of one score."""
+        found = {name: {seed: curve_of(of[seed].summary) for seed in self.seeds} for name, of in self.folders.items()}
+        known = {name: {seed: curve for seed, curve in each.items() if curve} for name, each in found.items()}
+        metrics = {curve.metric.removeprefix(PERSONAL) for each in known.values() for curve in each.values()}
+        return known if known == found and len(metrics) == 1 else {}
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        """The scores whose cost is compared."""
+        bests = [fmean(curve.best for curve in each.values()) for each in self.curves.values()]
+        metric = next((curve.metric for each in self.curves.values() for curve in each.values()), "")
+        best = (min if is_better_low(metric) else max)(bests, default=0.0)
+        return levels_of(metric, best, self.reach) if bests else []
+
+    @cached_property
+    def costs(self) -> dict[str, dict[int, dict[str, float]]]:
+        """The cost of each level, by folder and seed; empty for a seed that did not reach it."""
+        return {
+            name: {
+                seed: {
+                    f"{what} to {level.text}": value
+                    for level in self.levels
+                    for what, value in curve.reached(level).figures()
+                }
+                for seed, curve in each.items()
+            }
+            for name, each in self.curves.items()
+        }
+
     @property
     def _every(self) -> list[dict[str, float]]:
         return [found[seed].figures for found in self.folders.values() for seed in self.seeds]
@@ -147,22 +192,28 @@ class Comparison:
         return found
 
     def figures(self) -> dict[str, dict[str, Figure]]:
-        """Return each figure that all simulations have, by its name and then by folder."""
+        """Return the figures that all simulations have, and the cost of each level, by name and then by folder."""
         lacking = not_in_all(self._every)
-        return {name: dict(self._figures(name)) for name in self._every[0] if name not in lacking}
+        of = {name: {seed: found[seed].figures for seed in self.seeds} for name, found in self.folders.items()}
+        names = [name for name in self._every[0] if name not in lacking]
+        costs = [f"{what} to {level.text}" for level in self.levels for what in COSTS]
+        return {name: dict(_figures(name, of)) for name in names} | {
+            name: dict(_figures(name, self.costs)) for name in costs
+        }
 
-    def _figures(self, name: str) -> Iterator[tuple[str, Figure]]:
-        first: dict[int, float] = {}
-        for folder, found in self.folders.items():
-            values = {seed: found[seed].figures[name] for seed in self.seeds}
-            mean, deviation = fmean(values.values()), None if len(values) < 2 else stdev(values.values())
-            if not first:
-                first = values
-                yield folder, Figure(mean, deviation)
-                continue
-            less = paired(values, first)
-            low, high = interval(less) if len(less) > 1 else (None, None)
-            yield folder, Figure(mean, deviation, fmean(less), low, high)
+
+def _figures(name: str, found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Iterator[tuple[str, Figure]]:
+    first: dict[int, float] | None = None
+    for folder, by_seed in found.items():
+        values = {seed: figures[name] for seed, figures in by_seed.items() if name in figures}
+        compared, first = first, values if first is None else first
+        if len(values) < len(by_seed):
+            yield folder, Figure(None, None, lacking=len(by_seed) - len(values))
+            continue
+        figure = Figure(fmean(values.values()), None if len(values) < 2 else stdev(values.values()))
+        less = paired(values, compared) if compared is not None and len(compared) == len(values) else []
+        low, high = interval(less) if len(less) > 1 else (None, None)
+        yield folder, replace(figure, difference=fmean(less) if less else None, low=low, high=high)
 
 
 def _at(settings: Any, pointer: str) -> Any:

@@ -1,6 +1,6 @@
 """The result of a simulation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.cli.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.methods.base import State
+from tessera.shared.metrics.comparison import History
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.spec import Model
@@ -71,6 +72,11 @@ class Result:
         """Every attempt at every round, with its outcome."""
         return outcomes(self.rounds, self.spec, self.measurements, self.versions)
 
+    @property
+    def history(self) -> History:
+        """The run with its costs. Its times are those of this machine."""
+        return History.of(self.run, self.rounds, self.measurements, "rounds")
+
     def scores(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each version, by its number."""
         return scores_by_version(self.measurements)
@@ -95,9 +101,9 @@ class Result:
         """
         export_folder(_Versions(self), self.run, out, number, lambda _: None, like)
 
-    def write_measurements(self, out: Path) -> None:
+    def write_measurements(self, out: Path, reach: Sequence[float] = ()) -> None:
         """Write all measurements, one number a row, as `tessera run metrics --csv` does."""
-        rows = rows_of(self.run, self.rounds, self.versions, self.measurements)
+        rows = rows_of(self.run, self.rounds, self.versions, self.measurements, reach, "rounds")
         with in_place_of(out) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:
                 write_csv(rows, file)

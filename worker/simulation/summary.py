@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tessera.shared.api.tasks import TaskView
+from tessera.shared.metrics.convergence import Curve, levels_of
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, spreads
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ MODEL = "model"
 SUMMARY = "summary.json"
 
 
-def summary_of(result: Result) -> dict[str, Any]:
+def summary_of(result: Result, reach: Sequence[float] = ()) -> dict[str, Any]:
     """Return the summary, as the result's folder has it in SUMMARY."""
+    curve = result.history.curve()
     last, outcomes = result.versions[-1], result.outcomes
     at_sites = spreads(result.measurements).get(last.number, {})
     return {
@@ -32,6 +34,8 @@ def summary_of(result: Result) -> dict[str, Any]:
         "sites": {name: asdict(spread) for name, spread in at_sites.items()},
         "scalars": last.scalars,
         "warnings": last.warnings,
+        "curve": curve and asdict(curve),
+        "convergence": curve and asdict(curve.convergence(levels_of(curve.metric, curve.best, reach))),
         "unmeasured": [_unmeasured(task) for task in result.unmeasured],
         "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
         "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),
@@ -63,9 +67,16 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in headlines(at_sites):
         spread = at_sites[name]
         figures |= {f"{named(name)} (mean of sites)": spread["mean"], f"{named(name)} (worst site)": spread["worst"]}
+    if (curve := curve_of(summary)) and (jitter := curve.convergence().jitter) is not None:
+        figures[f"jitter of {named(curve.title)}"] = jitter
     figures["megabytes down"] = summary["download_bytes"] / 1e6
     figures["megabytes up"] = summary["upload_bytes"] / 1e6
     return dict(sorted(figures.items(), key=lambda pair: of_version != "" and of_version in pair[0]))
+
+
+def curve_of(summary: Mapping[str, Any]) -> Curve | None:
+    """Return the main score by version; None if no version was measured, or by a version of Tessera without it."""
+    return Curve.read(summary.get("curve"))
 
 
 def remarks_on(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """Charts of a run, each with a table of the same values."""
 
-import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +10,6 @@ from fastapi import Response
 from markupsafe import Markup
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.dashboard.charts import svg_charts
-from tessera.coordinator.dashboard.charts.svg_charts import Band, Points, Series
 from tessera.coordinator.dashboard.queries import (
     MAX_BARS,
     RoundSum,
@@ -29,25 +25,27 @@ from tessera.coordinator.dashboard.queries import (
     thinned,
     version_numbers,
 )
-from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_name, number, percent, size
+from tessera.coordinator.dashboard.templating import first_up, metric_name, number, percent, size
 from tessera.shared.aggregation.drift import DISAGREEMENT, MOVEMENT
 from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
+from tessera.shared.metrics import svg_charts
 from tessera.shared.metrics.comparison import (
     MAIN_SCORES,
     BestVersion,
+    History,
     best_version,
     different_sites,
     main_score,
     totals,
 )
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, Measured, scores_by_site
+from tessera.shared.metrics.svg_charts import Band, Panel, Points, Series
 from tessera.shared.run_settings import with_meaning
 from tessera.shared.schema import EPSILON, SCORED_LABELS
 
 MAX_LINES = 8
-KEYS_A_LINE = 4
 MAX_COLUMNS = 40
 MAX_CHOICES = 64
 """Most metrics to choose from on a page."""
@@ -77,27 +75,15 @@ def _charts(run: Run) -> Sequence[Chart]:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A chart with its title, and a table of the same values."""
-
-    ident: str
-    title: str
-    picture: Markup
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    series: Sequence[Series] = ()
-    note: str = ""
-    shape: Literal["lines", "bars", "heat"] = "lines"
-
-
-@dataclass(frozen=True)
 class Figures:
     """Figures of a run, for its charts."""
 
     run: Run
     measurements: Sequence[Measurement]
+    every: Sequence[Measured]
+    """The scores of all evaluations, of which `measurements` may be some."""
     best: BestVersion | None
-    """Among all evaluations, of which `measurements` may be some."""
+    """Among all evaluations."""
     sums: Sequence[RoundSum]
 
     @classmethod
@@ -105,7 +91,10 @@ class Figures:
         every = evaluations(session, run)
         best = best_version(every)
         found = measured(session, run, every, best=[best.number] if best else [])
-        return cls(run, found, best, round_sums(session, run, MAX_BARS))
+        return cls(run, found, every, best, round_sums(session, run, MAX_BARS))
+
+    def history(self, session: Session) -> History:
+        return History(self.run, round_costs(session, self.run), self.measurements, self.every)
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -287,7 +276,9 @@ def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:
     full = Series("whole models both ways", {n: float(one.full) for n, one in rounds.items()})
     whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
     sent = f"{size(total)} sent, of {size(whole)} for whole models both ways." if whole else ""
-    picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", description=sent)
+    picture = svg_charts.bars(
+        "bytes-chart", "Bytes by round", (down, up), full, along="round", label=size, description=sent
+    )
     rows = [
         [str(n), size(down.points[n]), size(up.points[n]), size(full.points[n]),
          percent((down.points[n] + up.points[n]) / full.points[n])]
@@ -327,44 +318,3 @@ def _heat(
 def download(content: str, name: str, media_type: str) -> Response:
     """Return a file for the browser to store."""
     return Response(content, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'})
-
-
-def svg_file(panel: Panel) -> str:
-    """Return a chart as a file of its own: its title and legend, in the light theme's colours."""
-    css = (STATIC / "page.css").read_text()
-    colours = dict(re.findall(r"(--[\w-]+): light-dark\(([^,]+),", css))
-    chart = css[css.index("/* charts */") : css.index("/* forms */")]
-    style = re.sub(r"var\((--[\w-]+)\)", lambda found: colours.get(found.group(1), "none"), chart)
-    found = re.search(r' height="(\d+)"', panel.picture)
-    below = 70 + int(found[1] if found else svg_charts.HEIGHT)
-    height = below + 20 * max(1, math.ceil(len(panel.series) / KEYS_A_LINE))
-    return Markup(
-        '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="{0}"><style>{1}</style>'
-        '<rect width="820" height="{0}" fill="#fff"/><text x="136" y="30" class="heading">{2}</text>'
-        '<svg x="136" y="44" width="660" overflow="visible">{3}</svg>'
-        '<svg x="136" y="{4}" class="chart">{5}</svg></svg>'
-    ).format(height, Markup(style), panel.title, panel.picture, below, _legend(panel))  # noqa: S704 (our own style sheet)
-
-
-def _legend(panel: Panel) -> Markup:
-    """Return the marks of a chart's series with their names, or the scale of its shares."""
-    if panel.shape == "heat":
-        steps = (
-            Markup('<rect class="heat h{}" x="{}" y="-6" width="30" height="12"/>').format(n, 30 * n)
-            for n in range(10)
-        )
-        return Markup('<text x="-8" y="4" text-anchor="end">0 %</text>{}<text x="308" y="4">100 %</text>').format(
-            Markup("").join(steps)
-        )
-    mark = Markup('<rect class="c{}" width="12" height="10" y="-5"/>')
-    if panel.shape == "lines":
-        mark = Markup('<path class="line c{}" d="M0 0H22"/>')
-    return Markup("").join(
-        Markup('<svg class="chart" x="{}" y="{}">{}<text x="26" y="4">{}</text></svg>').format(
-            place % KEYS_A_LINE * 160,
-            place // KEYS_A_LINE * 20,
-            mark.format(min(place, svg_charts.COLOURS - 1)),
-            one.name[:18],
-        )
-        for place, one in enumerate(panel.series)
-    )

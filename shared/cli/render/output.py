@@ -37,6 +37,15 @@ def _remember(ctx: typer.Context, value: bool) -> bool:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember)]
 """The `--json` option of every command."""
 
+Reach = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--score",
+        metavar="SCORE",
+        help="Show rounds, time and bytes until this score; may be repeated. By default 90 % and 95 % of the best.",
+    ),
+]
+
 
 def wants_json(ctx: typer.Context) -> bool:
     """Return whether the command under `ctx` was run with `--json`."""

@@ -560,6 +560,13 @@ def test_runs_are_compared_side_by_side(standing: LiveCoordinator, wards: str) -
     assert "north, south" in shown
     assert "[" not in as_text(shown)
     assert "their scores are not of the same examples" in shown
+    for page in (f"runs/compare?run={first}&run={second}&", f"runs/{first}?"):
+        told = as_text(viewer.http.get(f"/page/{page}score=0.99&metric=accuracy").text)
+        assert "accuracy 0.99 or more never up to version" in told.lower()
+        assert "jitter of accuracy" in told.lower()
+        assert viewer.http.get(f"/page/{page}score=nan").status_code == 422
+    rows = viewer.http.get(f"/page/runs/{first}/metrics.csv?score=0.99").text
+    assert "accuracy.to_0.99.reached,0.0" in rows
     for metric in ("accuracy", "loss"):
         picture = viewer.http.get(f"/page/runs/compare/chart.svg?run={first}&run={second}&metric={metric}").text
         assert ET.fromstring(picture).findall(".//{*}circle[@class='best c0']") != []  # noqa: S314 (made here)

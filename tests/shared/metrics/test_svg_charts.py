@@ -8,18 +8,20 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tessera.coordinator.dashboard.charts.run_charts import Panel, svg_file
-from tessera.coordinator.dashboard.charts.svg_charts import (
+from tessera.coordinator.dashboard.templating import size
+from tessera.shared.metrics.svg_charts import (
     HEIGHT,
     ROOM,
     TOP,
     Band,
     Interval,
+    Panel,
     Series,
     bars,
     heat,
     lines,
     nice,
+    svg_file,
     timeline,
 )
 
@@ -71,7 +73,7 @@ def test_stages_stand_behind_the_lines_where_there_are_several() -> None:
 
 def test_what_is_not_finite_is_left_out_and_nothing_makes_no_picture() -> None:
     assert lines("x", "t", [Series("a", {1: float("nan")})], along="version") == ""
-    assert bars("x", "t", [], None, along="round", description="") == ""
+    assert bars("x", "t", [], None, along="round", label=size, description="") == ""
     assert heat("x", "t", {}, [], "", "layer") == ""
 
 
@@ -83,7 +85,7 @@ def test_any_numbers_make_a_picture(ends: tuple[float, float]) -> None:
 def test_bars_stand_on_each_other() -> None:
     down, up = Series("down", {1: 300.0}), Series("up", {1: 100.0})
     first, second = parsed(
-        bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", description=HOSTILE)
+        bars("x", "t", [down, up], Series("full", {1: 400.0}), along="round", label=size, description=HOSTILE)
     ).iter("rect")
     assert float(second.attrib["y"]) + float(second.attrib["height"]) == pytest.approx(
         float(first.attrib["y"]), abs=0.11

@@ -6,13 +6,16 @@ screen while its text keeps its size.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
 
 from markupsafe import Markup, escape
 
-from tessera.coordinator.dashboard.templating import size
+import tessera
 
 HEIGHT = 240
 WIDEST_BAR = 8.0
@@ -26,6 +29,9 @@ ROOM = 7
 LONGEST_NAME = 15
 NEAREST = 1e-300
 """Smallest span of values that can be drawn; a quarter of a smaller one may be zero."""
+KEYS_A_LINE = 4
+STYLE = Path(tessera.__file__).parent / "coordinator" / "dashboard" / "static" / "page.css"
+"""The style sheet with the colours of charts, also in a file of its own."""
 COLOURS = 8
 """Number of distinct series; further ones look alike."""
 
@@ -45,6 +51,20 @@ class Series:
     @cached_property
     def ordered(self) -> list[tuple[float, float]]:
         return [(at, value) for at, value in sorted(self.points.items()) if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart with its title, and a table of the same values."""
+
+    ident: str
+    title: str
+    picture: Markup
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    series: Sequence[Series] = ()
+    note: str = ""
+    shape: Literal["lines", "bars", "heat"] = "lines"
 
 
 @dataclass(frozen=True)
@@ -84,12 +104,16 @@ def lines(
     bands: Sequence[Band] = (),
     along: str,
     label: Callable[[float], str] = whole,
+    names: Sequence[str] = (),
 ) -> Markup:
-    """Draw values over rounds, versions, bytes or seconds, as `along` names them and `label` writes them."""
+    """Draw values over rounds, versions, bytes or seconds, as `along` names them and `label` writes them, or over
+    `names`, whose positions are 0, 1 and so on."""
     values = [value for one in series for _, value in one.ordered]
     places = sorted({at for one in series for at, _ in one.ordered}, reverse=True)
     if not values:
         return Markup("")
+    if names:
+        label = partial(_named, names)
     ticks = nice(min(values), max(values))
     exact = digits(ticks)
     labels = [f"{tick:.{exact}g}" for tick in ticks]
@@ -100,7 +124,7 @@ def lines(
     shapes = [
         _bands(bands, across),
         _grid(ticks, labels, up),
-        _axis(across, along, label),
+        _axis(across, along, label, steps=label is whole or bool(names)),
         _curves(_path(one, f"line c{min(place, COLOURS - 1)}{' main' if one.main else ''}", across, up)
                 for place, one in order),
         *(_dots(one, min(place, COLOURS - 1), across, up, lambda at: f"{along} {label(at)}", exact)
@@ -125,9 +149,16 @@ def spark(values: Sequence[float], said: str) -> Markup:
 
 
 def bars(
-    ident: str, title: str, series: Sequence[Series], limit: Series | None, *, along: str, description: str
+    ident: str,
+    title: str,
+    series: Sequence[Series],
+    limit: Series | None,
+    *,
+    along: str,
+    label: Callable[[float], str],
+    description: str,
 ) -> Markup:
-    """Draw stacked bars and a line to compare them with."""
+    """Draw stacked bars and a line to compare them with; `label` writes their values."""
     places = sorted({at for one in series for at in one.points})
     if not places:
         return Markup("")
@@ -135,11 +166,11 @@ def bars(
     tops = [sum(points.get(at, 0.0) for points in of) for at in places]
     most = max([*tops, *(limit.points.values() if limit else ())])
     ticks = nice(0.0, most)
-    labels = [size(tick) for tick in ticks]
+    labels = [label(tick) for tick in ticks]
     across = _Scale(places[0] - 0.5, places[-1] + 0.5, 0.0, 100.0)
     up = _Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
     width = min(WIDEST_BAR, max(0.2, 0.72 * (across(1.0) - across(0.0))))
-    shapes = [_grid(ticks, labels, up), _axis(across, along, whole)]
+    shapes = [_grid(ticks, labels, up), _axis(across, along, whole, steps=True)]
     for at in places:
         below = 0.0
         for place, (one, points) in enumerate(zip(series, of, strict=True)):
@@ -148,7 +179,7 @@ def bars(
                 continue
             begin, end = up(below), up(below + value)
             below += value
-            tooltip = f"{along} {whole(at)}, {one.name}: {size(value)}"
+            tooltip = f"{along} {whole(at)}, {one.name}: {label(value)}"
             shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), tooltip))
     if limit:
         shapes.append(_curves([_path(limit, "limit", across, up)]))
@@ -267,10 +298,14 @@ def _grid(ticks: Sequence[float], labels: Sequence[str], up: _Scale) -> Markup:
     return shapes
 
 
-def _axis(across: _Scale, along: str, label: Callable[[float], str]) -> Markup:
+def _named(names: Sequence[str], at: float) -> str:
+    return names[round(at)]
+
+
+def _axis(across: _Scale, along: str, label: Callable[[float], str], *, steps: bool) -> Markup:
     low, high = math.ceil(across.low), math.floor(across.high)
     ticks: list[float]
-    if label is whole:
+    if steps:
         ticks = sorted({low, high, *(round(tick) for tick in nice(low, high, 6) if low <= tick <= high)})
     else:
         ticks = [tick for tick in nice(across.low, across.high) if across.low <= tick <= across.high]
@@ -372,3 +407,47 @@ def seconds(value: float) -> str:
     if value >= 7200:
         return f"{value / 3600:.3g} h"
     return f"{value / 60:.3g} min" if value >= 180 else f"{value:.3g} s"
+
+
+# ---------------------------------------------------------------- files
+
+
+def svg_file(panel: Panel) -> str:
+    """Return a chart as a file of its own: its title and legend, in the light theme's colours."""
+    css = STYLE.read_text(encoding="utf-8")
+    colours = dict(re.findall(r"(--[\w-]+): light-dark\(([^,]+),", css))
+    chart = css[css.index("/* charts */") : css.index("/* forms */")]
+    style = re.sub(r"var\((--[\w-]+)\)", lambda found: colours.get(found.group(1), "none"), chart)
+    found = re.search(r' height="(\d+)"', panel.picture)
+    below = 70 + int(found[1] if found else HEIGHT)
+    height = below + 20 * max(1, math.ceil(len(panel.series) / KEYS_A_LINE))
+    return Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="{0}"><style>{1}</style>'
+        '<rect width="820" height="{0}" fill="#fff"/><text x="136" y="30" class="heading">{2}</text>'
+        '<svg x="136" y="44" width="660" overflow="visible">{3}</svg>'
+        '<svg x="136" y="{4}" class="chart">{5}</svg></svg>'
+    ).format(height, Markup(style), panel.title, panel.picture, below, _legend(panel))  # noqa: S704 (our own style sheet)
+
+
+def _legend(panel: Panel) -> Markup:
+    """Return the marks of a chart's series with their names, or the scale of its shares."""
+    if panel.shape == "heat":
+        steps = (
+            Markup('<rect class="heat h{}" x="{}" y="-6" width="30" height="12"/>').format(n, 30 * n)
+            for n in range(10)
+        )
+        return Markup('<text x="-8" y="4" text-anchor="end">0 %</text>{}<text x="308" y="4">100 %</text>').format(
+            Markup("").join(steps)
+        )
+    mark = Markup('<rect class="c{}" width="12" height="10" y="-5"/>')
+    if panel.shape == "lines":
+        mark = Markup('<path class="line c{}" d="M0 0H22"/>')
+    return Markup("").join(
+        Markup('<svg class="chart" x="{}" y="{}">{}<text x="26" y="4">{}</text></svg>').format(
+            place % KEYS_A_LINE * 160,
+            place // KEYS_A_LINE * 20,
+            mark.format(min(place, COLOURS - 1)),
+            one.name[:18],
+        )
+        for place, one in enumerate(panel.series)
+    )
