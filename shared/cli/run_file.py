@@ -50,8 +50,9 @@ def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
     return given
 
 
-def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
+def read_toml(file: Path, settings: Iterable[str], *, quiet: bool = False) -> dict[str, Any]:
     """Return a file changed by `KEY=VALUE` settings: dotted keys (`cohort.quorum`), values in TOML or else text.
+    `quiet`: without notes.
 
     Raises Invalid for a file that is missing or not TOML, and for a malformed setting.
     """
@@ -65,7 +66,7 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
         raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
     except ValueError as fault:
         raise Invalid(f"{file} is not TOML: {fault}", remedy=REMEDY) from fault
-    _change_all(given, list(settings))
+    _change_all(given, list(settings), quiet=quiet)
     return given
 
 
@@ -96,7 +97,17 @@ def live_changes(run: str, settings: Sequence[str]) -> RunPatch:
     )
 
 
-def _change_all(given: dict[str, Any], settings: Sequence[str]) -> None:
+def value_of(text: str) -> Any:
+    """Return a value that is written in TOML, or else as plain text."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break in `text` may begin a second key.
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _change_all(given: dict[str, Any], settings: Sequence[str], *, quiet: bool = False) -> None:
     """Change the settings in place.
 
     For another method, the settings of the one before are dropped, even those that both have: the `mu` of one is not
@@ -110,6 +121,7 @@ def _change_all(given: dict[str, Any], settings: Sequence[str]) -> None:
         before.get("name") != now.get("name")
         and isinstance(dropped := before.pop("settings", None), dict)
         and dropped
+        and not quiet
     ):
         names = ", ".join(sorted(dropped))
         note(f"{now.get('name')} starts from its own defaults; dropped settings of {before.get('name')}: {names}")
@@ -127,22 +139,16 @@ def _change(given: dict[str, Any], setting: str) -> None:
     *above, last = key.strip().split(".")
     if not equals or not last or not all(above):
         raise Invalid(f"--set {setting!r} is not KEY=VALUE", remedy="For example: --set cohort.quorum=2.")
+    if above == ["method"] and last not in MethodSpec.model_fields:
+        # `method.layers` is short for `method.settings.layers`.
+        above.append("settings")
     table = given
     for step in above:
         below = table.setdefault(step, {})
         if not isinstance(below, dict):
             raise Invalid(f"--set {setting!r}: {step} is not a table but {below!r}", remedy=REMEDY)
         table = below
-    table[last] = _value(text)
-
-
-def _value(text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    # A line break in `text` may begin a second key.
-    return parsed["value"] if len(parsed) == 1 else text
+    table[last] = value_of(text)
 
 
 def check_spec(file: Path | str, given: Mapping[str, Any], *, installed: bool = False) -> None:

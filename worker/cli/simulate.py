@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,14 +21,18 @@ from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.render.output import AsJson, Reach
 from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
+from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.metrics.convergence import levels_of
 from tessera.shared.problems import Invalid
 from tessera.shared.telemetry.logging import configure
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, fail
 from tessera.worker.settings import SettingsError
-from tessera.worker.simulation.config import SimulationFile, read_file
+from tessera.worker.simulation import sweep
+from tessera.worker.simulation.checkpoint import SETTINGS, claim
+from tessera.worker.simulation.config import SimulationTable, read_file
 from tessera.worker.simulation.summary import (
     MEASUREMENTS,
     MODEL,
@@ -36,6 +42,7 @@ from tessera.worker.simulation.summary import (
     remarks_on,
     summary_of,
 )
+from tessera.worker.state.atomic_files import alone_or
 
 if TYPE_CHECKING:
     from tessera.worker import simulation
@@ -75,30 +82,65 @@ def command(
     seeds: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Run once for each seed, and print mean and deviation.")
     ] = None,
+    reach: Reach = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,VALUE,...", help="Run once for each value, and each combination of several --vary."
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Simulations of --vary at the same time; by default one for each core.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a whole federation in this process, by the code that runs over HTTP.
+    """Run a whole federation in this process, by the code that runs over HTTP; with --vary or a table `sweep` many.
 
-    The same command resumes a stopped simulation. Exit code 0: done, 1: refused, 2: wrong usage, 3: a round could not
-    reach its quorum.
+    The same command resumes a stopped simulation. Exit code 0: done, 1: refused or, of many, one failed, 2: wrong
+    usage, 3: a round could not reach its quorum.
     """
     changes: list[dict[str, int]] = [{"seed": seed} for seed in _distinct_seeds(seeds)] if seeds is not None else [{}]
     # What the tasks log at lower levels is of use at a worker. Unless configured, it would go to stdout.
     configure(sys.stderr, console=sys.stderr.isatty(), level=logging.WARNING)
     wanted = read_file(file, settings or [])
+    levels_of("", 0.0, reach or ())
     if (source := model or wanted.model) is None:
         remedy = "Make one with `tessera model init`, and name it there or with --model."
         raise Invalid(f"{file} names no model to start from", remedy=remedy)
     start = ModelFolder.open(source)
     folder = out or Path(f"{file.stem}-output")
+    if vary or wanted.sweep:
+        given, kept = (wanted.sweep.vary, wanted.sweep.seeds) if wanted.sweep else ({}, ())
+        chosen = [change["seed"] for change in changes if change] or kept
+        varied = sweep.varied(vary or (), given)
+        with _ends():
+            _sweep(file, settings or [], varied, chosen, start, folder, processes, reach or (), as_json=as_json)
+        return
+    if processes is not None:
+        remedy = "Set simulation.processes for the processes of one simulation."
+        raise Invalid("--processes is about the simulations of --vary, which is not given", remedy=remedy)
     specs = [{**wanted.spec, **change} for change in changes]
     folders = [folder / f"seed-{spec['seed']}" if seeds is not None else folder for spec in specs]
     for own in folders:
         _require_other_model(start, own)
     results = {}
-    try:
+    with _ends():
         for spec, own in zip(specs, folders, strict=True):
-            results[int(spec.get("seed", 0))] = _run(wanted, spec, start, own, as_json=as_json)
+            output.note(f"{len(wanted.table.names)} sites in {own}")
+            complete = (own / SUMMARY).exists()
+            watch = print_ended_as_json if as_json else partial(print_ended, output.out())
+            results[int(spec.get("seed", 0))] = _run(wanted.table, spec, start, own, watch, reach or ())
+            if complete:
+                again = "To run it again, remove it or give another --out."
+                output.note(f"{own} was complete, and nothing was computed. {again}")
+    _conclude(results, reach or (), as_json=as_json)
+
+
+@contextmanager
+def _ends() -> Iterator[None]:
+    """Exit with the code of what ended simulations early."""
+    try:
+        yield
     except SettingsError as fault:
         fail(f"simulation.{fault}", BAD_SETTINGS)
     except simulation.Stalled as fault:
@@ -106,7 +148,6 @@ def command(
     except KeyboardInterrupt:
         output.note("stopped; the same command resumes")
         raise typer.Exit(INTERRUPTED) from None
-    _conclude(results, as_json=as_json)
 
 
 def _require_other_model(start: ModelFolder, folder: Path) -> None:
@@ -120,35 +161,100 @@ def _require_other_model(start: ModelFolder, folder: Path) -> None:
 
 
 def _run(
-    wanted: SimulationFile, spec: Mapping[str, Any], start: ModelFolder, folder: Path, *, as_json: bool
+    table: SimulationTable,
+    spec: Mapping[str, Any],
+    start: ModelFolder,
+    folder: Path,
+    watch: Callable[[Outcome], None],
+    reach: Sequence[float],
 ) -> simulation.Result:
     """Run or resume one simulation, write its results to the folder, and return them."""
-    sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()
-    output.note(f"{len(sites)} sites in {folder}")
-    watch = print_ended_as_json if as_json else partial(print_ended, output.out())
-    complete = (folder / SUMMARY).exists()
-    result = simulation.simulate(spec, start, sites, test=test, conditions=wanted.table, out=folder, watch=watch)
-    if complete:
-        output.note(
-            f"{folder} was complete, and nothing was computed. To run it again, remove it or give another --out."
-        )
-    result.write_measurements(folder / MEASUREMENTS)
+    sites, test = table.population(int(spec.get("seed", 0))), table.central()
+    result = simulation.simulate(spec, start, sites, test=test, conditions=table, out=folder, watch=watch)
+    result.write_measurements(folder / MEASUREMENTS, reach)
     with in_place_of(folder / MODEL) as made:
         result.export(made, like=start.path)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         made.rename(folder / MODEL)
     with in_place_of(folder / SUMMARY) as made:
-        made.write_text(json.dumps(summary_of(result), indent=1) + "\n", encoding="utf-8")
+        made.write_text(json.dumps(summary_of(result, reach), indent=1) + "\n", encoding="utf-8")
         made.replace(folder / SUMMARY)
     return result
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+def _sweep(
+    file: Path,
+    settings: Sequence[str],
+    vary: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int],
+    start: ModelFolder,
+    folder: Path,
+    processes: int | None,
+    reach: Sequence[float],
+    *,
+    as_json: bool,
+) -> None:
+    """Run a simulation for each combination and seed, and write the table over them. Exit code 1 if one failed."""
+    base = read_file(file, settings)
+    seeds = seeds or [int(base.spec.get("seed", 0))]
+    files, model = sweep.checked(file, settings, sweep.combinations(vary), start, seeds[0])
+    jobs = [sweep.Job(one, seed, folder / one.folder / f"seed-{seed}") for one in files for seed in seeds]
+    failed: dict[sweep.Job, str] = {}
+
+    def run(job: sweep.Job) -> None:
+        each = files[job.combination]
+        table = each.table.model_copy(update={"threads": each.table.threads or 1})
+        _run(table, {**each.spec, "seed": job.seed}, start, job.folder, lambda _: None, reach)
+
+    def ended(job: sweep.Job, done: int, reason: str | None) -> None:
+        if reason:
+            failed[job] = reason
+        if as_json:
+            output.print_json({"event": "simulation", "name": job.name, "failure": reason}, line=True)
+        else:
+            output.note(f"{done} of {len(jobs)}: {job.name}: {f'failed: {reason}' if reason else 'done'}")
+
+    def refuse(reason: str) -> Invalid:
+        return Invalid(reason, remedy="Choose another --out, or wait until this one is free.")
+
+    if (folder / SETTINGS).exists() or next(folder.glob("seed-*"), None):
+        raise refuse(f"{folder} holds a simulation, not a sweep")
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_or(refuse, folder):
+        shared = {"spec": dict(base.spec), "simulation": base.table.model_dump(mode="json"), "model": model}
+        claim(folder / sweep.IDENTITY, {**shared, "vary": sorted(vary)}, "a sweep")
+        count = processes or _processes(base.table)
+        finished = sum((job.folder / SUMMARY).exists() for job in jobs)
+        output.note(f"{len(jobs)} simulations in {folder}, {finished} of them finished before; {count} at a time")
+        sweep.work(jobs, run, count, ended)
+        table = sweep.SweepTable.of(vary, jobs, failed, reach)
+        table.write(folder)
+    if as_json:
+        output.print_json({"event": "end", **table.document()}, line=True)
+    else:
+        written = f"{folder}: {sweep.TABLE}, {sweep.TABLE_CSV} and {sweep.PLOT}"
+        output.out().print(f"{table.markdown()}\n{written}", soft_wrap=True, markup=False)
+    for job, reason in failed.items():
+        output.complain(f"{job.name}: {reason}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _processes(table: SimulationTable) -> int:
+    """Return how many simulations of a table have cores of their own; a GPU is not shared."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // ((table.threads or 1) * table.processes)) if table.device == "cpu" else 1
 
 
 # ---------------------------------------------------------------- over seeds
 
 
-def _conclude(results: Mapping[int, simulation.Result], *, as_json: bool) -> None:
+def _conclude(results: Mapping[int, simulation.Result], reach: Sequence[float], *, as_json: bool) -> None:
     """Print the metrics of the last versions, for each seed and over all seeds."""
-    runs = [summary_of(result) for result in results.values()]
+    runs = [summary_of(result, reach) for result in results.values()]
     figures = [figures_of(run) for run in runs]
     lacking = not_in_all(figures)
     names = [name for name in figures[0] if name not in lacking]
@@ -171,6 +277,8 @@ def _conclude(results: Mapping[int, simulation.Result], *, as_json: bool) -> Non
     shown = columns if len(results) > 1 else columns[:2]
     console.print(output.table(shown, [row[: len(shown)] for row in rows], right=shown[1:]))
     for result, run in zip(results.values(), runs, strict=True):
+        if converged := result.history.convergence(reach):
+            console.print(output.table(("", ""), list(converged.facts())))
         _print_failed(console, result, run["unmeasured"])
         console.print(f"{result.folder}: {MODEL}, {MEASUREMENTS} and {SUMMARY}", soft_wrap=True, markup=False)
 

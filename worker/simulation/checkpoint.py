@@ -126,21 +126,7 @@ class Records:
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
         """Record which simulation this folder holds. Raises Invalid with the first inputs that differ from before."""
-        file = self._folder / SETTINGS
-        if not file.exists():
-            _write(file, json.dumps(identity, indent=1, sort_keys=True))
-            return
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if faults := [
-            Fault(pointer=pointer, detail=f"was {shortened(was)} and is {shortened(now)}")
-            for pointer, was, now in differences("", before, json.loads(json.dumps(identity)))
-        ]:
-            more = f", the first {SHOWN} of {len(faults)}" if len(faults) > SHOWN else ""
-            raise Invalid(
-                f"{self._folder} holds a simulation with other settings or data{more}",
-                errors=faults[:SHOWN],
-                remedy="Choose another folder, or remove this one to start again.",
-            )
+        claim(self._folder / SETTINGS, identity, "a simulation")
 
     def committed(self) -> list[CommittedVersion]:
         """Return every version so far, in order."""
@@ -174,6 +160,24 @@ class Records:
 
     def _measurements(self, version: int) -> Path:
         return self._folder / "measurements" / f"{version:07}.json"
+
+
+def claim(file: Path, identity: Mapping[str, Any], what: str) -> None:
+    """Record in a file which inputs its folder belongs to. Raises Invalid with the first that differ from before."""
+    if not file.exists():
+        _write(file, json.dumps(identity, indent=1, sort_keys=True))
+        return
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if faults := [
+        Fault(pointer=pointer, detail=f"was {shortened(was)} and is {shortened(now)}")
+        for pointer, was, now in differences("", before, json.loads(json.dumps(identity)))
+    ]:
+        more = f", the first {SHOWN} of {len(faults)}" if len(faults) > SHOWN else ""
+        raise Invalid(
+            f"{file.parent} holds {what} with other settings or data{more}",
+            errors=faults[:SHOWN],
+            remedy="Choose another folder, or remove this one to start again.",
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.run_file import check_spec, read_toml
 from tessera.shared.problems import Invalid, faults_of
-from tessera.shared.schema import Label, Resources
+from tessera.shared.schema import Frozen, Label, Resources
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
 from tessera.worker.settings import DataSource, check_no_seed
 from tessera.worker.simulation.conditions import Conditions, unknown_sites
@@ -45,6 +45,8 @@ else:
     registry = Deferred("tessera.worker.data.registry")
     division = Deferred("tessera.worker.data.partition.division")
     virtual_sites = Deferred("tessera.worker.simulation.virtual_sites")
+
+T = TypeVar("T", bound=BaseModel)
 
 REMEDY = "Fix the named settings and try again."
 NO_TABLE = "Add one with `sites`, and the data to divide in [simulation.data]: `tessera docs simulating` has both."
@@ -164,6 +166,13 @@ class SimulationTable(Conditions):
         return _loaded("simulation.test", partial(inventory.load_source, self.test)) if self.test else None
 
 
+class SweepTable(Frozen):
+    """The file's `[sweep]`: what its simulations vary, by dotted key, and their seeds."""
+
+    vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(min_length=1)
+    seeds: tuple[NonNegativeInt, ...] = ()
+
+
 @dataclass(frozen=True)
 class SimulationFile:
     """The content of a simulation file."""
@@ -171,21 +180,28 @@ class SimulationFile:
     spec: Mapping[str, Any]
     model: Path | None
     table: SimulationTable
+    sweep: SweepTable | None = None
 
 
-def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
+def read_file(file: Path, settings: Iterable[str] = (), *, quiet: bool = False) -> SimulationFile:
     """Return the file with `KEY=VALUE` settings applied. Raises Invalid with every invalid one."""
-    given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
-    table, model = given.pop("simulation", None), given.pop("model", None)
+    given = {"name": "simulation", "dataset": "data", **read_toml(file, settings, quiet=quiet)}
+    table, model, sweep = (given.pop(name, None) for name in ("simulation", "model", "sweep"))
     check_spec(file, given, installed=True)
     if not isinstance(model, str | None):
         raise Invalid(f"{file}: the model is {model!r}, not a folder's name", remedy=REMEDY)
     if table is None:
         raise Invalid(f"{file} has no [simulation] table", remedy=NO_TABLE)
+    federation = _table(file, "simulation", SimulationTable, table)
+    varied = None if sweep is None else _table(file, "sweep", SweepTable, sweep)
+    return SimulationFile(given, None if model is None else Path(model), federation, varied)
+
+
+def _table(file: Path, name: str, kind: type[T], given: object) -> T:
     try:
-        return SimulationFile(given, None if model is None else Path(model), SimulationTable.model_validate(table))
+        return kind.model_validate(given)
     except ValidationError as fault:
-        errors = faults_of(fault, "/simulation", SimulationTable)
+        errors = faults_of(fault, f"/{name}", kind)
         raise Invalid(f"{file} does not describe a valid federation", errors=errors, remedy=REMEDY) from None
 
 

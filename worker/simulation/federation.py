@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.rounds.aggregate import Aggregation
-from tessera.shared.rounds.planning import check_method
+from tessera.shared.rounds.planning import begun, check_method
 from tessera.shared.rounds.validation import HeldUpdates, Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, as_bytes
@@ -134,7 +134,7 @@ class _Federation:
     def _begun(self, folder: Path) -> Simulation:
         blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model
         uploaded = upload_model(blobs, self.start)
-        spec = _spec(self.given, uploaded, self.test)
+        spec = _spec(self.given, uploaded, is_tested=self.test is not None)
         device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
         population = VirtualSites(self.sites, self.conditions.loaded)
         records.claim(self._identity(spec, population))
@@ -169,9 +169,26 @@ class _Federation:
         return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, "method_file": code, **said}
 
 
-def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) -> RunSpec:
+@contextmanager
+def checks_of(
+    start: ModelFolder, *, is_tested: bool
+) -> Iterator[tuple[Uploaded, Callable[[Mapping[str, Any]], None]]]:
+    """Yield the model's digests, and a function that raises Invalid for a spec which a simulation from this model
+    would refuse before its first round. Torch has no threads meanwhile, which would be missing in a fork."""
+    with tempfile.TemporaryDirectory(prefix="tessera-check-") as folder, _threads(1):
+        states = States(blobs := Folder(Path(folder)))
+        uploaded = upload_model(blobs, start)
+        first = states.load(start.model, states.manifest(uploaded.version), 0)
+
+        def check(spec: Mapping[str, Any]) -> None:
+            begun(_spec(spec, uploaded, is_tested=is_tested), start.model, first)
+
+        yield uploaded, check
+
+
+def _spec(given: Mapping[str, Any], uploaded: Uploaded, *, is_tested: bool) -> RunSpec:
     plain = {"name": "simulation", "dataset": "data", **given, "model": uploaded.model, "version": uploaded.version}
-    if test is not None:
+    if is_tested:
         plain["evaluation"] = {"dataset": TEST, **(plain.get("evaluation") or {})}
     try:
         spec = RunSpec.model_validate(plain)
@@ -182,7 +199,7 @@ def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) ->
             remedy="Fix the named fields.",
         ) from None
     check_method(spec.method)
-    if spec.evaluation and spec.evaluation.dataset and test is None:
+    if spec.evaluation and spec.evaluation.dataset and not is_tested:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
         raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")
     return spec
