@@ -134,6 +134,8 @@ def test_a_sender_below_the_minimum_rate_is_cut_off_though_it_never_falls_silent
         assert "fewer than 1024 a second" in parsed(raw.recv(65536)).text
 
 
+# To PostgreSQL, a further connection of the pool is a socket too.
+@pytest.mark.sqlite
 def test_a_transfer_leaves_no_descriptor_behind(coordinator: LiveCoordinator, http: httpx.Client) -> None:
     def descriptors() -> list[str]:
         return sorted(filter(None, map(_opened, Path("/proc/self/fd").iterdir())))
