@@ -76,6 +76,9 @@ class Actions:
                 case todo.Pause(reason):
                     move_run(session, now, ACTOR, run_id, "pause", reason)
                 case todo.Complete():
+                    run = session.get_one(RunRow, run_id)
+                    rounds_now = terms_of(session, run_id, run.changes).spec.rounds
+                    require(run.version_number >= rounds_now, "the run has more rounds now")
                     move_run(session, now, ACTOR, run_id, "complete")
                     rounds.cancel_evaluations(session, now, run_id)
                 case todo.CancelEvaluations():

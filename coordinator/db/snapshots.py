@@ -124,7 +124,8 @@ def terms_of(session: Session, run_id: str, changes: int | None = None) -> RunTe
         terms = RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, creator, run_id)
         if len(known) >= MAX_TERMS:
             known.clear()
-        known[run_id] = changes, terms
+        # The row's own count: the caller's may be of an earlier moment.
+        known[run_id] = run.changes, terms
     return terms
 
 

@@ -162,6 +162,7 @@ def _fixed(spec: RunSpec, wanted: RunSpec, model: Model) -> Iterator[tuple[str, 
     elif spec.training.scheduled:
         yield "/rounds", f"training.schedule and training.warmup run over the {spec.rounds} rounds of the run"
     else:
+        check_method(spec.method)
         try:
             check_rounds(spec.method, run_facts(wanted, model))
         except UnsupportedRun as fault:

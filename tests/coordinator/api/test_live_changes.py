@@ -12,6 +12,7 @@ import pytest
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RunRow
+from tessera.coordinator.domain.decide import Complete
 from tessera.shared.api.runs import Cohort, RunPatch
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import methods
@@ -124,6 +125,21 @@ def test_a_method_whose_file_reads_the_number_of_rounds_and_says_nothing_keeps_i
     client.set_run_state(run.id, "cancelled")
 
 
+def test_a_change_of_rounds_under_a_method_that_is_not_installed_here_is_refused(
+    standing: LiveCoordinator, changing: str
+) -> None:
+    client = standing.client()
+    run = start_run(client, MODEL, START, dataset="none", method=MethodSpec(name=changing))
+    method = methods().pop(changing)
+    try:
+        with pytest.raises(Invalid) as refusal:
+            client.patch_run(run.id, change(rounds=3))
+    finally:
+        methods()[changing] = method
+    assert [fault.pointer for fault in refusal.value.errors] == ["/method/name"]
+    client.set_run_state(run.id, "cancelled")
+
+
 def test_a_round_planned_before_a_change_is_not_opened_after_it(coordinator: LiveCoordinator, changing: str) -> None:
     client, worker = coordinator.client(), ScriptedWorker(coordinator.client("site", "a"), methods=("changing",))
     run = start_run(client, MODEL, START, method=MethodSpec(name=changing))
@@ -148,6 +164,15 @@ def test_no_round_is_opened_beyond_a_number_that_was_lowered_during_a_merge(
     until(lambda: client.run(run.id).state == "completed")
     assert not Changing.meanwhile
     assert [round_.number for round_ in client.rounds(run.id)] == [1]
+
+
+def test_a_run_that_was_given_more_rounds_meanwhile_does_not_complete(standing: LiveCoordinator) -> None:
+    # The conductor decides from what it has read before: here a change came in between.
+    client = standing.client()
+    run = start_run(client, MODEL, START, dataset="none", rounds=1)
+    with pytest.raises(Conflict, match="the run has more rounds now"):
+        standing.services.conductor.actions.do(run.id, Complete())
+    assert client.run(run.id).state == "running"
 
 
 def test_an_open_round_keeps_what_its_sites_agreed_to_and_the_next_has_the_change(
@@ -247,3 +272,16 @@ def test_a_process_that_has_parsed_a_run_s_settings_sees_another_s_change(databa
     other.close()
     with database.snapshot() as session:
         assert terms_of(session, "run").spec.rounds == 2
+
+
+def test_settings_that_a_session_read_before_another_s_change_are_not_kept_as_the_changed_ones(
+    database: Database,
+) -> None:
+    with database.transaction() as session:
+        row = add_run(session)
+        row.spec = {**SPEC, "rounds": 1}
+        session.flush()
+        assert terms_of(session, "run", 1).spec.rounds == 1
+        row.spec, row.changes = {**SPEC, "rounds": 2}, 1
+        session.flush()
+        assert terms_of(session, "run", 1).spec.rounds == 2

@@ -6,17 +6,19 @@ import ast
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
 import pytest
 from pydantic import ValidationError
 
-from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun
 from tessera.shared.methods.registry import (
     FOLDERS,
     UnknownMethod,
     check,
+    check_rounds,
     coordinator_half,
     method_faults,
     methods,
@@ -192,6 +194,25 @@ def test_a_file_that_cannot_be_imported_is_skipped_and_named(
     monkeypatch.delenv(FOLDERS)
     methods.__wrapped__()
     assert places_searched() == "TESSERA_METHODS is not set"
+
+
+@pytest.mark.parametrize(
+    ("parent", "line", "refused"),
+    [
+        ("base.CoordinatorHalf", "from tessera.shared.rounds.planning import run_facts", False),
+        ("scaffold.ScaffoldCoordinator", "def left(run): return run.rounds", True),
+    ],
+)
+def test_a_method_keeps_its_number_of_rounds_if_its_own_file_reads_it_whatever_it_inherits_or_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, line: str, refused: bool
+) -> None:
+    code = "from tessera.shared.methods import base, scaffold\nfrom dataclasses import replace\n"
+    code += f"class Mine({parent}): pass\nMETHOD = replace(scaffold.METHOD, name='mine', coordinator=Mine)\n{line}\n"
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    monkeypatch.setitem(methods(), "mine", methods.__wrapped__()["mine"])
+    with pytest.raises(UnsupportedRun, match="reads the number of rounds") if refused else nullcontext():
+        check_rounds(MethodSpec(name="mine"), FACTS)
 
 
 HALVES = """
