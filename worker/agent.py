@@ -391,6 +391,8 @@ class Agent:
             advertised_policy = advertised_policy.model_copy(update={"embeddings_in_sums": True})
         site_keys = party.keys.public(party.site, party.weight) if party else None
         now = {"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
+        if self._runner.inbox and withheld:
+            now["withheld_terms"] = self._runner.inbox.withheld_terms()
         return self._claim.model_copy(update={**now, "holding": self._holding.tasks}).shortened()
 
     def _run_task(self, task: Task) -> str:

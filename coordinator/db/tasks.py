@@ -1,6 +1,6 @@
 """Workers' writes to tasks: claim, renew, report. Each write carries the fencing token (invariant I4)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,10 @@ from tessera.coordinator.db.snapshots import spec_in, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
-from tessera.coordinator.domain.eligibility import RunTerms
+from tessera.coordinator.domain.eligibility import RunTerms, withheld_reason
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
-from tessera.shared.api.tasks import EvaluationResult, Progress, Receipt, Release, Submission, Task
+from tessera.shared.api.tasks import Claim, EvaluationResult, Progress, Receipt, Release, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
@@ -124,20 +124,24 @@ def reload(session: Session, record: TaskRecord) -> TaskRecord:
     return replace(record, task=task, round=round_)
 
 
-def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
+def withhold(session: Session, now: float, actor: str, worker_id: str, claim: Claim) -> None:
     """Withdraw a worker's offered tasks of runs that its site has not approved: rounds do not wait for them. Those of
     a helper stay, since no other site can do them."""
-    offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
+    offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(claim.withheld)
     offered &= TaskRow.kind.not_in(HELPER_KINDS)
-    for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
-        move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
+    declared = {"withheld": claim.withheld, "withheld_terms": claim.withheld_terms}
+    for task in session.scalars(select(TaskRow).where(offered)).all() if claim.withheld else ():
+        if reason := withheld_reason(terms_of(session, task.run_id), declared):
+            move_task(session, now, actor, task, "withhold", {"problem": Withheld(reason).json()})
 
 
 def note_withheld(record: TaskRecord, reason: str) -> None:
     """Record that a worker withholds itself from a run, as its next claim will: the next round must not select it."""
-    worker = record.worker
-    withheld = {**worker.declared.get("withheld", {}), record.task.run_id: reason[:300]}
-    worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MAX_WITHHELD:])}
+    worker, run = record.worker, record.task.run_id
+    reasons = {**worker.declared.get("withheld", {}), run: reason[:300]}
+    former = {name: terms for name, terms in worker.declared.get("withheld_terms", {}).items() if name != run}
+    withheld = {"withheld": dict(list(reasons.items())[-MAX_WITHHELD:]), "withheld_terms": former}
+    worker.declared = {**worker.declared, **withheld}
 
 
 def claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> TaskRecord | None:

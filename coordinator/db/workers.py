@@ -40,6 +40,7 @@ DECLARED = {
     "site_keys",
     "advertised_policy",
     "withheld",
+    "withheld_terms",
     "state_id",
     "started_at",
 }

@@ -68,6 +68,15 @@ def _mirror(text: str) -> AdvertisedPolicy | None:
     return None
 
 
+def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | None:
+    """Return why a worker's site does not take part in the run; None too if the run has changed since it said so."""
+    spec, cohort = invitation.spec, invitation.spec.cohort
+    present = {"rounds": spec.rounds, "quorum": cohort.quorum, "deadline_seconds": cohort.deadline_seconds}
+    changed = declared.get("withheld_terms", {}).get(invitation.run, present) != present
+    reason: str | None = declared.get("withheld", {}).get(invitation.run)
+    return None if changed else reason
+
+
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
     """Return why a worker would not train in any round of the run; empty if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
@@ -89,7 +98,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     if examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
         yield "datasets", f"it has no data set {spec.dataset}, or may not use it; it has {others or 'none'}"
-    if reason := declared.get("withheld", {}).get(invitation.run):
+    if reason := withheld_reason(invitation, declared):
         yield "withheld", reason
     if policy := policy_of(declared):
         yield from _refusals(invitation, examples, policy)

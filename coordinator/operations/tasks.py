@@ -102,7 +102,7 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
             worker_id, nbytes = enrol(session, now, site_id, request, most, liveness)
             services.disk.require(nbytes)
             services.uploads.quota.note_bytes(session, now, site_id, nbytes)
-            tasks.withhold(session, now, caller.actor, worker_id, request.withheld)
+            tasks.withhold(session, now, caller.actor, worker_id, request)
         services.wake_conductor()
     services.last_seen.note(worker_id, now, caller.token_id)
     return worker_id

@@ -324,6 +324,10 @@ class Claim(Message):
     """The site's public keys for secure sums, if it takes part in them."""
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
+    withheld_terms: dict[Identifier, Annotated[dict[Short, float], Field(max_length=8)]] = Field(
+        default={}, max_length=MAX_WITHHELD
+    )
+    """The terms of those that are withheld on these terms only, and are offered once they have changed."""
     holding: tuple[Identifier, ...] = Field(default=(), max_length=MAX_HELD)
     """Tasks whose finished updates wait for release: their leases last, and it asks for another task."""
 

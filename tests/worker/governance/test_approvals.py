@@ -33,7 +33,7 @@ class Asking:
         def request(terms: str) -> Request:
             return Request(
                 run=asked.run, run_name=asked.run_name, terms=terms, orchestrator="trial", dataset=asked.dataset,
-                examples=10, worker="w", asked_at=self.now, summary="Trains.",
+                examples=10, worker="w", asked_at=self.now, summary="Trains.", live_terms={"rounds": asked.rounds},
                 repeats_model=RunSnapshot.of(asked).repeats_model,
             )  # fmt: skip
 
@@ -210,6 +210,22 @@ def test_a_run_that_measures_before_it_trains_asks_once(asking: Asking) -> None:
     assert asking.code(measuring) is asking.code(task()) is None
     asking.decide("r1", approved=False)
     assert asking.code(measuring) == asking.code(task()) == "declined"
+
+
+def test_a_former_request_of_a_run_that_has_changed_withholds_it_no_more(asking: Asking) -> None:
+    """Neither one that nobody decided, nor one whose approval has ended."""
+    asking.code(task(rounds=1))
+    asking.now += timedelta(minutes=1)
+    asking.code(task(rounds=2))
+    assert set(asking.inbox.withheld()) == {"r1"}
+    asking.inbox.decide([asking.inbox.requests()[1]], ApprovalDecision(approved=True, by="ann", at=asking.now))
+    assert asking.inbox.withheld() == {}
+    # A third change leaves the choice to the run: to ask again, or to change back.
+    asking.now += timedelta(minutes=1)
+    asking.code(task(rounds=3))
+    assert asking.inbox.withheld_terms() == {"r1": {"rounds": 3}}
+    asking.decide("r1", approved=False, reason="too long")
+    assert (set(asking.inbox.withheld()), asking.inbox.withheld_terms()) == ({"r1"}, {})
 
 
 def test_to_let_a_run_measure_is_not_to_let_it_train(asking: Asking) -> None:

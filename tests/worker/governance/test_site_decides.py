@@ -204,6 +204,24 @@ def test_a_site_trains_under_changed_terms_only_once_a_person_has_approved_them(
     assert client.run(run.id).version.number == len(desk.details("update.leave")) == 1
 
 
+def test_a_run_that_changes_back_to_approved_terms_goes_on_while_others_wait(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
+    with desk.working():
+        run = begin(client, rounds=1)
+        until(lambda: tasks(client, run) and tasks(client, run)[0].state == "cancelled")
+        client.set_run_state(run.id, "paused")
+        desk.say("approve", "demo")
+        client.patch_run(run.id, RunPatch.model_validate({"rounds": 9, "state": "running"}))
+        until(lambda: len(desk.say("inbox")["runs"]) == 2 and tasks(client, run)[-1].state == "cancelled")
+        assert client.run(run.id).version.number == 0
+        client.patch_run(run.id, RunPatch.model_validate({"rounds": 1}))
+        until(lambda: client.run(run.id).state == "completed")
+    assert [one["standing"] for one in desk.say("inbox")["runs"]] == ["approved", "awaiting-approval"]
+
+
 def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
