@@ -280,7 +280,7 @@ def _database(failure: str) -> Iterator[engine.Database]:
     """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2, or with 1
     if it is only away."""
     settings = _settings()
-    _make_default_folder(settings)
+    _make_default_folder(settings, "database_url")
     try:
         database = engine.Database(settings.database_url)
     except engine.UnknownDatabase as refusal:
@@ -308,14 +308,14 @@ def _settings() -> CoordinatorSettings:
         raise typer.Exit(2) from None
 
 
-def _make_default_folder(settings: CoordinatorSettings) -> None:
-    """Create the default folder, unless the settings place everything elsewhere: those folders have to be there."""
-    if {"database_url", "blob_url", "staging_dir"} <= settings.model_fields_set:
+def _make_default_folder(settings: CoordinatorSettings, *used: str) -> None:
+    """Create the default folder, unless the settings that are used name others: those folders have to be there."""
+    if settings.model_fields_set.issuperset(used):
         return
     try:
         data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as fault:
-        places = "TESSERA_DATABASE_URL, TESSERA_BLOB_URL and TESSERA_STAGING_DIR"
+        places = " and ".join(f"TESSERA_{name.upper()}" for name in used)
         raise _exit(f"the folder {data_dir()} cannot be created: {fault.strerror}; name others in {places}") from None
 
 
@@ -352,7 +352,7 @@ def _assembled(duty: serving.Duty = "both", *, at_head: bool = True, wait: bool 
     logging.configure()
     keep_freed_memory()
     settings = _settings()
-    _make_default_folder(settings)
+    _make_default_folder(settings, "database_url", "blob_url", "staging_dir")
     try:
         services = serving.assemble(settings, duty=duty)
         if at_head:

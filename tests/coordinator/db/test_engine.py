@@ -13,7 +13,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
+from typer.testing import CliRunner
 
+from tessera.coordinator.cli import app
 from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaBehind, alembic_config
 from tessera.coordinator.db.tables import Table, VersionRow
 from tessera.coordinator.settings import CoordinatorSettings, data_dir
@@ -175,6 +177,17 @@ def test_data_lie_in_the_users_state_folder_or_where_an_earlier_version_put_them
     assert data_dir() == Path("/srv/state/tessera/coordinator")
     Path("tessera-data").mkdir()
     assert CoordinatorSettings().database_url == f"sqlite:///{tmp_path}/here/tessera-data/tessera.db"
+
+
+def test_a_command_of_the_database_alone_needs_no_folder_for_blobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TESSERA_DATABASE_URL", url_in(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["token", "--name", "ann"])
+    assert (done.exit_code, "admin token (shown only this once): " in done.stderr) == (0, True), done.output
 
 
 def test_a_database_of_a_newer_version_is_not_told_to_be_migrated(tmp_path: Path) -> None:
