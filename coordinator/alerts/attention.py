@@ -21,6 +21,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
     one_of,
 )
+from tessera.coordinator.domain.eligibility import withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
@@ -206,9 +207,16 @@ def held_updates(session: Session) -> list[tuple[RunRow, list[tuple[str, datetim
 def withheld_runs(session: Session, live: Sequence[LiveWorker]) -> list[tuple[RunRow, Sequence[tuple[str, str]]]]:
     """Return the live runs that live workers do not join before a person at their site approves, each with these
     workers' names and their sites' reasons."""
-    by_run: dict[str, list[tuple[str, str]]] = {}
+    by_run: dict[str, list[tuple[LiveWorker, str]]] = {}
     for worker in live:
         for run_id, reason in worker.declared.get("withheld", {}).items():
-            by_run.setdefault(run_id, []).append((worker.name, str(reason)))
+            by_run.setdefault(run_id, []).append((worker, str(reason)))
     rows = select(RunRow).where(RunRow.id.in_(by_run), RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at)
-    return [(row, by_run[row.id]) for row in session.scalars(rows)]
+    found: list[tuple[RunRow, Sequence[tuple[str, str]]]] = []
+    for row in session.scalars(rows).all():
+        # Only of a changed run, whose settings can thus be read.
+        terms = terms_of(session, row.id, row.changes) if row.changes else None
+        still = [one for one in by_run[row.id] if terms is None or withheld_reason(terms, one[0].declared)]
+        if still:
+            found.append((row, [(worker.name, reason) for worker, reason in still]))
+    return found

@@ -31,8 +31,8 @@ def status(session: Session, live_since: float, alerts: Iterable[Alert], disk: D
 
     A worker that called at `live_since` or later is live.
     """
-    # Each run lists its own warnings.
-    concerns = [one for one in alerts if one.code != "run-warning"]
+    # Each run lists its own warnings. A full disk comes before many runs that wait.
+    concerns = sorted((one for one in alerts if one.code != "run-warning"), key=lambda one: one.weight != "bad")
     is_live = (WorkerRow.last_seen_at >= live_since) & SiteRow.suspended_at.is_(None)
     counts = (
         select(func.count(), func.count().filter(is_live)).join_from(WorkerRow, SiteRow).where(~WorkerRow.revoked)

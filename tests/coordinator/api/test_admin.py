@@ -10,7 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
+from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.alerts.status import MAX_CONCERNS, MAX_RUNS
+from tessera.coordinator.alerts.status import status as status_of
 from tessera.coordinator.db.tables import VersionRow
 from tessera.shared.api.audit_chain import GENESIS, link
 from tessera.shared.api.tasks import Progress
@@ -110,6 +112,15 @@ def test_a_status_is_one_page_however_many_runs_there_are(coordinator: LiveCoord
     assert status.runs == {"running": MAX_RUNS + 2}
     assert len(status.live_runs) == MAX_RUNS
     assert len(status.needs_attention) <= MAX_CONCERNS
+
+
+def test_many_runs_that_wait_leave_room_in_the_status_for_a_full_disk(coordinator: LiveCoordinator) -> None:
+    services = coordinator.services
+    found = [Alert("run-paused", "a run is paused", "")] * MAX_CONCERNS
+    found.append(Alert("disk-low", "The disk is nearly full", "", weight="bad"))
+    with services.database.snapshot() as session:
+        shown = status_of(session, 0.0, found, services.disk, services.memory).needs_attention
+    assert (shown[0].code, len(shown)) == ("disk-low", MAX_CONCERNS)
 
 
 def test_the_audit_chain_tells_every_step_of_a_round_and_holds_together(coordinator: LiveCoordinator) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tessera.coordinator.alerts.attention import withheld_runs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RunRow
 from tessera.coordinator.domain.decide import Complete
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Cohort, RunPatch
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import methods
@@ -285,3 +287,15 @@ def test_settings_that_a_session_read_before_another_s_change_are_not_kept_as_th
         row.spec, row.changes = {**SPEC, "rounds": 2}, 1
         session.flush()
         assert terms_of(session, "run", 1).spec.rounds == 2
+
+
+def test_no_run_is_said_to_wait_for_a_site_that_goes_on_since_it_changed_back(database: Database) -> None:
+    waiting = {"rounds": 1, "quorum": 1, "deadline_seconds": 3600}
+    said = {"withheld": {"run": "awaiting-approval"}, "withheld_terms": {"run": waiting}}
+    with database.transaction() as session:
+        row = add_run(session)
+        for changes, rounds in ((1, 1), (2, 2)):
+            row.spec, row.changes = {**SPEC, "rounds": rounds}, changes
+            session.flush()
+            found = withheld_runs(session, [LiveWorker("w", "a/w", "a", said)])
+            assert [workers for _, workers in found] == [[("a/w", "awaiting-approval")]] * (rounds == 1)
