@@ -574,7 +574,7 @@ def _live_settings(spec: RunSpec) -> list[tuple[str, str, str]]:
     return [
         ("rounds", "Rounds", str(spec.rounds)),
         ("quorum", "Quorum, in sites", str(cohort.quorum)),
-        ("deadline_seconds", "Deadline of a round, in seconds", f"{cohort.deadline_seconds:.15g}"),
+        ("deadline_seconds", "Deadline of a round, in seconds", repr(cohort.deadline_seconds).removesuffix(".0")),
     ]
 
 
@@ -584,7 +584,8 @@ def change_settings(run_id: str, serving: Serving, who: SteeringSender, fields: 
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
     present = {name: value for name, _, value in _live_settings(run.spec)}
-    if any(fields.get(f"old_{name}", "") != value for name, value in present.items()):
+    # The same form may come twice.
+    if any(value not in (fields.get(f"old_{name}", ""), fields.get(name)) for name, value in present.items()):
         raise PreconditionFailed("the settings have changed meanwhile")
     given: dict[str, Any] = {name: fields.get(name, value) for name, value in present.items()}
     patch = validated(RunPatch, {"rounds": given.pop("rounds"), "cohort": given}, "the settings are invalid")

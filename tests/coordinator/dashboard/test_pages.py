@@ -510,11 +510,12 @@ def test_settings_of_a_live_run_are_changed_on_its_page_unless_another_has_chang
     shown, place = admin.http.get(f"/page/runs/{run.id}").text, f"/page/runs/{run.id}/settings"
     old = dict(re.findall(r'name="(old_\w+)" value="([^"]*)"', shown.partition('id="notes"')[0]))
     assert old == {"old_rounds": "1", "old_quorum": "1", "old_deadline_seconds": "3600"}
-    assert admin.send(place, **old, rounds="5", quorum="2", deadline_seconds="0.5").status_code == 303
+    for _ in range(2):
+        assert admin.send(place, **old, rounds="5", quorum="2", deadline_seconds=str(1 / 3)).status_code == 303
     found = client.run(run.id).spec
-    assert (found.rounds, found.cohort) == (5, Cohort(quorum=2, deadline_seconds=0.5))
+    assert (found.rounds, found.cohort) == (5, Cohort(quorum=2, deadline_seconds=1 / 3))
     assert admin.send(place, **old, rounds="6", quorum="2", deadline_seconds="60").status_code == 412
-    old |= {"old_rounds": "5", "old_quorum": "2", "old_deadline_seconds": "0.5"}
+    old |= {"old_rounds": "5", "old_quorum": "2", "old_deadline_seconds": str(1 / 3)}
     assert admin.send(place, **old, rounds="0", quorum="2", deadline_seconds="60").status_code == 422
     viewer = signed_in(coordinator, "viewer")
     assert viewer.send(place, **old, rounds="6").status_code == 403
