@@ -123,6 +123,8 @@ MAX_PATTERN_STARS = 8
 """A pattern with many stars takes milliseconds to compile, and to compare with a name that it nearly matches."""
 
 MAX_WITHHELD = 256
+MAX_WITHHELD_TERMS = 16
+"""Terms of one withheld run that a claim names."""
 
 MAX_HELD = 32
 """Updates that one worker holds for release at most: each keeps a lease."""

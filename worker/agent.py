@@ -392,7 +392,8 @@ class Agent:
         site_keys = party.keys.public(party.site, party.weight) if party else None
         now = {"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
         if self._runner.inbox and withheld:
-            now["withheld_terms"] = self._runner.inbox.withheld_terms()
+            terms = self._runner.inbox.withheld_terms()
+            now["withheld_terms"] = {run: terms[run] for run in withheld if run in terms}
         return self._claim.model_copy(update={**now, "holding": self._holding.tasks}).shortened()
 
     def _run_task(self, task: Task) -> str:

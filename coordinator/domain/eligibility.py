@@ -72,7 +72,7 @@ def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | 
     """Return why a worker's site does not take part in the run; None too if the run has changed since it said so."""
     spec, cohort = invitation.spec, invitation.spec.cohort
     present = {"rounds": spec.rounds, "quorum": cohort.quorum, "deadline_seconds": cohort.deadline_seconds}
-    changed = declared.get("withheld_terms", {}).get(invitation.run, present) != present
+    changed = present not in declared.get("withheld_terms", {}).get(invitation.run, [present])
     reason: str | None = declared.get("withheld", {}).get(invitation.run)
     return None if changed else reason
 

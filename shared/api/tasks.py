@@ -48,6 +48,7 @@ from tessera.shared.schema import (
     MAX_PATTERNS,
     MAX_SECONDS_PER_BYTE,
     MAX_WITHHELD,
+    MAX_WITHHELD_TERMS,
     PROTOCOL,
     SCORED_LABELS,
     AuditHead,
@@ -290,6 +291,10 @@ class AdvertisedPolicy(Message):
         return self.figures == "rounded" or self.require_secure_sums or any((self.figures_privacy, *rules))
 
 
+LiveTerms = Annotated[dict[Short, float], Field(max_length=8)]
+"""Terms of a run that may change while it lives, by name."""
+
+
 class Claim(Message):
     """A worker's request for a task, with its capabilities. `datasets` gives the number of training examples of each
     data set, and `held_out` the number that it reserves for evaluation.
@@ -324,10 +329,10 @@ class Claim(Message):
     """The site's public keys for secure sums, if it takes part in them."""
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
-    withheld_terms: dict[Identifier, Annotated[dict[Short, float], Field(max_length=8)]] = Field(
+    withheld_terms: dict[Identifier, Annotated[tuple[LiveTerms, ...], Field(max_length=MAX_WITHHELD_TERMS)]] = Field(
         default={}, max_length=MAX_WITHHELD
     )
-    """The terms of those that are withheld on these terms only, and are offered once they have changed."""
+    """The terms of those that are withheld on these terms only: the worker takes the run once it has others."""
     holding: tuple[Identifier, ...] = Field(default=(), max_length=MAX_HELD)
     """Tasks whose finished updates wait for release: their leases last, and it asks for another task."""
 
@@ -338,10 +343,12 @@ class Claim(Message):
 
     def shortened(self) -> Claim:
         """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
-        are withheld, then the names of classes, the schemas and the advertised policy, which only help to plan."""
+        are withheld, and on which terms, then the names of classes, the schemas and the advertised policy, which only
+        help to plan."""
         nameless = {name: schema.model_copy(update={"class_names": ()}) for name, schema in self.schemas.items()}
         changes: tuple[dict[str, object], ...] = (
             {"withheld": dict.fromkeys(self.withheld, "withheld")},
+            {"withheld_terms": {}},
             {"schemas": nameless},
             {"schemas": {}},
             {"advertised_policy": None},

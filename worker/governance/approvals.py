@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
+from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, Frozen, TaskKind, canonical
 from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import alone, written_whole
 
@@ -206,21 +206,22 @@ class Inbox:
     def withheld(self) -> dict[str, str]:
         """Return the reason by run of each run with an unapproved request, newest last, for use in claims."""
         now = self._now()
-        return {request.run: request.reason(now) for request in self._unapproved(self.requests(), now)}
+        asked = [request for request in self.requests() if self._every_run or request.repeats_model]
+        unapproved = [request for request in asked if request.standing(now) != "approved"]
+        withheld = {request.run: request.reason(now) for request in unapproved}
+        return dict(list(withheld.items())[-MAX_WITHHELD:])
 
-    def withheld_terms(self) -> dict[str, dict[str, float]]:
-        """Return the unapproved terms, by run, of each such run that asked on other terms which are approved: it may
-        change back."""
-        now, requests = self._now(), self.requests()
-        approved = {request.run for request in requests if request.standing(now) == "approved"}
-        return {one.run: one.live_terms for one in self._unapproved(requests, now) if one.run in approved}
+    def withheld_terms(self) -> dict[str, tuple[dict[str, float], ...]]:
+        """Return the live terms of each run's unapproved requests, for runs that a person approved on other terms.
 
-    def _unapproved(self, requests: Iterable[Request], now: datetime) -> list[Request]:
-        asked = [one for one in requests if self._every_run or one.repeats_model]
-        # A run that has changed asks again, and its earlier requests count no more.
-        last = {(one.run, one.dataset): one.live_terms for one in asked}
-        present = (one for one in asked if one.live_terms == last[one.run, one.dataset])
-        return [one for one in present if one.standing(now) != "approved"][-MAX_WITHHELD:]
+        Once a run has changed to approved terms, or to new ones, it may offer a task.
+        """
+        now, requests, found = self._now(), self.requests(), dict[str, list[dict[str, float]]]()
+        accepted = {request.run for request in requests if request.decision and request.decision.approved}
+        for request in requests:
+            if request.run in accepted and request.standing(now) != "approved":
+                found.setdefault(request.run, []).append(request.live_terms)
+        return {run: tuple(terms[-MAX_WITHHELD_TERMS:]) for run, terms in found.items() if all(terms)}
 
     def _find(self, run: str, terms: str) -> Request | None:
         path = self._path(run, terms)

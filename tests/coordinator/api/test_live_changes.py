@@ -291,7 +291,7 @@ def test_settings_that_a_session_read_before_another_s_change_are_not_kept_as_th
 
 def test_no_run_is_said_to_wait_for_a_site_that_goes_on_since_it_changed_back(database: Database) -> None:
     waiting = {"rounds": 1, "quorum": 1, "deadline_seconds": 3600}
-    said = {"withheld": {"run": "awaiting-approval"}, "withheld_terms": {"run": waiting}}
+    said = {"withheld": {"run": "awaiting-approval"}, "withheld_terms": {"run": [waiting]}}
     with database.transaction() as session:
         row = add_run(session)
         for changes, rounds in ((1, 1), (2, 2)):

@@ -115,8 +115,8 @@ def test_only_the_run_that_is_named_is_withheld() -> None:
 
 def test_a_run_that_is_withheld_on_some_terms_is_offered_once_they_have_changed() -> None:
     said = {"withheld": {"r": "awaiting-approval"}}
-    said["withheld_terms"] = {"r": {"rounds": 3, "quorum": 1, "deadline_seconds": 3600}}  # type: ignore[dict-item]
-    assert rules(invited(rounds=3), **said) == ["withheld"]
+    said["withheld_terms"] = {"r": [{"rounds": n, "quorum": 1, "deadline_seconds": 3600} for n in (3, 4)]}  # type: ignore[dict-item]
+    assert rules(invited(rounds=3), **said) == rules(invited(rounds=4), **said) == ["withheld"]
     assert rules(invited(rounds=2), **said) == rules(invited(rounds=3, cohort=Cohort(quorum=2)), **said) == []
 
 

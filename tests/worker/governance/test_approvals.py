@@ -212,18 +212,17 @@ def test_a_run_that_measures_before_it_trains_asks_once(asking: Asking) -> None:
     assert asking.code(measuring) == asking.code(task()) == "declined"
 
 
-def test_a_former_request_of_a_run_that_has_changed_withholds_it_no_more(asking: Asking) -> None:
-    """Neither one that nobody decided, nor one whose approval has ended."""
+def test_a_run_that_asked_on_approved_terms_too_is_withheld_on_the_others_alone(asking: Asking) -> None:
+    """Also on those whose approval has ended. A declined run is withheld whatever becomes of it."""
     asking.code(task(rounds=1))
-    asking.now += timedelta(minutes=1)
-    asking.code(task(rounds=2))
-    assert set(asking.inbox.withheld()) == {"r1"}
-    asking.inbox.decide([asking.inbox.requests()[1]], ApprovalDecision(approved=True, by="ann", at=asking.now))
-    assert asking.inbox.withheld() == {}
-    # A third change leaves the choice to the run: to ask again, or to change back.
-    asking.now += timedelta(minutes=1)
-    asking.code(task(rounds=3))
-    assert asking.inbox.withheld_terms() == {"r1": {"rounds": 3}}
+    assert (set(asking.inbox.withheld()), asking.inbox.withheld_terms()) == ({"r1"}, {})
+    asking.decide("r1", until=NOON + timedelta(hours=1))
+    for rounds in (2, 3):
+        asking.now += timedelta(minutes=1)
+        assert asking.code(task(rounds=rounds)) == "awaiting-approval"
+    assert asking.inbox.withheld_terms() == {"r1": ({"rounds": 2}, {"rounds": 3})}
+    asking.now += timedelta(hours=1)
+    assert asking.inbox.withheld_terms() == {"r1": ({"rounds": 1}, {"rounds": 2}, {"rounds": 3})}
     asking.decide("r1", approved=False, reason="too long")
     assert (set(asking.inbox.withheld()), asking.inbox.withheld_terms()) == ({"r1"}, {})
 
