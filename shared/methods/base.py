@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
-from statistics import fmean
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
@@ -118,18 +118,14 @@ class Update:
         object.__setattr__(self, "site", self.site or self.worker)
 
 
-def mean_metrics(updates: Sequence[Update], names: Iterable[str], most: float) -> dict[str, float]:
-    """Return the mean by examples of each named metric, over the updates that report it as a number from 0 to `most`.
+def median_metrics(updates: Sequence[Update], names: Iterable[str], most: float) -> dict[str, float]:
+    """Return the median of each named metric over the updates that report it as a number from 0 to `most`.
 
-    For `merge` to add to the scalars that `warnings` and charts read. A private site reports none, and a report that
-    cannot be true changes no mean.
+    For `merge` to add to the scalars that `warnings` and charts read. A private site reports none. A mean would be
+    what one site claims, by a large number or by many examples.
     """
-    found: dict[str, float] = {}
-    for name in names:
-        reports = [(u.metrics[name], u.examples) for u in updates if 0 <= u.metrics.get(name, -1.0) <= most]
-        if reports:
-            found[name] = fmean(*zip(*reports, strict=True))
-    return found
+    reports = {name: [u.metrics[name] for u in updates if 0 <= u.metrics.get(name, -1.0) <= most] for name in names}
+    return {name: median(values) for name, values in reports.items() if values}
 
 
 @dataclass(frozen=True)
@@ -451,6 +447,10 @@ class WorkerHalf(Generic[C]):
     one_example_per_row: ClassVar[bool] = False
     """True if the method compares or measures the examples of a batch by its rows. A row must then not hold several
     texts (`pack` of a data set)."""
+
+    signals: ClassVar[tuple[str, ...]] = ()
+    """The beginnings of the names of metrics that are only watched. Like a loss they leave the site rounded, and not
+    if it has fewer examples than its `min_evaluation_examples`."""
 
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings

@@ -31,7 +31,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import copysign, sqrt
-from statistics import fmean
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
@@ -51,6 +50,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
     WorkerHalf,
+    median_metrics,
 )
 from tessera.shared.model.blocks import Block, Role, layer_labels, layers_of
 from tessera.shared.model.selectors import Match, Selector
@@ -115,7 +115,7 @@ QUIET_ROUNDS = f"{WARMUP}quiet_rounds"
 
 KERNEL_DRIFT = "kernel_drift."
 """The prefix, before a layer, of a site's metric of how far attention has moved since the switch; in a version, the
-sites' mean."""
+sites' median."""
 SINCE = "since"
 """The scalar of a plan with the number of rounds since the switch, where kernel drift is measured."""
 PROBES = 20
@@ -288,10 +288,9 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             # The warm-up's measurements stay with its own versions.
             of_others = (WARMUP, KERNEL_DRIFT)
             scalars = {name: value for name, value in scalars.items() if not name.startswith(of_others)}
-            for label in attention_labels(self.run.blocks).values():
-                name = KERNEL_DRIFT + label
-                if found := [(each.metrics[name], each.examples) for each in updates if name in each.metrics]:
-                    scalars[name] = fmean(*zip(*found, strict=True))
+            names = [KERNEL_DRIFT + label for label in attention_labels(self.run.blocks).values()]
+            # The largest distance, with room for roundings.
+            scalars |= median_metrics(updates, names, 2.01)
             server_state.pop(SKETCH, None)
             return replace(merged, scalars=scalars, server_state=server_state)
         if settings.warmup_rounds == "auto" or settings.signals:
@@ -356,6 +355,8 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
 
 
 class FedFrozenWorker(WorkerHalf[FedFrozenSettings]):
+    signals = (KERNEL_DRIFT,)
+
     def rates(self, plan: Plan) -> Sequence[tuple[Selector, float]]:
         if self.settings.lower_rate is None or not plan.scalars.get(SLOWED):
             return ()
@@ -365,11 +366,13 @@ class FedFrozenWorker(WorkerHalf[FedFrozenSettings]):
     def measure(self, context: TaskContext, probes: Mapping[str, torch.Tensor]) -> LocalResult:
         """Return how far attention has moved since the switch, if this site measured it then on these examples."""
         since = context.plan.scalars.get(SINCE)
+        # In the warm-up too, so that a model whose attention cannot be measured fails in its first round.
+        measured = context.attention_rows(probes, QUERIES)
         if since is None:
             return LocalResult({})
         content = hashlib.sha256(b"".join(probes[name].cpu().numpy().tobytes() for name in sorted(probes)))
         labels = attention_labels(self.run.blocks)
-        now = {f"kernel/{labels[name]}": rows for name, rows in context.attention_rows(probes, QUERIES).items()}
+        now = {f"kernel/{labels[name]}": rows for name, rows in measured.items()}
         now["kernel/probes"] = np.frombuffer(content.digest(), np.uint8)
         first = now if since == 0 else {name: context.vault[name] for name in now if name in context.vault}
         if first.keys() != now.keys() or not np.array_equal(first["kernel/probes"], now["kernel/probes"]):

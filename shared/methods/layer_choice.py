@@ -18,6 +18,14 @@ from tessera.shared.methods.base import UnsupportedRun, Update
 from tessera.shared.model.blocks import Block, Layer, Role, layer_labels, layers_of
 from tessera.shared.model.selectors import EVERYTHING, Match, Selector
 
+# The scalars of a version whose sites chose layers (`shared.metrics.selections`).
+TURNOVER = "turnover"
+"""Of the layers that a site sent, the number that it did not send the last time: the mean over the sites."""
+OVERLAP = "overlap"
+"""The Jaccard index of two sites' layers, the mean over all pairs."""
+LONE = "one_sender"
+"""The share of the layers sent that a single site sent, of several."""
+
 
 @dataclass(frozen=True)
 class Held:

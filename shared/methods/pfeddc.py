@@ -158,6 +158,8 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
 
 
 class PFedDCWorker(WorkerHalf[PFedDCSettings]):
+    signals = (FUSED, DISTANCE)
+
     def private(self) -> Selector:
         alone = self.settings.share == "nothing"
         return named(trained_prompts(self.settings, self.run).values()) if alone else NOTHING

@@ -258,13 +258,17 @@ def sticky(chosen: MethodSpec) -> bool:
 
 def keeps_nothing(chosen: MethodSpec) -> bool:
     """Return whether a method surely keeps no tensors at the sites; False if it is not installed."""
+    method, parts = methods().get(chosen.name), ("private", "setup", "collect")
+    kept = method is None or any(getattr(method.worker, name) is not getattr(WorkerHalf, name) for name in parts)
+    return not kept and not probe_examples(chosen)
+
+
+def probe_examples(chosen: MethodSpec) -> int:
+    """Return the method's `probe_examples` with these settings; 0 if it is not installed, or they are not valid."""
     try:
-        method, settings = _method(chosen)
+        return _method(chosen)[1].probe_examples
     except (UnknownMethod, ValidationError):
-        return False
-    parts = ("private", "setup", "collect")
-    kept = any(getattr(method.worker, name) is not getattr(WorkerHalf, name) for name in parts)
-    return not kept and not settings.probe_examples
+        return 0
 
 
 def charts(chosen: MethodSpec) -> tuple[Chart, ...]:

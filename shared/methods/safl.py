@@ -41,9 +41,12 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
     WorkerHalf,
-    mean_metrics,
+    median_metrics,
 )
 from tessera.shared.methods.layer_choice import (
+    LONE,
+    OVERLAP,
+    TURNOVER,
     CommonChoice,
     Held,
     check_ballot,
@@ -69,10 +72,16 @@ SHOWN = 8
 CODED = 4
 """The compression by int8, at half a percent of error: a run's byte budget is filled with layers for this codec."""
 
+ENTROPY = "entropy."
+"""The prefix, before a layer, of a site's metric of its attention."""
 SCORE_SPREAD = "score_spread"
 """A site's largest score less its smallest, over their mean: of several stacks, where this is least."""
 CONVERGED = 0.05
 """The spread of scores below which their order is chance."""
+UNSTABLE = 3
+"""The turnover above which a choice is more noise than principle."""
+MISMATCH = 0.5
+"""The share of layers with one sender above which most layers are one site's."""
 UNIFORM = 0.99
 """The mean entropy above which attention hardly distinguishes tokens."""
 
@@ -235,8 +244,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 scalars[f"last_pick.{label}"] = float(merged.round)
         # Both bounds have room for roundings: a spread is at most the number of layers.
         labels = self._candidates.labels.values()
-        scalars |= mean_metrics(updates, [f"entropy.{label}" for label in labels], 1.01)
-        scalars |= mean_metrics(updates, [SCORE_SPREAD], 1.01 * len(labels))
+        scalars |= median_metrics(updates, [ENTROPY + label for label in labels], 1.01)
+        scalars |= median_metrics(updates, [SCORE_SPREAD], 1.01 * len(labels))
         if self.settings.chooser != "worker":
             scalars |= self._common.after(scalars, updates, self._k)
         return replace(merged, scalars=scalars)
@@ -315,6 +324,18 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 f"peaked attention: {_listed(low)} below an entropy of {settings.collapsed_below:g} ({worst} at "
                 f"{entropies[worst]:.3f}); their queries attend to hardly more than one token each"
             )
+        if settings.score != "random" and state.scalars.get(TURNOVER, 0.0) > UNSTABLE:
+            warnings.append(
+                f"unstable selection: a site changes more than {UNSTABLE} of its layers from one update to the next, "
+                "so that the choice is more noise than principle. Let a site keep it (hysteresis, smoothing or "
+                "profile_every), or lower explore"
+            )
+        if state.scalars.get(LONE, 0.0) > MISMATCH:
+            warnings.append(
+                "aggregation mismatch: most layers of the round come from one site each, so their average is that "
+                "site's alone. Let the sites agree on layers (chooser consensus or vote), or have each train more of "
+                "them"
+            )
         by_attention, collapsed = settings.score in OF_ATTENTION, []
         if state.scalars.get(SCORE_SPREAD, inf) < CONVERGED:
             collapsed.append(f"the layers' scores differ by less than {CONVERGED:.0%} of their mean")
@@ -346,6 +367,7 @@ def copies_in_training(training: Training) -> int:
 
 class SAFLWorker(WorkerHalf[SAFLSettings]):
     one_example_per_row = True
+    signals = (ENTROPY, SCORE_SPREAD)
 
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
@@ -553,8 +575,8 @@ METHOD = Method(
     unstated="rounds, epochs, optimizer, learning rate, batch size, sites, the rule of pruning, and delta, clip norm "
     "and accountant of the privacy with epsilon 8, 4, 2, 1 and 0.5 (Table II)",
     charts=(
-        Chart("agreement of sites", ("overlap", "one_sender"), "no version has layers of two sites"),
-        Chart("turnover", ("turnover",), "no site has sent layers twice", title="Layers that a site changed"),
+        Chart("agreement of sites", (OVERLAP, LONE), "no version has layers of two sites"),
+        Chart("turnover", (TURNOVER,), "no site has sent layers twice", title="Layers that a site changed"),
         Chart("spread of scores", (SCORE_SPREAD,), "no worker has measured it", title="Spread of the layers' scores"),
         Chart("attention entropy", ("entropy.",), "no worker has measured it", title="Attention entropy by layer"),
     ),

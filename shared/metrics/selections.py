@@ -12,29 +12,19 @@ from statistics import fmean
 import numpy as np
 
 from tessera.shared.api.runs import Round
+from tessera.shared.methods.layer_choice import LONE, OVERLAP, TURNOVER
 from tessera.shared.model.blocks import Layer
 
 Choices = Mapping[str, frozenset[str]]
 """The names of the layers that each site sent in a round, by site."""
 
-# The scalars of a version whose sites chose layers.
 SENT = "layers_sent"
-"""The number of layers that the round changed, which all sites fetch."""
-TURNOVER = "turnover"
-"""Of the layers that a site sent, the number that it did not send the last time: the mean over the sites."""
-OVERLAP = "overlap"
-"""The Jaccard index of two sites' layers, the mean over all pairs."""
-LONE = "one_sender"
-"""The share of the layers sent that a single site sent, of several."""
+"""The scalar of a version with the number of layers that the round changed, which all sites fetch."""
 
 RECENT = 10
 """The rounds before a version in which a site's last selection is looked for."""
 MOST_PAIRED = 200
 """The sites of a round, the first by name, whose overlap a version has."""
-UNSTABLE = 3
-"""The turnover above which a choice is more noise than principle."""
-MISMATCH = 0.5
-"""The share of layers with one sender above which most layers are one site's."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +75,6 @@ def selection_scalars(earlier: Sequence[Choices], now: Choices) -> dict[str, flo
         # The number of pairs grows with the square of the sites'.
         found[OVERLAP] = fmean(jaccard(*pair) for pair in combinations([*now.values()][:MOST_PAIRED], 2))
         found[LONE] = fmean(count == 1 for count in senders.values())
-    return found
-
-
-def selection_warnings(scalars: Mapping[str, float]) -> list[str]:
-    """Return warnings about a version's selection of layers, by its scalars."""
-    found = []
-    if scalars.get(TURNOVER, 0.0) > UNSTABLE:
-        found.append(
-            f"unstable selection: a site changes more than {UNSTABLE} of its layers from one update to the next. "
-            "Unless it is random on purpose, the choice is more noise than principle: let a site keep its choice "
-            "(hysteresis, smoothing or profile_every), or lower explore"
-        )
-    if scalars.get(LONE, 0.0) > MISMATCH:
-        found.append(
-            "aggregation mismatch: most layers of the round come from one site each, so their average is that site's "
-            "alone. Let the sites agree on layers (chooser consensus or vote), or have each train more of them"
-        )
     return found
 
 

@@ -39,7 +39,6 @@ from tessera.shared.methods.registry import (
     coordinator_half,
     settings_type,
 )
-from tessera.shared.metrics.selections import selection_warnings
 from tessera.shared.model.blocks import layer_key
 from tessera.shared.model.dataset_schema import ignore_fault
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
@@ -521,8 +520,8 @@ def warnings_of(
     merged: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """Return the warnings of a version, bounded: updates left out, sites that count with fewer than the `merged`
-    examples that they have, the settings of a first version, limits of the robust rule, the sites' selection of
-    layers, and the method's own warnings."""
+    examples that they have, the settings of a first version, limits of the robust rule, and the method's own
+    warnings."""
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
     half = coordinator_half(spec.method, run_facts(spec, model))
@@ -530,7 +529,7 @@ def warnings_of(
     of_method = half.warnings(state)
     # The settings are read when the run is created, and stay the same.
     of_settings = [] if state.round else client_privacy.warnings(spec)
-    said = [*aside, *of_settings, *_of_rule(spec, state), *selection_warnings(state.scalars), *of_method]
+    said = [*aside, *of_settings, *_of_rule(spec, state), *of_method]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
 
 

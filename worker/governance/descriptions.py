@@ -7,6 +7,7 @@ from types import MappingProxyType
 from pydantic import BaseModel
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.methods.registry import probe_examples
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import TOKENIZER
 from tessera.shared.model.selectors import EVERYTHING, kept_back
@@ -121,6 +122,11 @@ def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str
         )
         return
     yield "Figures are exact, to three digits."
+    if task.kind == "train":
+        yield "With updates leave the mean loss, and what the method measures in training."
+    if task.kind == "train" and (probes := probe_examples(task.method)):
+        least = max(probes, policy.min_evaluation_examples if policy else 0)
+        yield f"Each round the method also measures the model on the first {least} examples."
     if policy and policy.send_class_counts and (task.held_out or task.kind == "train"):
         yield "With figures of what is held out, its numbers of labels, predictions and hits by class leave."
 

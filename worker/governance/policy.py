@@ -311,7 +311,8 @@ class Policy(Frozen):
         default=7 * 86400.0, description="longest duration of a task, regardless of lease renewals"
     )
     min_evaluation_examples: PositiveInt = Field(
-        default=20, description="fewest examples over which a version is evaluated, or a training loss is reported"
+        default=20,
+        description="fewest examples over which a version is evaluated, or a training loss or watched metric is reported",
     )
     max_evaluations: PositiveInt = Field(
         default=1_000,

@@ -58,7 +58,8 @@ class LedgerError(ChainError):
 
 class NoisySteps(Frozen):
     """`steps` sums of clipped gradients of examples or groups, each of a Poisson sample, with Gaussian noise of
-    `noise_multiplier` times the clip norm."""
+    `noise_multiplier` times the most that one of them moves a sum: the clip norm, times the root of the number of
+    parts if these are clipped apart."""
 
     kind: Literal["noisy-steps"] = "noisy-steps"
     noise_multiplier: float = Field(gt=0)

@@ -109,7 +109,12 @@ def train(
         )
         stats = trainer.train(phases, dataset, run.training_seed)
     result = half.collect(context, selected, stats)
-    result = replace(result, keep={**probed.keep, **result.keep}, metrics={**probed.metrics, **result.metrics})
+    metrics = {
+        name: rounded(value) if name.startswith(half.signals) else value
+        for name, value in {**probed.metrics, **result.metrics}.items()
+        if not (few and name.startswith(half.signals))
+    }
+    result = replace(result, keep={**probed.keep, **result.keep}, metrics=metrics)
     _require_finite_keep(result, task.training.learning_rate)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}

@@ -448,7 +448,7 @@ def test_kernel_drift_is_the_l1_distance_of_attention_since_the_switch() -> None
     for told, now in zip(found[3:], after, strict=True):
         for layer in range(2):
             distance = (now[layer] - before[layer]).abs().sum() / before[layer].sum()
-            assert told[f"kernel_drift.{layer}"] == pytest.approx(float(distance), rel=1e-3, abs=1e-6)
+            assert told[f"kernel_drift.{layer}"] == pytest.approx(float(distance), rel=6e-3, abs=1e-6)
             assert distance > 0
     assert {name for name in result.kept("a") if name.startswith("kernel/")} == {
         "kernel/0", "kernel/1", "kernel/probes",
@@ -477,7 +477,12 @@ def test_other_probes_than_at_the_switch_are_not_compared_with_it() -> None:
 
     first = measured(0, {}, images())
     assert set(first.metrics.values()) == {0.0}
-    assert measured(3, first.keep, images()).metrics == first.metrics
+    told = measured(3, first.keep, images()).metrics
+    assert told == first.metrics
+    # Two such sites and one that lies about its drift, and its examples.
+    claimed = [told, told, dict.fromkeys(told, 1.9)]
+    sent = [Update(str(at), 10**at, {}, metrics) for at, metrics in enumerate(claimed)]
+    assert {half.merge(State(3, {}), sent).scalars[name] for name in told} == {0.0}
     other = Dataset({**images().tensors, "pixel_values": images().tensors["pixel_values"] + 1})
     for vault, data in ((first.keep, other), ({}, images())):
         assert measured(3, vault, data) == LocalResult({})

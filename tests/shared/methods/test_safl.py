@@ -33,6 +33,7 @@ from tessera.shared.methods.layer_choice import Candidates
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.methods.safl import beyond_the_sink, copies_in_training, pruned
 from tessera.shared.methods.safl_settings import SAFLSettings
+from tessera.shared.metrics.selections import Choices, selection_scalars
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head, Prompts
@@ -49,6 +50,7 @@ from tessera.worker.training.context import LocalTaskContext, largest
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.shared.metrics.test_selections import picked
 from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
 
@@ -861,9 +863,44 @@ def test_converged_scores_are_warned_of_whatever_one_site_claims() -> None:
     sharp = {f"entropy_at_{layer}": 0.5 for layer in range(6)}
     calm = half.merge(state(), [sent(0, score_spread=0.4, **sharp)])
     assert half.warnings(calm) == []
-    equal = [sent(0, worker=name, score_spread=spread, **sharp) for name, spread in (("a", 0.0), ("b", 1e90))]
+    # A number that cannot be true counts for nothing, and one that can, of many examples, for one site of three.
+    spreads = {"a": 0.0, "b": 1e90, "c": 0.01, "d": 6.0}
+    equal = [
+        sent(0, worker=name, examples=1 + 10_000 * (name == "d"), score_spread=spread, **sharp)
+        for name, spread in spreads.items()
+    ]
     [warning] = half.warnings(half.merge(calm, equal))
     assert warning.startswith("attention collapse: the layers' scores differ by less than 5% of their mean, so that")
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (picked(a="pq", b="rs", c="tu"), ["aggregation mismatch"]),
+        (picked(a="pq", b="pr", c="pt"), ["aggregation mismatch"]),
+        (picked(a="pqr", b="pqr", c="pqt"), []),
+        # A single site mismatches no other.
+        (picked(a="pqrs"), []),
+    ],
+)
+def test_layers_of_one_sender_each_are_warned_of(now: Choices, named: list[str]) -> None:
+    found = coordinator().warnings(replace(state(), scalars=selection_scalars([], now)))
+    assert [text.split(":")[0] for text in found] == named
+
+
+@pytest.mark.parametrize(
+    ("before", "score", "named"),
+    [
+        ("pqrstuvw", "attention", ["unstable selection"]),
+        ("pqrxyzab", "attention", []),
+        # Random layers change on purpose.
+        ("pqrstuvw", "random", []),
+    ],
+)
+def test_turnover_above_three_layers_is_warned_of(before: str, score: str, named: list[str]) -> None:
+    scalars = selection_scalars([picked(a=before, b=before)], picked(a="pqrxyzab", b="pqrxyzab"))
+    found = coordinator(score=score).warnings(replace(state(), scalars=scalars))
+    assert [text.split(":")[0] for text in found] == named
 
 
 def test_a_worker_tells_each_layers_entropy_and_under_its_own_choice_no_score() -> None:

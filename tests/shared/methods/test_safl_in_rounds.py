@@ -12,9 +12,11 @@ import pytest
 from tessera.shared.metrics.selections import choices_of, selection_scalars
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.training.progress import rounded
 from tests.support.tasks import VIT, images
 
 FOUR = {**VIT, "num_hidden_layers": 4}
@@ -101,10 +103,22 @@ def test_run_without_queries_and_keys_is_warned_of_a_collapse(sharpness: float, 
     model = instantiate(FOUR, "image-classification", seed=1)
     for name, parameter in model.named_parameters():
         parameter.data *= sharpness if ("q_proj" in name or "k_proj" in name) else 1.0
-    result = run({}, rounds=1, start=Weights.of(model, FOUR, "image-classification"))
+    start = Weights.of(model, FOUR, "image-classification")
+    result = run({}, rounds=1, start=start, conditions=Conditions(policy=Policy(min_evaluation_examples=8)))
     named = [text.split(":")[0] for text in result.versions[-1].warnings]
     assert ("attention collapse" in named) == warned
     assert (result.versions[-1].scalars["score_spread"] < 0.05) == warned
+
+
+@pytest.mark.parametrize(
+    ("least", "names"), [(8, {"score_spread", *(f"entropy.{at}" for at in range(4))}), (9, set())]
+)
+def test_a_site_of_few_examples_sends_no_figure_that_is_only_watched(least: int, names: set[str]) -> None:
+    result = run({}, rounds=1, conditions=Conditions(policy=Policy(min_evaluation_examples=least)))
+    (metrics, *_) = [task.metrics for each in result.rounds for task in each.tasks]
+    watched = {name: value for name, value in metrics.items() if name.startswith(("entropy.", "score_spread"))}
+    assert set(watched) == names
+    assert all(value == rounded(value) for value in watched.values())
 
 
 @pytest.mark.parametrize(("chooser", "warned"), [("worker", True), ("consensus", False)])

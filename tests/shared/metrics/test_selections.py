@@ -1,4 +1,4 @@
-"""Turnover and overlap of selections on made-up rounds, and the warnings of them."""
+"""Turnover and overlap of selections on made-up rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tessera.shared.metrics.selections import (
     choices_of,
     jaccard,
     selection_scalars,
-    selection_warnings,
     selections,
 )
 from tessera.shared.model.blocks import Block, Layer
@@ -108,23 +107,3 @@ def test_scalars_of_a_version_compare_each_site_with_its_last_choice() -> None:
     assert selection_scalars(earlier, now) == {"layers_sent": 2, "turnover": 1, "overlap": pairs, "one_sender": 0}
     assert selection_scalars(earlier, picked(d="pq")) == {"layers_sent": 2}
     assert selection_scalars(earlier, {}) == {}
-
-
-@pytest.mark.parametrize(
-    ("now", "named"),
-    [
-        (picked(a="pq", b="rs", c="tu"), ["aggregation mismatch"]),
-        (picked(a="pq", b="pr", c="pt"), ["aggregation mismatch"]),
-        (picked(a="pqr", b="pqr", c="pqt"), []),
-        # A single site mismatches no other.
-        (picked(a="pqrs"), []),
-    ],
-)
-def test_layers_of_one_sender_each_are_warned_of(now: Choices, named: list[str]) -> None:
-    assert [text.split(":")[0] for text in selection_warnings(selection_scalars([], now))] == named
-
-
-@pytest.mark.parametrize(("before", "named"), [("pqrstuvw", ["unstable selection"]), ("pqrxyzab", [])])
-def test_turnover_above_three_layers_is_warned_of(before: str, named: list[str]) -> None:
-    found = selection_warnings(selection_scalars([picked(a=before, b=before)], picked(a="pqrxyzab", b="pqrxyzab")))
-    assert [text.split(":")[0] for text in found] == named

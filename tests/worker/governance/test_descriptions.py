@@ -39,12 +39,20 @@ def test_a_run_is_told_in_full() -> None:
         "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
-        "measured on what is held out here, which sends figures. Figures are exact, to three digits. A round asks "
-        "all sites of the coordinator; it needs updates of 1 within 3600 seconds. A site weighs as many examples "
-        "as it has, up to four times the median site's. The sum of a block is divided by the weight of the sites "
+        "measured on what is held out here, which sends figures. Figures are exact, to three digits. With updates "
+        "leave the mean loss, and what the method measures in training. A round asks all sites of the coordinator; it "
+        "needs updates of 1 within 3600 seconds. A site weighs as many examples as it has, up to four times the median site's. The sum of a block is divided by the weight of the sites "
         "that sent it. No differential privacy: anyone who sees the updates, such as the coordinator's operator, "
         "may learn about single examples."
     )
+
+
+def test_a_run_that_measures_versions_on_first_examples_says_so() -> None:
+    watched = task(method=MethodSpec(name="fedfrozen", settings={"kernel_drift": True}))
+    said = "measures the model on the first {} examples."
+    assert said.format(20) in summary(watched, MODEL, 1204)
+    assert said.format(50) in summary(watched, MODEL, 1204, Policy(min_evaluation_examples=50))
+    assert "on the first" not in summary(watched, MODEL, 1204, rounds_figures=True) + summary(task(), MODEL, 1204)
 
 
 def test_a_run_that_trains_the_base_beside_adapters_says_so() -> None:
