@@ -312,7 +312,7 @@ class Policy(Frozen):
     )
     min_evaluation_examples: PositiveInt = Field(
         default=20,
-        description="fewest examples over which a version is evaluated, or a training loss or watched metric is reported",
+        description="fewest examples over which a version is evaluated, or a training's loss or signals leave",
     )
     max_evaluations: PositiveInt = Field(
         default=1_000,

@@ -40,10 +40,11 @@ def test_a_run_is_told_in_full() -> None:
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
         "measured on what is held out here, which sends figures. Figures are exact, to three digits. With updates "
-        "leave the mean loss, and what the method measures in training. A round asks all sites of the coordinator; it "
-        "needs updates of 1 within 3600 seconds. A site weighs as many examples as it has, up to four times the median site's. The sum of a block is divided by the weight of the sites "
-        "that sent it. No differential privacy: anyone who sees the updates, such as the coordinator's operator, "
-        "may learn about single examples."
+        "leave the mean loss, and what the method measures in training. A round asks all sites of the coordinator; "
+        "it needs updates of 1 within 3600 seconds. A site weighs as many examples as it has, up to four times the "
+        "median site's. The sum of a block is divided by the weight of the sites that sent it. No "
+        "differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn about "
+        "single examples."
     )
 
 
