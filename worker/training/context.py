@@ -19,7 +19,7 @@ from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality, Prompt
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
-from tessera.worker.attention.profile import attention_profile, attention_rows, isolated_profile
+from tessera.worker.attention.profile import attention_profile, attention_rows, batches_of_one, isolated_profile
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
@@ -201,8 +201,12 @@ class LocalTaskContext:
         return isolated_profile(profile, self._with_padding(self.placeholder), padded, common)
 
     def attention_rows(self, batch: Mapping[str, Tensor], queries: int) -> dict[str, Array]:
+        padded = self._with_padding(batch)
+        # One by one: the batch may be larger than those of training, which fit into memory.
+        pieces = [padded] if common_to_all(padded, self.head) else batches_of_one(padded, ())
         with autocast(self.training, self.model.device):
-            return attention_rows(self.model, self.blocks, self._with_padding(batch), self.forward, queries)
+            found = [attention_rows(self.model, self.blocks, each, self.forward, queries) for each in pieces]
+        return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the batch with a decoder's padding mask, which only the labels contain."""

@@ -488,6 +488,17 @@ def test_other_probes_than_at_the_switch_are_not_compared_with_it() -> None:
         assert measured(3, vault, data) == LocalResult({})
 
 
+def test_probes_pass_through_the_model_one_by_one_from_the_warm_up_on() -> None:
+    # A batch of them might not fit into memory, and attention that cannot be measured would fail a long run late.
+    spec = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "kernel_drift": True})
+    plan = coordinator_half(spec, PLAIN.facts()).plan_for(State(0, {}), WORKER)
+    model, seen = PLAIN.model(), list[int]()
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(len(given["pixel_values"])), with_kwargs=True)
+    context = LocalTaskContext(model, "image-classification", plan, PLAIN.blocks, {})
+    assert worker_half(spec, PLAIN.facts()).measure(context, next(images().batches(8))) == LocalResult({})
+    assert seen == [1] * 8
+
+
 def test_kernel_drift_is_refused_where_the_metrics_of_examples_are_not_sent() -> None:
     privacy = Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)
     facts = replace(PLAIN.facts(), privacy=privacy)
