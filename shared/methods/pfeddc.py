@@ -202,6 +202,7 @@ METHOD = Method(
         "method.settings.fusion.kind": ("plain", "section 3.2: a cross-attention, without normalisation or bounds"),
         "method.settings.local_start": ("random", "critical path: local prompts and attention start at random"),
         "training.optimizer": ("sgd", "method summary: SGD over prompts and attention"),
+        "max_examples": ("unlimited", "method summary: weighted FedAvg"),
     },
     unstated="the queries, heads and residual of the attention, the numbers of tokens, rounds, epochs, batch size, "
     "learning rate; its studies of robustness have 10 sites and 20 rounds",
