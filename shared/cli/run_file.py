@@ -134,14 +134,19 @@ def _method_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return method if isinstance(method, dict) else {}
 
 
+def steps_of(key: str) -> list[str]:
+    """Return the names of the tables on the way to a dotted key, and its own; `method.layers` is short for
+    `method.settings.layers`."""
+    steps = key.strip().split(".")
+    short = len(steps) == 2 and steps[0] == "method" and steps[1] not in MethodSpec.model_fields
+    return [steps[0], "settings", steps[1]] if short else steps
+
+
 def _change(given: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
-    *above, last = key.strip().split(".")
+    *above, last = steps_of(key)
     if not equals or not last or not all(above):
         raise Invalid(f"--set {setting!r} is not KEY=VALUE", remedy="For example: --set cohort.quorum=2.")
-    if above == ["method"] and last not in MethodSpec.model_fields:
-        # `method.layers` is short for `method.settings.layers`.
-        above.append("settings")
     table = given
     for step in above:
         below = table.setdefault(step, {})

@@ -54,7 +54,8 @@ def toml(value: Any) -> str:
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)
+    # A date or a time is a text.
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def kind_of(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, fail
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation import sweep
-from tessera.worker.simulation.checkpoint import SETTINGS, claim
-from tessera.worker.simulation.config import SimulationTable, read_file
+from tessera.worker.simulation.checkpoint import claim
+from tessera.worker.simulation.config import SimulationFile, SimulationTable, read_file
 from tessera.worker.simulation.summary import (
     MEASUREMENTS,
     MODEL,
@@ -114,7 +114,9 @@ def command(
         chosen = [change["seed"] for change in changes if change] or kept
         varied = sweep.varied(vary or (), given)
         with _ends():
-            _sweep(file, settings or [], varied, chosen, start, folder, processes, reach or (), as_json=as_json)
+            _sweep(
+                file, wanted, settings or [], varied, chosen, start, folder, processes, reach or (), as_json=as_json
+            )
         return
     if processes is not None:
         remedy = "Set simulation.processes for the processes of one simulation."
@@ -187,6 +189,7 @@ def _run(
 
 def _sweep(
     file: Path,
+    base: SimulationFile,
     settings: Sequence[str],
     vary: Mapping[str, Sequence[Any]],
     seeds: Sequence[int],
@@ -198,10 +201,11 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Run a simulation for each combination and seed, and write the table over them. Exit code 1 if one failed."""
-    base = read_file(file, settings)
     seeds = seeds or [int(base.spec.get("seed", 0))]
     files, model = sweep.checked(file, settings, sweep.combinations(vary), start, seeds[0])
     jobs = [sweep.Job(one, seed, folder / one.folder / f"seed-{seed}") for one in files for seed in seeds]
+    for job in jobs:
+        _require_other_model(start, job.folder)
     failed: dict[sweep.Job, str] = {}
 
     def run(job: sweep.Job) -> None:
@@ -220,23 +224,23 @@ def _sweep(
     def refuse(reason: str) -> Invalid:
         return Invalid(reason, remedy="Choose another --out, or wait until this one is free.")
 
-    if (folder / SETTINGS).exists() or next(folder.glob("seed-*"), None):
-        raise refuse(f"{folder} holds a simulation, not a sweep")
     folder.mkdir(parents=True, exist_ok=True)
     with alone_or(refuse, folder):
-        shared = {"spec": dict(base.spec), "simulation": base.table.model_dump(mode="json"), "model": model}
-        claim(folder / sweep.IDENTITY, {**shared, "vary": sorted(vary)}, "a sweep")
+        table = base.table.model_dump(
+            mode="json", exclude={"device", "threads", "processes", "loaded", "keep_versions"}
+        )
+        identity = {"spec": dict(base.spec), "simulation": table, "model": model, "vary": sorted(vary)}
+        claim(folder / sweep.IDENTITY, identity, "a sweep")
         count = processes or _processes(base.table)
         finished = sum((job.folder / SUMMARY).exists() for job in jobs)
         output.note(f"{len(jobs)} simulations in {folder}, {finished} of them finished before; {count} at a time")
         sweep.work(jobs, run, count, ended)
-        table = sweep.SweepTable.of(vary, jobs, failed, reach)
-        table.write(folder)
+        found = sweep.SweepTable.of(vary, jobs, failed, reach)
+        written = ", ".join(found.write(folder))
     if as_json:
-        output.print_json({"event": "end", **table.document()}, line=True)
+        output.print_json({"event": "end", **found.document()}, line=True)
     else:
-        written = f"{folder}: {sweep.TABLE}, {sweep.TABLE_CSV} and {sweep.PLOT}"
-        output.out().print(f"{table.markdown()}\n{written}", soft_wrap=True, markup=False)
+        output.out().print(f"{found.markdown()}\n{folder}: {written}", soft_wrap=True, markup=False)
     for job, reason in failed.items():
         output.complain(f"{job.name}: {reason}")
     if failed:

@@ -107,9 +107,8 @@ class Figure:
     @property
     def shown(self) -> str:
         """Its mean, or that the score was not reached."""
-        return (
-            f"never with {self.lacking} seed{'s' * (self.lacking > 1)}" if self.mean is None else f"{self.mean:.4f}"
-        )
+        never = f"never with {self.lacking} seed{'s' * (self.lacking > 1)}"
+        return never if self.mean is None else f"{self.mean:.4f}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from tessera.shared.cli.lazy_import import Deferred
 from tessera.shared.cli.run_file import check_spec, read_toml
@@ -170,7 +170,7 @@ class SweepTable(Frozen):
     """The file's `[sweep]`: what its simulations vary, by dotted key, and their seeds."""
 
     vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(min_length=1)
-    seeds: tuple[NonNegativeInt, ...] = ()
+    seeds: Annotated[tuple[NonNegativeInt, ...], AfterValidator(lambda seeds: tuple(dict.fromkeys(seeds)))] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import signal
+import sys
 import tomllib
 import traceback
 from collections import Counter, deque
@@ -16,13 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.run_file import value_of
+from tessera.shared.cli.run_file import steps_of, value_of
 from tessera.shared.cli.run_keys import toml
 from tessera.shared.metrics.convergence import COSTS
 from tessera.shared.metrics.site_spread import PERSONAL
@@ -43,9 +44,10 @@ IDENTITY = "sweep.json"
 """The file with the settings that all simulations of a sweep share."""
 TABLE_CSV, TABLE, PLOT = "sweep.csv", "sweep.md", "sweep.svg"
 FAILURE = "failure.txt"
-"""The traceback of a simulation that failed, in its folder."""
+"""The reason and the traceback of a simulation that failed, in its folder."""
 
 MAX_FOLDER = 80
+BAR = "\\|"
 REMEDY = "For example: --vary method.layers=2,4,8"
 
 T = TypeVar("T")
@@ -63,6 +65,10 @@ class Combination:
     def settings(self) -> list[str]:
         """The values as `--set` takes them."""
         return [f"{key}={toml(value)}" for key, value in self.values.items()]
+
+    @property
+    def texts(self) -> list[str]:
+        return list(map(_text, self.values.values()))
 
     @property
     def folder(self) -> str:
@@ -88,11 +94,14 @@ def varied(options: Iterable[str], given: Mapping[str, Sequence[Any]]) -> dict[s
         found[key] = _listed(text)
     found = {key: list(values) for key, values in given.items() if key not in found} | found
     for key, values in found.items():
-        if key in ("seed", "model", "name"):
+        path = steps_of(key)
+        if path[0] in ("seed", "model", "name", "sweep"):
             raise Invalid(f"{key} cannot be varied", remedy="Give seeds with --seeds, and one --model for all.")
-        shown = Counter(map(toml, values))
-        if twice := [value for value, count in shown.items() if count > 1]:
-            raise Invalid(f"--vary {key} has {twice[0]} twice", remedy="Give each value once.")
+        # The value of one of them would be lost, and the results named after it.
+        if same := [other for other in found if other != key and steps_of(other)[: len(path)] == path]:
+            raise Invalid(f"{key} and {same[0]} are varied, and set the same", remedy="Vary one of them.")
+        if twice := [value for place, value in enumerate(values) if value in values[:place]]:
+            raise Invalid(f"--vary {key} has {toml(twice[0])} twice", remedy="Give each value once.")
     return found
 
 
@@ -112,6 +121,15 @@ def combinations(vary: Mapping[str, Sequence[Any]]) -> list[Combination]:
         Combination(values, ", ".join(f"{short[key]}={_text(value)}" for key, value in values.items()))
         for values in found
     ]
+
+
+def _spread(figure: Figure) -> str:
+    return figure.shown if figure.deviation is None else f"{figure.mean:.4g} ± {figure.deviation:.2g}"
+
+
+def _difference(figure: Figure) -> str:
+    interval = "" if figure.low is None else f" [{figure.low:+.4f}, {figure.high:+.4f}]"
+    return "-" if figure.difference is None else f"{figure.difference:+.4f}{interval}"
 
 
 def _text(value: Any) -> str:
@@ -178,32 +196,31 @@ def work(
     """
     # What this process imported and checked need not be repeated; and a process that is killed takes no other along.
     context, left = get_context("fork"), deque(jobs)
-    running: dict[Any, tuple[Job, BaseProcess, Connection]] = {}
+    running: dict[Any, tuple[Job, BaseProcess]] = {}
     try:
         while left or running:
             while left and len(running) < processes:
-                ours, theirs = context.Pipe(duplex=False)
-                arguments = (theirs, os.getpid(), run, left[0])
-                process: BaseProcess = context.Process(target=_child, args=arguments, name="sweep")
+                process: BaseProcess = context.Process(target=_child, args=(os.getpid(), run, left[0]), name="sweep")
                 with _uninterrupted():
                     process.start()
-                    theirs.close()
-                    running[process.sentinel] = (left.popleft(), process, ours)
+                    running[process.sentinel] = (left.popleft(), process)
             for sentinel in wait(list(running)):
-                job, process, ours = running.pop(sentinel)
+                job, process = running.pop(sentinel)
                 process.join()
-                ended(job, len(jobs) - len(left) - len(running), _reason(process, ours))
+                ended(job, len(jobs) - len(left) - len(running), _reason(job, process.exitcode or 0))
     finally:
         with _uninterrupted():
-            for _, process, _ in running.values():
+            for _, process in running.values():
                 process.kill()
-            for _, process, _ in running.values():
                 process.join()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold back an interrupt, which would leave a process behind, or be lost in a fork's own callbacks."""
+    """Hold back an interrupt, which would leave a process behind, or be lost in a fork's own callbacks.
+
+    A process that is started meanwhile is never interrupted: this one ends it.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -211,51 +228,44 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _reason(process: BaseProcess, connection: Connection) -> str | None:
-    """Return why a process failed that has ended; None if it did not."""
-    with connection, suppress(EOFError):
-        if connection.poll():
-            return str(connection.recv())
-    code = process.exitcode or 0
-    killed = f"by {signal.Signals(-code).name}; with too little memory, give fewer --processes" if code < 0 else ""
-    return f"its process was ended {killed}" if killed else f"its process ended with code {code}" if code else None
+def _reason(job: Job, code: int) -> str | None:
+    """Return why a job's process failed; None if it did not."""
+    if code < 0:
+        return (
+            f"its process was ended by {signal.Signals(-code).name}; with too little memory, give fewer --processes"
+        )
+    with suppress(OSError):
+        return (job.folder / FAILURE).read_text("utf-8").partition("\n")[0] if code else None
+    return f"its process ended with code {code}"
 
 
-def _child(connection: Connection, parent: int, run: Callable[[Job], None], job: Job) -> None:
+def _child(parent: int, run: Callable[[Job], None], job: Job) -> None:
     end_with_parent(parent, signal.SIGKILL)
-    # The parent is interrupted too, and ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = job.folder / FAILURE
+    file.unlink(missing_ok=True)
     try:
         run(job)
-        file.unlink(missing_ok=True)
     except Exception as fault:  # noqa: BLE001  (one that fails must not end the others)
         job.folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(traceback.format_exc(), encoding="utf-8")
-        connection.send(" ".join(str(fault).split()) or type(fault).__name__)
+        reason = " ".join(str(fault).split()) or type(fault).__name__
+        file.write_text(f"{reason}\n\n{traceback.format_exc()}", encoding="utf-8")
+        sys.exit(1)
 
 
 # ---------------------------------------------------------------- the table
 
 
 @dataclass(frozen=True)
-class Row:
-    """A combination's figures over the seeds, or why it has none."""
-
-    combination: Combination
-    figures: Mapping[str, Figure]
-    failure: str = ""
-
-
-@dataclass(frozen=True)
 class SweepTable:
-    """The finished simulations of a sweep, each combination compared with the first complete one."""
+    """The simulations of a sweep, each combination compared with the first complete one."""
 
     vary: Mapping[str, Sequence[Any]]
     seeds: Sequence[int]
-    rows: Sequence[Row]
-    score: str
+    rows: Mapping[Combination, Mapping[str, Figure] | str]
+    """A combination's figures over the seeds, or why it has none."""
+    score: str = ""
     """The name of the main score; empty if nothing was measured."""
+    remarks: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -266,113 +276,100 @@ class SweepTable:
         reach: Sequence[float],
     ) -> SweepTable:
         """Read the results. A combination with a seed that failed is not compared."""
-        reasons = {job.combination: f"seed {job.seed}: {failed[job]}" for job in reversed(jobs) if job in failed}
-        folders = {job.combination: job.folder.parent for job in jobs if job.combination not in reasons}
-        seeds, curves, figures = sorted({job.seed for job in jobs}), {}, {}
-        if folders:
-            # The folders may have more seeds, of an earlier command.
-            comparison = replace(Comparison.of(list(folders.values()), reach), seeds=seeds)
-            figures, curves = comparison.figures(), comparison.curves
-        rows = [
-            Row(
-                one,
-                {name: by[str(folders[one])] for name, by in figures.items()} if one in folders else {},
-                reasons.get(one, ""),
-            )
-            for one in dict.fromkeys(job.combination for job in jobs)
-        ]
-        curve = next((curve for each in curves.values() for curve in each.values()), None)
-        return cls(vary, seeds, rows, curve.title.removeprefix(PERSONAL) if curve else "")
+        seeds = sorted({job.seed for job in jobs})
+        rows: dict[Combination, Mapping[str, Figure] | str] = {}
+        rows |= {job.combination: f"seed {job.seed}: {failed[job]}" for job in reversed(jobs) if job in failed}
+        folders = {job.combination: job.folder.parent for job in jobs if job.combination not in rows}
+        in_order = dict.fromkeys(job.combination for job in jobs)
+        if not folders:
+            return cls(vary, seeds, {one: rows[one] for one in in_order})
+        # The folders may have more seeds, of an earlier command.
+        comparison = replace(Comparison.of(list(folders.values()), reach), seeds=seeds)
+        figures = comparison.figures()
+        for one, folder in folders.items():
+            rows[one] = {name: by_folder[str(folder)] for name, by_folder in figures.items()}
+        titles = {
+            curve.title.removeprefix(PERSONAL) for each in comparison.curves.values() for curve in each.values()
+        }
+        score = next((title for title in titles if title in figures), "")
+        return cls(vary, seeds, {one: rows[one] for one in in_order}, score, list(comparison.remarks()))
 
     @property
     def baseline(self) -> str:
-        return next((row.combination.name for row in self.rows if not row.failure), "none, because all failed")
-
-    @property
-    def names(self) -> list[str]:
-        """The figures of the table for people: the score, its jitter, bytes, and what each level took."""
-        every = next((row.figures for row in self.rows if row.figures), {})
-        costs = [name for name in every if name.startswith((f"{COSTS[0]} to ", f"{COSTS[-1]} to "))]
-        wanted = [self.score, f"jitter of {self.score}", "megabytes down", "megabytes up", *costs]
-        return [name for name in wanted if name in every]
+        return next((one.name for one, found in self.rows.items() if not isinstance(found, str)), "none: all failed")
 
     def document(self) -> dict[str, Any]:
         """Return the table as JSON."""
-        rows = [
-            {
-                "settings": dict(row.combination.values),
-                "figures": {name: asdict(figure) for name, figure in row.figures.items()},
-                "failure": row.failure or None,
-            }
-            for row in self.rows
-        ]
-        return {"seeds": list(self.seeds), "baseline": self.baseline, "rows": rows}
+        rows = []
+        for one, found in self.rows.items():
+            figures, failure = ({}, found) if isinstance(found, str) else (found, None)
+            shown = {name: asdict(figure) for name, figure in figures.items()}
+            rows.append({"settings": dict(one.values), "figures": shown, "failure": failure})
+        return {"seeds": list(self.seeds), "baseline": self.baseline, "remarks": list(self.remarks), "rows": rows}
 
-    def write(self, out: Path) -> None:
-        """Write the table as CSV, with all figures, and as Markdown, and the plot of the score."""
+    def write(self, out: Path) -> list[str]:
+        """Write the table as CSV, with all figures, and as Markdown, and the plot of the score if there is one.
+
+        Return the names of the files.
+        """
+        fields = ("mean", "deviation", "difference", "low", "high", "lacking")
         with (out / TABLE_CSV).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            fields = ("mean", "deviation", "difference", "low", "high", "lacking")
             writer.writerow((*self.vary, "figure", "seeds", *fields, "failure"))
-            for row in self.rows:
-                values = [_text(value) for value in row.combination.values.values()]
-                for name, figure in row.figures.items():
-                    writer.writerow((*values, name, len(self.seeds), *(getattr(figure, f) for f in fields), ""))
-                if row.failure:
-                    writer.writerow((*values, "", len(self.seeds), *[""] * len(fields), row.failure))
+            for one, found in self.rows.items():
+                if isinstance(found, str):
+                    writer.writerow((*one.texts, "", len(self.seeds), *[""] * len(fields), found))
+                    continue
+                for name, figure in found.items():
+                    shown = (getattr(figure, field) for field in fields)
+                    writer.writerow((*one.texts, name, len(self.seeds), *shown, ""))
         (out / TABLE).write_text(self.markdown(), encoding="utf-8")
-        if picture := self.plot():
-            (out / PLOT).write_text(picture, encoding="utf-8")
+        picture = self.plot()
+        (out / PLOT).write_text(picture, encoding="utf-8") if picture else (out / PLOT).unlink(missing_ok=True)
+        return [TABLE, TABLE_CSV, *([PLOT] if picture else [])]
 
     def markdown(self) -> str:
-        """Return the table for people, with what its differences are."""
-        figures = [*self.names[:1], *(["difference [95 %]"] if self.score else []), *self.names[1:]]
-        head = [*self.vary, *(figures or ["figures"])]
-        table = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *map(self._line, self.rows)]
-        difference = f"A difference is from {self.baseline}"
+        """Return the table for people: the score, its jitter, bytes, and what each level took."""
         if len(self.seeds) > 1:
-            seeds = ", ".join(map(str, self.seeds))
             said = (
-                f"Means over seeds {seeds}, with the standard deviation. {difference}, paired by seed, with its 95 % "
+                f"Means over seeds {', '.join(map(str, self.seeds))}, with the standard deviation. A difference is "
             )
-            said += "t-interval: where that includes 0, the seeds do not show a difference."
+            said += (
+                f"from {self.baseline}, paired by seed, with its 95 % t-interval: where that includes 0, the seeds "
+            )
+            said += "do not show a difference."
         else:
             said = (
-                f"Of seed {self.seeds[0]} alone, which shows no difference: give more with `--seeds`. {difference}."
+                f"Of seed {self.seeds[0]} alone, which shows no difference: give more with `--seeds`. A difference "
             )
-        return "\n".join([said, "", *table, ""])
-
-    def _line(self, row: Row) -> str:
-        values = [_text(value) for value in row.combination.values.values()]
-        if row.failure:
-            return f"| {' | '.join(map(_cell, values))} | failed: {_cell(row.failure)} |"
-        cells = list(values)
-        for name in self.names:
-            figure = row.figures[name]
-            spread = "" if figure.deviation is None else f" ± {figure.deviation:.2g}"
-            cells.append(figure.shown if figure.mean is None else f"{figure.mean:.4g}{spread}")
-            if name == self.score:
-                interval = "" if figure.low is None else f" [{figure.low:+.4f}, {figure.high:+.4f}]"
-                cells.append("-" if figure.difference is None else f"{figure.difference:+.4f}{interval}")
-        return f"| {' | '.join(map(_cell, cells))} |"
+            said += f"is from {self.baseline}."
+        every = next((found for found in self.rows.values() if not isinstance(found, str)), {})
+        costs = [name for name in every if name.startswith((f"{COSTS[0]} to ", f"{COSTS[-1]} to "))]
+        wanted = [f"jitter of {self.score}", "megabytes down", "megabytes up", *costs]
+        names = [name for name in wanted if name in every]
+        scored = [self.score, "difference [95 %]"] if self.score else []
+        head = [*self.vary, *scored, *names]
+        lines = [head, ["---"] * len(head)]
+        for one, found in self.rows.items():
+            if isinstance(found, str):
+                lines.append([*one.texts, f"failed: {found}"])
+                continue
+            own = [_spread(found[self.score]), _difference(found[self.score])] if self.score else []
+            lines.append([*one.texts, *own, *(_spread(found[name]) for name in names)])
+        table = [f"| {' | '.join(cell.replace('|', BAR).replace(chr(10), ' ') for cell in line)} |" for line in lines]
+        return "\n".join([said, "", *table, *(f"\n{remark}" for remark in self.remarks), ""])
 
     def plot(self) -> str:
         """Return the score over the first key's values, a line for each combination of the others; empty without."""
         first, *others = self.vary
-        names = [_text(value) for value in self.vary[first]]
+        names = list(map(_text, self.vary[first]))
         points: dict[str, dict[float, float]] = {}
-        for row in self.rows:
-            line = ", ".join(f"{key.rpartition('.')[2]}={_text(row.combination.values[key])}" for key in others)
-            figure = row.figures.get(self.score)
-            if figure and figure.mean is not None:
-                points.setdefault(line or self.score, {})[names.index(_text(row.combination.values[first]))] = (
-                    figure.mean
-                )
+        for one, found in self.rows.items():
+            mean = None if isinstance(found, str) or not self.score else found[self.score].mean
+            if mean is not None:
+                line = ", ".join(f"{key.rpartition('.')[2]}={_text(one.values[key])}" for key in others)
+                points.setdefault(line or self.score, {})[names.index(one.texts[0])] = mean
         series = [Series(name, values, main=True) for name, values in points.items()]
         picture = lines("sweep", self.score, series, along=first, names=names)
         title = f"{self.score}, mean of {len(self.seeds)} seeds" if len(self.seeds) > 1 else self.score
         return str(svg_file(Panel("sweep", title, picture, (), (), series))) if picture else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -81,7 +82,8 @@ def test_a_sweep_pairs_by_seed_resumes_and_refuses_the_folder_of_another(file: P
     for lost in (half / "summary.json", *(half / "versions").glob("*1.json")):
         lost.unlink()
     before = {path: path.stat().st_mtime_ns for path in (whole / "versions").iterdir()}
-    again = swept(file, out, *RATES)
+    # What the machine is used for may change, and not what determines results.
+    again = swept(file, out, *RATES, "--set", "simulation.loaded=2")
     assert "3 of them finished before" in again.stderr
     assert json.loads((half / "summary.json").read_text())["digest"] == digest
     assert {path: path.stat().st_mtime_ns for path in (whole / "versions").iterdir()} == before
@@ -117,7 +119,11 @@ def test_a_combination_that_fails_is_named_with_its_reason_and_the_others_go_on(
         # The method itself refuses it, once it sees the model.
         (["--set", "method.name=safl", "--vary", "method.layers=1,9"], "layers=9: the method cannot do this run"),
         (["--vary", "simulation.sites.north.file=nowhere"], "file=nowhere: simulation.sites.north.file: nowhere"),
-        (["--vary", "training.epochs=1,1"], "has 1 twice"),
+        (["--vary", "training.epochs=1,1.0"], "has 1.0 twice"),
+        (["--vary", "training.epochs=2020-01-01"], "/training/epochs: must be a whole number"),
+        (["--vary", "method.mu=1", "--vary", "method.settings.mu=2"], "are varied, and set the same"),
+        (["--vary", "training={ epochs = 1 }", "--vary", "training.epochs=2"], "are varied, and set the same"),
+        (["--vary", "sweep.seeds=[0],[1]"], "sweep.seeds cannot be varied"),
         (["--vary", "training.epochs"], "is not KEY=VALUE,VALUE..."),
         (["--vary", "seed=1,2"], "Give seeds with --seeds"),
         (["--processes", "2"], "is about the simulations of --vary"),
@@ -185,6 +191,24 @@ def test_a_process_that_is_killed_takes_no_other_along(tmp_path: Path) -> None:
     assert "SIGKILL; with too little memory, give fewer --processes" in (ended["a=1"] or "")
 
 
+def test_the_reason_of_a_failure_may_be_longer_than_a_pipe_holds(tmp_path: Path) -> None:
+    def run(_: sweep.Job) -> None:
+        raise ValueError("x" * 200_000)
+
+    reasons = []
+    sweep.work(jobs(tmp_path, 1), run, 1, lambda *ended: reasons.append(ended[2]))
+    assert reasons == ["x" * 200_000]
+
+
+def test_a_model_within_the_results_of_a_sweep_is_not_replaced_by_them(file: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(file.parent / "model", tmp_path / "epochs=1" / "seed-0" / "model")
+    answer = tessera(
+        "simulate", str(file), "--model", str(model), "--out", str(tmp_path), "--vary", "training.epochs=1"
+    )
+    assert answer.returncode == 2
+    assert "would replace that" in answer.stderr
+
+
 # ---------------------------------------------------------------- the papers' own
 
 
@@ -198,6 +222,12 @@ def test_the_papers_sweeps_can_begin(tmp_path: Path) -> None:
         files, _ = sweep.checked(path, [], found, start, table.seeds[0])
         # The comment says how many.
         assert f"{len(files) * len(table.seeds)} simulations, about " in path.read_text()
+
+
+def test_a_seed_that_a_file_has_twice_is_simulated_once(file: Path) -> None:
+    sweep = read_file(file, ["sweep.seeds=[1, 0, 1]", 'sweep.vary={ "training.epochs" = [1] }']).sweep
+    assert sweep
+    assert sweep.seeds == (1, 0)
 
 
 def test_a_sweep_table_that_varies_nothing_is_refused(file: Path) -> None:
