@@ -78,14 +78,16 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Traff
     return {run: TrafficTotals(*map(int, totals)) for run, *totals in rows}
 
 
-def moved_by_round(session: Session, run: Run, first: int, last: int) -> dict[int, TrafficTotals]:
+def moved_by_round(
+    session: Session, run: Run, first: int, last: int, kinds: Sequence[str] = ("train", "evaluate")
+) -> dict[int, TrafficTotals]:
     """Return the traffic of a run by round, over all attempts, from round `first` to `last`."""
     by_round: dict[int, TrafficTotals] = defaultdict(TrafficTotals)
     versions = TaskRow.version_number.between(first - 1, last)
     up, down, number = TaskRow.upload_bytes, TaskRow.download_bytes, TaskRow.version_number
     fetches = func.sum(case((down > 0, 1), else_=0)).label("fetches")
     sums = (func.count().label("tasks"), func.sum(up).label("up"), views.total(down).label("down"), fetches)
-    accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(("train", "evaluate"))
+    accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(kinds)
     which = select(number, TaskRow.kind, *sums).where(TaskRow.run_id == run.id, versions, accepted)
     for row in session.execute(which.group_by(number, TaskRow.kind)):
         by_round[round_of(row.version_number, run.spec.rounds)] += _totals(run.model_bytes, row)
@@ -154,7 +156,7 @@ def round_costs(session: Session, run: Run) -> list[RoundCost]:
         .group_by(RoundRow.id)
         .order_by(RoundRow.number, RoundRow.attempt)
     )
-    moved = moved_by_round(session, run, 1, run.spec.rounds)
+    moved = moved_by_round(session, run, 1, run.spec.rounds, ("evaluate",))
     return [
         RoundCost(
             number if state == "committed" else None,

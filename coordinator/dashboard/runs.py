@@ -196,7 +196,7 @@ def show_run(
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
-        converged = figures.history(session).convergence(reach or ()) if figures.best else None
+        converged = figures.curve.convergence(reach or ()) if figures.curve else None
         facts = facts_of(run.spec, run)
         until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, Self
 
 from tessera.shared.api.class_counts import can_pool
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
-from tessera.shared.metrics.convergence import Clock, Convergence, Curve, RoundCost, levels_of
+from tessera.shared.metrics.convergence import Clock, Convergence, Curve, RoundCost
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import (
-    MEANS_OF_SITES,
     PERSONAL,
     Measured,
     Score,
@@ -145,8 +144,13 @@ def best_version(
     it if no fewer sites measured it, so that a site which left does not keep an early version the best.
     """
     main = main_score(measurements, metric, at_sites=at_sites)
-    wanted = sorted(main.scores.keys() if among is None else main.scores.keys() & set(among)) if main else []
-    if not main or not wanted:
+    return best_of(main, among) if main else None
+
+
+def best_of(main: MainScore, among: Iterable[int] | None = None) -> BestVersion | None:
+    """Return the best version by a main score, as `best_version` does."""
+    wanted = sorted(main.scores.keys() if among is None else main.scores.keys() & set(among))
+    if not wanted:
         return None
     number, compared = wanted[0], set[str]()
     for other in wanted[1:]:
@@ -224,16 +228,13 @@ class History:
 
     def curve(self, metric: str | None = None, *, at_sites: bool = False) -> Curve | None:
         """Return the main score (or `metric`) of each measured version, with its cost; None without any."""
-        # `every` has no counts by class, from which these follow over several sites.
-        counted = (metric or "").removeprefix(PERSONAL) in MEANS_OF_SITES
-        every: Sequence[Measured] = self.measurements if self.every is None or counted else self.every
-        main = main_score(every, metric, at_sites=at_sites)
+        main = main_score(self.every or self.measurements, metric, at_sites=at_sites)
         return Curve.of(main.name, main.title, main.values, self.costs, self.clock) if main else None
 
     def convergence(self, scores: Sequence[float] = (), metric: str | None = None) -> Convergence | None:
         """Return the cost of some scores, by default of shares of the best; None if no version was measured."""
         curve = self.curve(metric)
-        return curve.convergence(levels_of(curve.metric, curve.best, scores)) if curve else None
+        return curve.convergence(scores) if curve else None
 
 
 @dataclass(frozen=True)
@@ -335,9 +336,9 @@ def compare(histories: Sequence[History], metric: str | None = None, reach: Sequ
         for history, run in zip(histories, runs, strict=True)
     ]
     if shown and (bests := [curve.best for curve in curves if curve]):
-        levels = levels_of(shown, (min if is_better_low(shown) else max)(bests), reach)
+        best = (min if is_better_low(shown) else max)(bests)
         runs = tuple(
-            replace(run, convergence=curve.convergence(levels)) if curve else run
+            replace(run, convergence=curve.convergence(reach, best)) if curve else run
             for run, curve in zip(runs, curves, strict=True)
         )
     return Comparison(shown, runs, differing([history.run.spec for history in histories]))

@@ -167,16 +167,22 @@ class Curve:
     def best(self) -> float:
         return (min if is_better_low(self.metric) else max)(point.score for point in self.points)
 
-    def convergence(self, levels: Sequence[Level] = ()) -> Convergence:
-        """Return the cost of these levels, by default of shares of the best value, and the jitter."""
-        last = self.points[-JITTER_VERSIONS:]
+    def convergence(self, scores: Iterable[float] = (), best: float | None = None) -> Convergence:
+        """Return the cost of these scores, by default of shares of the best value, and the jitter.
+
+        `best` is that of all runs that are compared. Raises Invalid for a score that is no number.
+        """
+        last, levels = (
+            self.points[-JITTER_VERSIONS:],
+            levels_of(self.metric, self.best if best is None else best, scores),
+        )
         return Convergence(
             self.metric,
             self.title,
             self.best,
             self.points[-1].version,
             self.clock,
-            tuple(self.reached(level) for level in levels or levels_of(self.metric, self.best)),
+            tuple(map(self.reached, levels)),
             stdev(point.score for point in last) if len(last) > 1 else None,
             tuple(point.version for point in last),
         )
@@ -198,5 +204,6 @@ def levels_of(metric: str, best: float, scores: Iterable[float] = ()) -> list[Le
     if unusable := [score for score in scores if not isfinite(score)]:
         raise Invalid(f"{unusable[0]} is no score to reach", remedy="Give a finite number, such as 0.9.")
     low = is_better_low(metric)
-    shares = [Level(best / share if low else best * share, share) for share in SHARES]
+    # Each is easier to reach than the best, which may be negative.
+    shares = [Level(best / share if low == (best > 0) else best * share, share) for share in SHARES]
     return [Level(score) for score in scores] or shares

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.metrics.convergence import Curve, levels_of
+from tessera.shared.metrics.convergence import Curve
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, spreads
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def summary_of(result: Result, reach: Sequence[float] = ()) -> dict[str, Any]:
         "scalars": last.scalars,
         "warnings": last.warnings,
         "curve": curve and asdict(curve),
-        "convergence": curve and asdict(curve.convergence(levels_of(curve.metric, curve.best, reach))),
+        "convergence": curve and asdict(curve.convergence(reach)),
         "unmeasured": [_unmeasured(task) for task in result.unmeasured],
         "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
         "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),

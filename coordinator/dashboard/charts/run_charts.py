@@ -34,13 +34,14 @@ from tessera.shared.metrics import svg_charts
 from tessera.shared.metrics.comparison import (
     MAIN_SCORES,
     BestVersion,
-    History,
-    best_version,
+    MainScore,
+    best_of,
     different_sites,
     main_score,
     totals,
 )
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, Measured, scores_by_site
+from tessera.shared.metrics.convergence import Curve, RoundCost
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site
 from tessera.shared.metrics.svg_charts import Band, Panel, Points, Series
 from tessera.shared.run_settings import with_meaning
 from tessera.shared.schema import EPSILON, SCORED_LABELS
@@ -80,21 +81,25 @@ class Figures:
 
     run: Run
     measurements: Sequence[Measurement]
-    every: Sequence[Measured]
-    """The scores of all evaluations, of which `measurements` may be some."""
+    main: MainScore | None
+    """The main score in all evaluations, of which `measurements` may be some."""
     best: BestVersion | None
     """Among all evaluations."""
     sums: Sequence[RoundSum]
+    costs: Sequence[RoundCost]
 
     @classmethod
     def of(cls, session: Session, run: Run) -> Self:
         every = evaluations(session, run)
-        best = best_version(every)
+        main = main_score(every)
+        best = best_of(main) if main else None
         found = measured(session, run, every, best=[best.number] if best else [])
-        return cls(run, found, every, best, round_sums(session, run, MAX_BARS))
+        return cls(run, found, main, best, round_sums(session, run, MAX_BARS), round_costs(session, run))
 
-    def history(self, session: Session) -> History:
-        return History(self.run, round_costs(session, self.run), self.measurements, self.every)
+    @cached_property
+    def curve(self) -> Curve | None:
+        """The main score of each measured version, with its cost."""
+        return Curve.of(self.main.name, self.main.title, self.main.values, self.costs) if self.main else None
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -125,7 +130,7 @@ def panels(session: Session, figures: Figures, metric: str | None, along: Along)
     bands = stage_bands(session, run.id)
     step = thinned(run)
     every = f"Every {step} versions." if step > 1 else ""
-    moved, lasted = totals(round_costs(session, run)) if along != "version" else ({}, {})
+    moved, lasted = totals(figures.costs) if along != "version" else ({}, {})
     axis = axis_of(moved if along == "bytes" else lasted) if along != "version" else None
     first = figures.chosen(metric)
     second = next((name for name in ("loss", TRAINING_LOSS) if name in figures.metrics and name != first), "")

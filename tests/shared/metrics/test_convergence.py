@@ -11,7 +11,7 @@ from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.metrics.comparison import History, compare
-from tessera.shared.metrics.convergence import Curve, Level, RoundCost
+from tessera.shared.metrics.convergence import Curve, RoundCost
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.problems import Invalid
 
@@ -91,6 +91,13 @@ def test_a_loss_is_reached_from_above_and_its_shares_lie_above_the_best() -> Non
     assert [name.rpartition(" ")[2] for name, _ in found.facts()][:2] == ["less", "less"]
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_a_share_of_a_negative_best_value_is_easier_to_reach_than_the_best(metric: str) -> None:
+    found = History.of(a_run(), ROUNDS, [scored(1, -0.5, metric)]).convergence()
+    assert found
+    assert all(one.reached for one in found.reached)
+
+
 def test_jitter_says_of_which_versions_it_is() -> None:
     scores = [0.1, 0.2, 0.7, 0.8, 0.6, 0.9, 0.7]
     costs = [RoundCost(n, 0, 0, 1.0, float(n)) for n in range(1, 13)]
@@ -99,7 +106,7 @@ def test_jitter_says_of_which_versions_it_is() -> None:
     found = curve.convergence()
     assert (found.jitter, found.jitter_versions) == (pytest.approx(stdev(scores[-5:])), (4, 6, 8, 10, 12))
     assert "last 5 measured versions (4 to 12)" in dict(found.facts())["jitter of accuracy"]
-    alone = Curve("accuracy", "accuracy", curve.points[:1]).convergence([Level(0.5)])
+    alone = Curve("accuracy", "accuracy", curve.points[:1]).convergence([0.5])
     assert alone.jitter is None
     assert "fewer than two" in dict(alone.facts())["jitter of accuracy"]
 
