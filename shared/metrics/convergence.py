@@ -67,11 +67,11 @@ class Reached:
     bytes: int | None = None
     """Both ways."""
 
-    def figures(self) -> Iterator[tuple[str, float]]:
-        """Yield each of COSTS; none if it was not reached."""
+    def figures(self) -> dict[str, float]:
+        """Return each of COSTS; none if it was not reached."""
         megabytes = [(count or 0) / 1e6 for count in (self.download_bytes, self.upload_bytes, self.bytes)]
-        yield from (
-            zip(COSTS, (self.rounds or 0, self.seconds or 0.0, *megabytes), strict=True) if self.reached else ()
+        return (
+            dict(zip(COSTS, (self.rounds or 0, self.seconds or 0.0, *megabytes), strict=True)) if self.reached else {}
         )
 
 

@@ -29,7 +29,7 @@ ROOM = 7
 LONGEST_NAME = 15
 NEAREST = 1e-300
 """Smallest span of values that can be drawn; a quarter of a smaller one may be zero."""
-KEYS_A_LINE = 4
+WIDTH_OF_KEYS, MAX_KEY = 640, 75
 STYLE = Path(tessera.__file__).parent / "coordinator" / "dashboard" / "static" / "page.css"
 """The style sheet with the colours of charts, also in a file of its own."""
 COLOURS = 8
@@ -420,13 +420,19 @@ def svg_file(panel: Panel) -> str:
     style = re.sub(r"var\((--[\w-]+)\)", lambda found: colours.get(found.group(1), "none"), chart)
     found = re.search(r' height="(\d+)"', panel.picture)
     below = 70 + int(found[1] if found else HEIGHT)
-    height = below + 20 * max(1, math.ceil(len(panel.series) / KEYS_A_LINE))
+    height = below + 20 * max(1, math.ceil(len(panel.series) / _keys_a_line(panel)))
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="{0}"><style>{1}</style>'
         '<rect width="820" height="{0}" fill="#fff"/><text x="136" y="30" class="heading">{2}</text>'
         '<svg x="136" y="44" width="660" overflow="visible">{3}</svg>'
         '<svg x="136" y="{4}" class="chart">{5}</svg></svg>'
     ).format(height, Markup(style), panel.title, panel.picture, below, _legend(panel))  # noqa: S704 (our own style sheet)
+
+
+def _keys_a_line(panel: Panel) -> int:
+    """Return how many names fit beside each other: names of combinations differ in their last letters."""
+    longest = max((len(one.name[:MAX_KEY]) for one in panel.series), default=0)
+    return max(1, min(4, WIDTH_OF_KEYS // (34 + LETTER * longest)))
 
 
 def _legend(panel: Panel) -> Markup:
@@ -439,15 +445,16 @@ def _legend(panel: Panel) -> Markup:
         return Markup('<text x="-8" y="4" text-anchor="end">0 %</text>{}<text x="308" y="4">100 %</text>').format(
             Markup("").join(steps)
         )
+    columns = _keys_a_line(panel)
     mark = Markup('<rect class="c{}" width="12" height="10" y="-5"/>')
     if panel.shape == "lines":
         mark = Markup('<path class="line c{}" d="M0 0H22"/>')
     return Markup("").join(
         Markup('<svg class="chart" x="{}" y="{}">{}<text x="26" y="4">{}</text></svg>').format(
-            place % KEYS_A_LINE * 160,
-            place // KEYS_A_LINE * 20,
+            place % columns * (WIDTH_OF_KEYS // columns),
+            place // columns * 20,
             mark.format(min(place, COLOURS - 1)),
-            one.name[:18],
+            one.name[:MAX_KEY],
         )
         for place, one in enumerate(panel.series)
     )

@@ -140,6 +140,8 @@ class Comparison:
         for name, found in self.folders.items():
             said = {remark: None for seed in self.seeds for remark in remarks_on(found[seed].summary)}
             yield from (f"{name}: {remark}" for remark in said)
+        if self.reach and not self.curves:
+            yield "the cost of a score is left out: not all simulations have measured versions of the same score"
         lacking = not_in_all(self._every)
         for name, found in self.folders.items():
             if has := [each for each in lacking if all(each in found[seed].figures for seed in self.seeds)]:
@@ -169,7 +171,7 @@ class Comparison:
                 seed: {
                     f"{what} to {level.text}": value
                     for level in self.levels
-                    for what, value in curve.reached(level).figures()
+                    for what, value in curve.reached(level).figures().items()
                 }
                 for seed, curve in each.items()
             }

@@ -141,3 +141,13 @@ def test_a_chart_s_file_has_room_for_its_picture_and_its_legend(shape: Literal["
     top = int(legend.attrib["y"])
     assert bottom < top
     assert top + max((y for _, y in places), default=0) + 12 <= int(root.attrib["height"])
+
+
+def test_long_names_of_a_legend_are_whole_and_have_room() -> None:
+    names = [f"method=fedfrozen, learning_rate={rate}" for rate in (0.1, 0.01, 0.001)]
+    series = [Series(name, {0: 0.5, 1: 0.75}) for name in names]
+    picture = lines("x", "Scores", series, along="version")
+    *_, legend = ET.fromstring(svg_file(Panel("x", "Scores", picture, (), (), series))).findall("{*}svg")  # noqa: S314 (made here)
+    keys = legend.findall("{*}svg")
+    assert [key.findtext("{*}text") for key in keys] == names
+    assert [(key.attrib["x"], key.attrib["y"]) for key in keys] == [("0", "0"), ("0", "20"), ("0", "40")]

@@ -60,6 +60,8 @@ def test_simulations_are_compared_on_the_seeds_of_all(tmp_path: Path) -> None:
     assert other.difference == pytest.approx(0.125)
     assert (other.low, other.high) == pytest.approx(interval(less))
     assert figures["accuracy (worst site)"][str(second)].difference == 0
+    (said,) = set(Comparison.of([first, second], [0.9]).remarks()) - set(comparison.remarks())
+    assert said.startswith("the cost of a score is left out")
 
 
 def test_local_is_compared_by_the_models_that_its_sites_use(tmp_path: Path) -> None:
