@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, starmap
 from math import isfinite
 from statistics import stdev
 from typing import Any, Literal, NamedTuple, Self
@@ -40,18 +40,6 @@ class RoundCost(NamedTuple):
         return self.download_bytes + self.upload_bytes
 
 
-class Level(NamedTuple):
-    """A score to reach."""
-
-    score: float
-    share: float | None = None
-    """Of the best value, if it is given so."""
-
-    @property
-    def text(self) -> str:
-        return f"{self.score:.4g}" + (f" ({100 * self.share:g} % of the best)" if self.share else "")
-
-
 @dataclass(frozen=True)
 class Reached:
     """The cost until the first measured version with a score, from the run's start and with abandoned attempts; None
@@ -59,6 +47,7 @@ class Reached:
 
     score: float
     share: float | None
+    """Of the best value, if the score is given so."""
     reached: bool
     rounds: int | None = None
     seconds: float | None = None
@@ -66,6 +55,10 @@ class Reached:
     upload_bytes: int | None = None
     bytes: int | None = None
     """Both ways."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.score:.4g}" + (f" ({100 * self.share:g} % of the best)" if self.share else "")
 
     def figures(self) -> dict[str, float]:
         """Return each of COSTS; none if it was not reached."""
@@ -95,7 +88,7 @@ class Convergence:
         """Yield each figure for people."""
         way = "or less" if is_better_low(self.metric) else "or more"
         for one in self.reached:
-            yield f"{self.title} {Level(one.score, one.share).text} {way}", self._cost(one)
+            yield f"{self.title} {one.text} {way}", self._cost(one)
         few = "not known: fewer than two versions were measured"
         first, last = self.jitter_versions[0], self.jitter_versions[-1]
         over = f"over the last {len(self.jitter_versions)} measured versions ({first} to {last})"
@@ -182,28 +175,29 @@ class Curve:
             self.best,
             self.points[-1].version,
             self.clock,
-            tuple(map(self.reached, levels)),
+            tuple(starmap(self._reached, levels)),
             stdev(point.score for point in last) if len(last) > 1 else None,
             tuple(point.version for point in last),
         )
 
-    def reached(self, level: Level) -> Reached:
-        """Return the cost of the first measured version with a score."""
+    def _reached(self, score: float, share: float | None) -> Reached:
         low = is_better_low(self.metric)
         for at in self.points:
-            if at.score <= level.score if low else at.score >= level.score:
+            if at.score <= score if low else at.score >= score:
                 both = at.download_bytes + at.upload_bytes
-                return Reached(*level, True, at.version, at.seconds, at.download_bytes, at.upload_bytes, both)
-        return Reached(*level, False)
+                return Reached(score, share, True, at.version, at.seconds, at.download_bytes, at.upload_bytes, both)
+        return Reached(score, share, reached=False)
 
 
-def levels_of(metric: str, best: float, scores: Iterable[float] = ()) -> list[Level]:
-    """Return the levels of some scores or, without any, of shares of a best value: of a loss, the value divided by
-    them. Raises Invalid for a score that is no number."""
+def levels_of(metric: str, best: float, scores: Iterable[float] = ()) -> list[tuple[float, float | None]]:
+    """Return some scores or, without any, shares of a best value, each with its share or None.
+
+    Of a loss it is the value divided by the share. Raises Invalid for a score that is no number.
+    """
     scores = list(scores)
     if unusable := [score for score in scores if not isfinite(score)]:
         raise Invalid(f"{unusable[0]} is no score to reach", remedy="Give a finite number, such as 0.9.")
     low = is_better_low(metric)
     # Each is easier to reach than the best, which may be negative.
-    shares = [Level(best / share if low == (best > 0) else best * share, share) for share in SHARES]
-    return [Level(score) for score in scores] or shares
+    shares = [(best / share if low == (best > 0) else best * share, share) for share in SHARES]
+    return [(score, None) for score in scores] or [*shares]

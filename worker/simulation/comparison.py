@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.metrics.convergence import COSTS, Curve, Level, levels_of
+from tessera.shared.metrics.convergence import COSTS, Curve, Reached
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Invalid
@@ -156,25 +156,13 @@ class Comparison:
         return known if known == found and len(metrics) == 1 else {}
 
     @cached_property
-    def levels(self) -> list[Level]:
-        """The scores whose cost is compared."""
+    def reached(self) -> dict[str, dict[int, tuple[Reached, ...]]]:
+        """The cost of each score, by folder and seed."""
         bests = [fmean(curve.best for curve in each.values()) for each in self.curves.values()]
-        metric = next((curve.metric for each in self.curves.values() for curve in each.values()), "")
-        best = (min if is_better_low(metric) else max)(bests, default=0.0)
-        return levels_of(metric, best, self.reach) if bests else []
-
-    @cached_property
-    def costs(self) -> dict[str, dict[int, dict[str, float]]]:
-        """The cost of each level, by folder and seed; empty for a seed that did not reach it."""
+        low = any(is_better_low(curve.metric) for each in self.curves.values() for curve in each.values())
+        best = (min if low else max)(bests, default=0.0)
         return {
-            name: {
-                seed: {
-                    f"{what} to {level.text}": value
-                    for level in self.levels
-                    for what, value in curve.reached(level).figures().items()
-                }
-                for seed, curve in each.items()
-            }
+            name: {seed: curve.convergence(self.reach, best).reached for seed, curve in each.items()}
             for name, each in self.curves.items()
         }
 
@@ -197,10 +185,16 @@ class Comparison:
         lacking = not_in_all(self._every)
         of = {name: {seed: found[seed].figures for seed in self.seeds} for name, found in self.folders.items()}
         names = [name for name in self._every[0] if name not in lacking]
-        costs = [f"{what} to {level.text}" for level in self.levels for what in COSTS]
-        return {name: dict(_figures(name, of)) for name in names} | {
-            name: dict(_figures(name, self.costs)) for name in costs
+        found = {name: dict(_figures(name, of)) for name in names}
+        costs = {name: {seed: _costs(each) for seed, each in of.items()} for name, of in self.reached.items()}
+        levels = next((each for of in self.reached.values() for each in of.values()), ())
+        return found | {
+            name: dict(_figures(name, costs)) for each in levels for name in (f"{w} to {each.text}" for w in COSTS)
         }
+
+
+def _costs(reached: Sequence[Reached]) -> dict[str, float]:
+    return {f"{what} to {one.text}": value for one in reached for what, value in one.figures().items()}
 
 
 def _figures(name: str, found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Iterator[tuple[str, Figure]]:

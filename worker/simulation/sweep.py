@@ -276,13 +276,13 @@ class SweepTable:
         reach: Sequence[float],
     ) -> SweepTable:
         """Read the results. A combination with a seed that failed is not compared."""
-        seeds = sorted({job.seed for job in jobs})
-        rows: dict[Combination, Mapping[str, Figure] | str] = {}
-        rows |= {job.combination: f"seed {job.seed}: {failed[job]}" for job in reversed(jobs) if job in failed}
-        folders = {job.combination: job.folder.parent for job in jobs if job.combination not in rows}
-        in_order = dict.fromkeys(job.combination for job in jobs)
+        seeds, rows = sorted({job.seed for job in jobs}), dict[Combination, Mapping[str, Figure] | str]()
+        for job in jobs:
+            if not rows.setdefault(job.combination, {}) and job in failed:
+                rows[job.combination] = f"seed {job.seed}: {failed[job]}"
+        folders = {job.combination: job.folder.parent for job in jobs if rows[job.combination] == {}}
         if not folders:
-            return cls(vary, seeds, {one: rows[one] for one in in_order})
+            return cls(vary, seeds, rows)
         # The folders may have more seeds, of an earlier command.
         comparison = replace(Comparison.of(list(folders.values()), reach), seeds=seeds)
         figures = comparison.figures()
@@ -291,8 +291,8 @@ class SweepTable:
         titles = {
             curve.title.removeprefix(PERSONAL) for each in comparison.curves.values() for curve in each.values()
         }
-        score = next((title for title in titles if title in figures), "")
-        return cls(vary, seeds, {one: rows[one] for one in in_order}, score, list(comparison.remarks()))
+        score = next((title for title in sorted(titles) if title in figures), "")
+        return cls(vary, seeds, rows, score, list(comparison.remarks()))
 
     @property
     def baseline(self) -> str:
