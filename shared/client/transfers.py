@@ -110,9 +110,9 @@ class Transfers:
             try:
                 offset = int(self._transport.once("HEAD", location).header("Upload-Offset"))
             except Problem as problem:
-                # Without a body, a gateway's answer looks like the coordinator's.
-                problem.retryable = True
-                raise
+                if problem.retryable or isinstance(problem, (IntermediaryFault, NotUnderstood)):
+                    raise
+                # Without a body, a gateway's answer looks like the coordinator's. The answer to the next piece tells.
             count = min(length - offset, self._piece_bytes)
             is_last = offset + count == length
             headers = {

@@ -22,8 +22,11 @@ from tessera.shared.client.transfers import LEAST_PIECE_BYTES, OCTETS, ONE_REQUE
 from tessera.shared.problems import (
     MEDIA_TYPE,
     DigestMismatch,
+    Forbidden,
     InvalidUpdate,
+    NotFound,
     OffsetMismatch,
+    Problem,
     RangeUnsatisfiable,
     Unauthenticated,
     Unavailable,
@@ -99,14 +102,28 @@ def test_an_upload_that_breaks_off_goes_on_from_the_offset_that_the_server_tells
     ]
 
 
+BEGUN = Answer(201, b"", {"Location": "/v1/uploads/u", "Upload-Complete": "?0"})
+
+
+def refusal(problem: Problem) -> Answer:
+    return Answer(problem.status, json.dumps(problem.json()).encode(), {"Content-Type": MEDIA_TYPE})
+
+
 @pytest.mark.parametrize("status", [403, 404, 409, 410])
 def test_a_gateways_answer_without_a_body_does_not_end_an_upload(status: int) -> None:
-    at = {"Location": "/v1/uploads/u", "Upload-Complete": "?0"}
     gateway, offset = Answer(status, b"", {"Content-Type": MEDIA_TYPE}), {"Upload-Offset": "1500000"}
-    answers = Answer(201, b"", at), gateway, Answer(204, b"", offset), Answer(204, b"")
+    answers = BEGUN, gateway, refusal(OffsetMismatch("")), Answer(204, b"", offset), Answer(204, b"")
     with answering(*answers) as (url, asked), client_of(url) as client:
         client.put_bytes(DATA)
-    assert [a.method for a in asked] == ["POST", "HEAD", "HEAD", "PATCH"]
+    assert [a.method for a in asked] == ["POST", "HEAD", "PATCH", "HEAD", "PATCH"]
+
+
+@pytest.mark.parametrize("problem", [NotFound("no upload"), Unauthenticated("revoked"), Forbidden("paused")])
+def test_an_upload_is_not_tried_for_minutes_after_a_coordinators_refusal(problem: Problem) -> None:
+    answers = BEGUN, Answer(problem.status, b"", {"Content-Type": MEDIA_TYPE}), refusal(problem)
+    with answering(*answers) as (url, asked), client_of(url) as client, pytest.raises(type(problem)):
+        client.put_bytes(DATA)
+    assert [a.method for a in asked] == ["POST", "HEAD", "PATCH"]
 
 
 def limited(coordinator: LiveCoordinator, most_bytes: int) -> Callable[[Asked], Answer]:
