@@ -318,8 +318,8 @@ def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
 def _require_place(path: Path, name: str, place: Path | None, state_dir: Path) -> None:
     """Raise SettingsError if a folder or file would be created in a folder that is not there: its name is probably
     misspelt."""
-    # Another user's folders may be closed to who only reads the settings.
-    with suppress(PermissionError):
+    # Another user's folders may be closed to who only reads the settings, and a file server may be away.
+    with suppress(OSError):
         if place and not place.parent.is_dir() and not place.parent.is_relative_to(state_dir):
             raise SettingsError(f"{path}: {name}: there is no folder {place.parent}; create it, or correct {name}")
         if place and name.endswith("_dir") and place.exists() and not place.is_dir():

@@ -423,10 +423,11 @@ def _make(file: Path) -> None:
 
     Raises UnknownDatabase if its folder is not there: it is probably misspelt.
     """
-    if not file.parent.is_dir():
+    # `Path.is_dir` fails where a folder on the way is closed to this user.
+    if not os.path.isdir(file.parent):  # noqa: PTH112
         raise UnknownDatabase(
-            f"the database's folder {file.parent.absolute()} does not exist; create it, or name another in "
-            "TESSERA_DATABASE_URL"
+            f"the database's folder {file.parent.absolute()} does not exist or is closed to this user; create it, or "
+            "name another in TESSERA_DATABASE_URL"
         )
     # If it cannot be created, SQLite reports it.
     with suppress(OSError):

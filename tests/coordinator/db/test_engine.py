@@ -135,7 +135,9 @@ def test_a_database_file_is_made_for_its_owner_alone_and_keeps_the_mode_it_has(t
         # A folder that is not mounted yet, or a server that starts later: a service manager tries again.
         ("sqlite:///{folder}", 1, "SQLite cannot open it; name a file in a folder where this user may write"),
         ("postgresql://u:hunter2@127.0.0.1:9/x", 1, "Connection refused; check that the server runs and admits"),
-        ("sqlite:///{folder}/text/t.db", 2, "the database's folder {folder}/text does not exist; create it"),
+        ("sqlite:///{folder}/text/t.db", 2, "the database's folder {folder}/text does not exist or is closed to"),
+        # Looking at it is an error, as where a folder on the way is closed to this user.
+        (f"sqlite:///{{folder}}/{256 * 'x'}/t.db", 2, "; create it, or name another in TESSERA_DATABASE_URL"),
         ("sqlite:///:memory:", 2, "name a file"),
         ("nonsense hunter2", 2, "is no URL of a database; write sqlite:////folder/tessera.db"),
         ("postgresql://u:hunter2@127.0.0.1:port/x", 2, "is no URL of a database; write"),
