@@ -37,7 +37,7 @@ TURNED_AWAY = 256
 """Connections beyond the limit that get a response; further ones are closed without one."""
 
 PROBE = "/healthz/live"
-"""The path of requests that wait for no others."""
+"""The path of requests that wait only for others of it."""
 
 PROBE_LINE = f"GET {PROBE} ".encode()
 
@@ -49,7 +49,9 @@ class ConnectionLimiter:
         self.settings = settings
         self._by_address: Counter[str] = Counter()
         self.total = 0
-        self.turns = Turns()
+        self.connections, self.requests, self.probes = Turns(), Turns(), Turns()
+        """Those of requests on open connections do not wait for new connections, nor either for probes: anyone may
+        send any number of these."""
         self.read_buffer = memoryview(bytearray(BODY_READ_BYTES))
         """Of all connections: only one of them reads at a time."""
 
@@ -84,9 +86,9 @@ class Turns:
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
 
-    def begin(self, start: Callable[[], None], *, first: bool = False) -> None:
-        """Begin a connection or a request once those before it have begun, or as the next one if it is `first`."""
-        (self._waiting.appendleft if first else self._waiting.append)(start)
+    def begin(self, start: Callable[[], None]) -> None:
+        """Begin a connection or a request once those before it have begun."""
+        self._waiting.append(start)
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._begin_some)
@@ -163,9 +165,8 @@ class Server(uvicorn.Server):
             limiter.leave(address)
             connection.close()
         else:
-            limiter.turns.begin(
-                partial(self._start, connection, address, refusal), first=not tls and _probes(connection)
-            )
+            turns = limiter.probes if not tls and _probes(connection) else limiter.connections
+            turns.begin(partial(self._start, connection, address, refusal))
 
     def _start(self, connection: socket.socket, address: str, refusal: Problem | None) -> None:
         task = asyncio.get_running_loop().create_task(self._follow(connection, address, refusal))
@@ -177,13 +178,20 @@ class Server(uvicorn.Server):
         config, tls = self.config, self.config.tls
         make: Any = config.http_protocol_class
         protocol = make(
-            turned_away=refusal, config=config, server_state=self.server_state, app_state=self.lifespan.state
+            address=address,
+            turned_away=refusal,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
         )
         seconds = config.limiter.settings.header_timeout_seconds if tls else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=seconds
             )
+            if self.should_exit:
+                # `shutdown` may have told the others already.
+                protocol.shutdown()
         except OSError:
             connection.close()
         finally:

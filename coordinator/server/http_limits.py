@@ -150,10 +150,12 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
     """One connection with limits on the bytes and time of a request's head, and on how long a receiver may read
     nothing of a response."""
 
-    def __init__(self, limiter: ConnectionLimiter, turned_away: Problem | None, **uvicorns: Any) -> None:
-        """Serve a connection that the limiter has counted, or refuse what it asks for that reason."""
+    def __init__(
+        self, limiter: ConnectionLimiter, address: str, turned_away: Problem | None, **uvicorns: Any
+    ) -> None:
+        """Serve a connection that the limiter has counted for its address, or refuse what it asks for that reason."""
         super().__init__(**uvicorns)
-        self._limiter = limiter
+        self._limiter, self._address = limiter, address
         self._settings = limiter.settings
         self.idle_timeout_seconds = limiter.settings.idle_timeout_seconds
         self._turned_away = turned_away
@@ -173,7 +175,6 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._address = self.client[0] if self.client else ""
         if self.scheme == "http":
             transport.set_protocol(BoundedReader(self, self._useful_bytes, self._limiter.read_buffer))
         self._start_deadline()
@@ -215,11 +216,8 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._answering = cycle
-        start = partial(super()._start_asgi_task, cycle, app)
-        if cycle.scope["path"] == PROBE:
-            start()
-        else:
-            self._limiter.turns.begin(start)
+        turns = self._limiter.probes if cycle.scope["path"] == PROBE else self._limiter.requests
+        turns.begin(partial(super()._start_asgi_task, cycle, app))
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in cycle.scope["headers"]):
             # Until the application asks for the body.
             self.flow.pause_reading()

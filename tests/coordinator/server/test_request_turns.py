@@ -1,10 +1,11 @@
-"""Connections and requests begin in turns of the event loop, whatever becomes of one; probes wait for none."""
+"""Connections, requests and probes begin in turns of the event loop, whatever becomes of one."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import socket
+import struct
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -62,22 +63,82 @@ async def serve(app: Callable[..., Any], listener: socket.socket, is_done: Calla
     return server
 
 
-def test_a_probe_does_not_wait_for_the_connections_before_it() -> None:
-    asked: list[str] = []
+def noting(asked: list[str], then: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    """An application that notes what it is asked."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         asked.append(scope["path"])
+        then()
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
+    return app
+
+
+def connect(clients: ExitStack, listener: socket.socket, path: str = "", **headers: str) -> socket.socket:
+    client = clients.enter_context(socket.create_connection(listener.getsockname()))
+    client.sendall(head("GET", path, headers) if path else b"")
+    return client
+
+
+@pytest.mark.parametrize(("others", "path"), [("/other", PROBE), (PROBE, "/imitated")])
+def test_neither_probes_nor_other_connections_wait_for_all_of_the_other_kind(others: str, path: str) -> None:
+    asked: list[str] = []
     with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, ExitStack() as clients:
-        for path in [f"/{number}" for number in range(100)] + [PROBE]:
-            client = clients.enter_context(socket.create_connection(listener.getsockname()))
-            client.sendall(head("GET", path, {"Connection": "close"}))
-        server = asyncio.run(serve(app, listener, lambda: len(asked) == 101))
-    # The first may begin in the turn in which the others are accepted.
-    assert PROBE in asked[: BEGUN_AT_ONCE + 1]
+        for each in [others] * 100 + [path]:
+            connect(clients, listener, each, Connection="close")
+        server = asyncio.run(serve(noting(asked), listener, lambda: len(asked) == 101))
+    # The first may begin in the turns in which the others are accepted.
+    assert path in asked[: 3 * BEGUN_AT_ONCE]
     assert server.config.limiter.total == 0
+
+
+def test_a_request_on_an_open_connection_does_not_wait_for_new_connections() -> None:
+    asked: list[str] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, ExitStack() as clients:
+        worker = connect(clients, listener, "/first")
+
+        def then() -> None:
+            if asked == ["/first"]:
+                for _ in range(100):
+                    connect(clients, listener, "/stranger")
+            elif len(asked) == 2:
+                # Most of the strangers' connections are accepted, and wait.
+                worker.sendall(head("GET", "/second", {}))
+
+        asyncio.run(serve(noting(asked, then), listener, lambda: len(asked) == 102))
+    assert "/second" in asked[:50]
+
+
+def test_a_connection_that_was_reset_before_it_began_is_counted_no_longer() -> None:
+    asked: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as clients:
+        with connect(clients, listener, "/reset") as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connect(clients, listener, "/next", Connection="close")
+        server = asyncio.run(serve(noting(asked), listener, lambda: "/next" in asked))
+    assert (server.config.limiter.total, server.config.limiter._by_address) == (0, {})
+
+
+def test_a_stop_does_not_wait_for_connections_that_begin_after_it() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, ExitStack() as clients:
+        for _ in range(100):
+            connect(clients, listener)
+
+        async def stop() -> int:
+            server = Server(configuration(noting([]), CoordinatorSettings(header_timeout_seconds=1000)))
+            server.config.timeout_graceful_shutdown = None
+            server.config.load()
+            server.lifespan = server.config.lifespan_class(server.config)
+            await server.startup([listener])
+            while not server.config.limiter.total:
+                await asyncio.sleep(0)
+            server.should_exit = True
+            async with asyncio.timeout(20):
+                await server.shutdown()
+            return server.config.limiter.total
+
+        assert asyncio.run(stop()) == 0
 
 
 def test_connections_wait_while_no_file_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
