@@ -229,7 +229,8 @@ class Transport:
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
         self._max_answer_bytes = max_answer_bytes
-        self._is_known = awaits_start
+        self._awaits_start = awaits_start
+        self._is_known = False
 
     def close(self) -> None:
         self._http.close()
@@ -319,8 +320,8 @@ class Transport:
 
         The time runs from the first failure, and restarts at each failure before which `moved` (bytes transferred)
         has grown, so that a transfer may take any time while it advances. A refused token is read again, once.
-        Without `awaits_start` the first request is not repeated for what may be a wrong URL. Later, a page in place
-        of the coordinator's answer may pass, unless it refuses the method or the size.
+        Until a coordinator has answered, the URL may be wrong: nothing is repeated for a page, nor without
+        `awaits_start` for no answer. Later, a page may pass, unless it refuses the method or the size.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
@@ -342,7 +343,8 @@ class Transport:
                 if self._is_known and isinstance(problem, IntermediaryFault):
                     lasts = problem.is_rule
                 else:
-                    lasts = not problem.retryable or (isinstance(problem, Unreachable) and not self._is_known)
+                    may_start = self._is_known or self._awaits_start
+                    lasts = not problem.retryable or (isinstance(problem, Unreachable) and not may_start)
                 if lasts or time.monotonic() + wait > give_up_at:
                     raise
             self._sleep(wait)

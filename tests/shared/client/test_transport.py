@@ -391,10 +391,11 @@ def test_an_upload_whose_offset_a_proxy_removed_fails_as_the_line_does() -> None
         http.close()
 
 
-def test_an_intermediarys_page_is_tried_again_only_if_it_may_pass() -> None:
+@pytest.mark.parametrize("awaits_start", [True, False])
+def test_an_intermediarys_page_is_tried_again_only_if_it_may_pass(awaits_start: bool) -> None:
     for status, tries in ((503, 2), (429, 2), (413, 1), (403, 1), (200, 1)):
         with answering(page(status), Answer()) as (url, asked):
-            http = transport(url, [], awaits_start=False)
+            http = transport(url, [], awaits_start=awaits_start)
             with suppress(IntermediaryFault):
                 http.request("GET", "/x")
             http.close()
