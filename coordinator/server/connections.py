@@ -5,7 +5,7 @@ import socket
 import ssl
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
     config: ServerConfig
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.listeners = listening(self.config) if sockets is None else sockets
+        self.listeners = listening(self.config.host, self.config.port) if sockets is None else sockets
         self._tasks = set[asyncio.Task[None]]()
         for listener in self.listeners:
             listener.setblocking(False)
@@ -200,14 +200,17 @@ class Server(uvicorn.Server):
                 config.limiter.leave(address)
 
 
-def listening(config: ServerConfig) -> list[socket.socket]:
+def listening(host: str, port: int) -> list[socket.socket]:
     """Return a socket for each address of the host."""
-    found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return [
-        socket.create_server(address, family=family)
-        for family, *_, address in dict.fromkeys(found)
-        if family != socket.AF_INET6 or socket.has_dualstack_ipv6()
-    ]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    with ExitStack() as opened:
+        listeners = [
+            opened.enter_context(socket.create_server(address, family=family))
+            for family, *_, address in dict.fromkeys(found)
+            if family != socket.AF_INET6 or socket.has_dualstack_ipv6()
+        ]
+        opened.pop_all()
+    return listeners
 
 
 def _probes(connection: socket.socket) -> bool:

@@ -9,7 +9,6 @@ import fcntl
 import http
 import json
 import resource
-import socket
 import ssl
 import struct
 import termios
@@ -31,6 +30,7 @@ from tessera.coordinator.server.connections import (
     BoundedReader,
     ConnectionLimiter,
     ServerConfig,
+    listening,
 )
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
@@ -122,12 +122,8 @@ def require_private(settings: CoordinatorSettings) -> None:
 def require_free(settings: CoordinatorSettings) -> None:
     """Raise PortInUseError if the server could not listen: before the first token is created and printed."""
     try:
-        (family, kind, *_, address), *_ = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        for listener in listening(settings.host, settings.port):
+            listener.close()
     except OSError as fault:
         raise PortInUseError(
             f"cannot listen on {settings.host}:{settings.port}: {fault.strerror or fault}. Set another TESSERA_PORT "

@@ -21,7 +21,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tessera.coordinator.alerts.certificate import CertificateFiles, examine
-from tessera.coordinator.server.http_limits import BadCertificate, InsecureBindError, require_private
+from tessera.coordinator.server.http_limits import (
+    BadCertificate,
+    InsecureBindError,
+    PortInUseError,
+    require_free,
+    require_private,
+)
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Unreachable, Untrusted, tls_context
@@ -387,6 +393,15 @@ def test_serve_says_what_is_wrong_before_it_opens_anything(tmp_path: Path) -> No
     partial = tessera("coordinator", "serve", TESSERA_TLS_KEY=str(tmp_path / "key.pem"), **settings)
     assert (partial.returncode, "require TESSERA_TLS_CERT" in partial.stderr) == (2, True), partial.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_is_refused_where_any_address_of_the_host_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        with pytest.raises(PortInUseError, match=f"'127.0.0.1', {port}"):
+            require_free(CoordinatorSettings(host="localhost", port=port))
 
 
 def test_serve_begins_nothing_where_something_listens_already(tmp_path: Path) -> None:
