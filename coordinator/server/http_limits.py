@@ -228,7 +228,9 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + HEADER_BYTES)
-        super().on_header(name, value)
+        # Fields after a body could pass a proxy that sets or removes such headers (RFC 9110, section 6.5.1).
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._parsed = True

@@ -27,6 +27,14 @@ def test_a_head_that_is_too_long_is_refused(coordinator: LiveCoordinator, header
         assert "max_header_bytes" in refused(answer(raw), 431, "headers-too-large").detail
 
 
+def test_fields_after_a_body_are_no_headers(coordinator: LiveCoordinator) -> None:
+    sent = {"Content-Type": "application/json", "Transfer-Encoding": "chunked", "Connection": "close"}
+    fields = f"Authorization: Bearer {coordinator.token('admin')}\r\n"
+    with connected(coordinator) as raw:
+        raw.sendall(head("POST", "/v1/sites", sent) + b"1e\r\n" + SITE + f"\r\n0\r\n{fields}\r\n".encode())
+        refused(answer(raw), 401, "unauthenticated")
+
+
 def test_a_head_that_never_ends_is_refused_while_it_comes(coordinator: LiveCoordinator) -> None:
     with connected(coordinator) as raw:
         raw.sendall(head("GET", "/version", {})[:-2] + b"X-Long: " + b"x" * 2_000_000)
