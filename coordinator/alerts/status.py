@@ -27,7 +27,7 @@ LATEST_TASKS = 50
 
 
 def status(session: Session, live_since: float, alerts: Iterable[Alert], disk: DiskSpace, memory: Memory) -> Status:
-    """Return the coordinator's status. Disk and memory are those of this process.
+    """Return the coordinator's status, with the free disk and the memory of this process.
 
     A worker that called at `live_since` or later is live.
     """

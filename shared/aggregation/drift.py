@@ -24,7 +24,7 @@ SHIFT = 1021
 
 
 DRIFT = "drift."
-"""The prefix of the scalars of a version by role, of which each is a length over that of the role's blocks."""
+"""The prefix of a version's scalars by role. Each is a length, as a share of the length of the role's blocks."""
 MOVEMENT = f"{DRIFT}movement."
 """The length of the weighted mean step."""
 DISAGREEMENT = f"{DRIFT}disagreement."
@@ -82,8 +82,8 @@ def agreement(
 def drift_by_role(
     model: Mapping[str, Tensor], roles: Mapping[str, str], senders: Sequence[tuple[float, Mapping[str, Tensor]]]
 ) -> dict[str, float]:
-    """Return the scalars of each role that two of the senders sent blocks of. `roles` are those of the blocks, by
-    name; blocks without a length have no measure."""
+    """Return the scalars of each role of which two sites sent blocks. `roles` has the role of each block by its name.
+    Blocks of length zero have no scalar."""
     scalars: dict[str, float] = {}
     for role in dict.fromkeys(roles.values()):
         seen = agreement(model, [name for name, of in roles.items() if of == role], senders)

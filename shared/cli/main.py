@@ -157,7 +157,7 @@ def _reworded(refusal: Any) -> str:
 
 
 def _elsewhere(name: str, path: str) -> list[str]:
-    """Return the commands of this name in other groups, those of the nearest groups first; none if there are many.
+    """Return the commands of this name in other groups, the nearest groups first; none if there are many.
 
     From the page of all commands, because to import these takes seconds.
     """

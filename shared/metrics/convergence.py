@@ -15,7 +15,7 @@ from tessera.shared.problems import Invalid
 SHARES = (0.9, 0.95)
 """Of the best value: the levels if none is given."""
 JITTER_VERSIONS = 5
-"""The last measured versions of which jitter is the standard deviation."""
+"""The number of measured versions, the last ones, over which jitter is the standard deviation of a score."""
 
 COSTS = ("rounds", "seconds", "megabytes down", "megabytes up", "megabytes both ways")
 """The figures of a score's cost, for people."""

@@ -79,7 +79,7 @@ def selection_scalars(earlier: Sequence[Choices], now: Choices) -> dict[str, flo
 
 
 def selections(rounds: Iterable[Round], layers: Sequence[Layer]) -> Selections:
-    """Return the figures of a run among these layers, those of the model that can be chosen."""
+    """Return the figures of a run. `layers` are the layers of the model that can be chosen."""
     chosen = choices_of(rounds)
     pairs = [pair for each in chosen for pair in combinations(each.values(), 2)]
     return Selections(

@@ -47,7 +47,7 @@ class Accepted:
     base: VersionRef
     """The version that it started from."""
     layers: Sequence[str] = ()
-    """The layers of which it holds blocks, by name."""
+    """The names of the layers whose blocks the update holds."""
 
 
 Merged = Mapping[str, tuple[str, ...]]

@@ -82,7 +82,7 @@ class Figures:
     run: Run
     measurements: Sequence[Measurement]
     main: MainScore | None
-    """The main score in all evaluations, of which `measurements` may be some."""
+    """The main score in all evaluations; `measurements` may be a selection."""
     best: BestVersion | None
     """Among all evaluations."""
     sums: Sequence[RoundSum]
