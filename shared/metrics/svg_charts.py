@@ -170,7 +170,7 @@ def bars(
     across = _Scale(places[0] - 0.5, places[-1] + 0.5, 0.0, 100.0)
     up = _Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
     width = min(WIDEST_BAR, max(0.2, 0.72 * (across(1.0) - across(0.0))))
-    shapes = [_grid(ticks, labels, up), _axis(across, along, whole, steps=True)]
+    rects = []
     for at in places:
         below = 0.0
         for place, (one, points) in enumerate(zip(series, of, strict=True)):
@@ -179,8 +179,9 @@ def bars(
                 continue
             begin, end = up(below), up(below + value)
             below += value
-            tooltip = f"{along} {whole(at)}, {one.name}: {label(value)}"
-            shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), tooltip))
+            tooltip = escape(f"{along} {whole(at)}, {one.name}: {label(value)}")
+            rects.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), tooltip))
+    shapes = [_grid(ticks, labels, up), _axis(across, along, whole, steps=True), _rects(rects)]
     if limit:
         shapes.append(_curves([_path(limit, "limit", across, up)]))
     descending = map(across, reversed(places))
@@ -206,8 +207,7 @@ def heat(
             tooltip = Markup(f"{begin}{escaped[place]}: {share:.0%}")  # noqa: S704 (escaped)
             css = f"heat h{min(9, int(share * 10))}"
             rects.append(_rect(css, place * cell, y, max(0.2, cell * 0.94), tall - 2, tooltip))
-        # Joining Markup looks at each again.
-        shapes.append(Markup("".join(rects)))  # noqa: S704 (of ours)
+        shapes.append(_rects(rects))
     step = max(1, math.ceil((8 + LETTER * max(map(len, columns))) * 100 / NARROWEST / cell))
     shapes += [
         _text((place + 0.47) * cell, height - 12, columns[place], "middle") for place in range(0, len(columns), step)
@@ -249,10 +249,12 @@ def timeline(
     for line, (name, intervals) in enumerate(rows.items()):
         y = line * tall
         shapes.append(_text(0, y + 14, name, "start"))
+        rects = []
         for one in intervals:
             x = across(one.begin)
             width = max(0.3, across(min(one.end, most)) - x)
-            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.label))
+            rects.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, escape(one.label)))
+        shapes.append(_rects(rects))
     shapes += [upright.format("mark", across(at), height - 24, name) for name, at in marks.items() if at <= most]
     return _picture(ident, title, description, shapes, height)
 
@@ -370,16 +372,23 @@ def _dots(one: Series, colour: int, across: _Scale, up: _Scale, place: Callable[
     return Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
 
 
-def _rect(css: str, x: float, y: float, width: float, height: float, tooltip: str) -> Markup:
-    # There are hundreds of them, and Markup's own formatting takes ten times as long.
-    return Markup(  # noqa: S704 (figures, a class of ours, and text that is escaped)
+def _rect(css: str, x: float, y: float, width: float, height: float, tooltip: Markup) -> str:
+    """Return the markup of a rectangle; `_rects` joins several."""
+    # There are hundreds of them, and each Markup is looked at again.
+    return (
         f'<rect class="{css}" x="{x:.2f}%" y="{y:.1f}" width="{width:.2f}%" height="{height:.1f}">'
-        f"<title>{escape(tooltip)}</title></rect>"
+        f"<title>{tooltip}</title></rect>"
     )
 
 
+def _rects(found: Iterable[str]) -> Markup:
+    return Markup("".join(found))  # noqa: S704 (of `_rect`)
+
+
 def _text(x: float, y: float, text: str, anchor: str, unit: str = "%") -> Markup:
-    return Markup('<text x="{:.1f}{}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, unit, y, anchor, text)
+    return Markup(  # noqa: S704 (figures, and text that is escaped)
+        f'<text x="{x:.1f}{unit}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
 def _picture(
