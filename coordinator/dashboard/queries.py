@@ -4,15 +4,14 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
 from operator import add, attrgetter
-from typing import Any
 
-from sqlalchemy import ColumnElement, Row, String, case, cast, func, or_, select, true, tuple_
+from sqlalchemy import ColumnElement, String, case, cast, func, or_, select, true, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from tessera.coordinator.db import views
@@ -26,7 +25,7 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
 )
-from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.runs import Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
 from tessera.shared.metrics.convergence import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
@@ -41,8 +40,6 @@ MAX_BARS = 60
 CURVE_POINTS = 8
 MAX_DRAWN = 1e15
 PAST_ROUNDS = 5
-ALL = ""
-"""In place of a layer's name: all updates."""
 
 
 @dataclass(frozen=True)
@@ -78,26 +75,28 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Traff
     return {run: TrafficTotals(*map(int, totals)) for run, *totals in rows}
 
 
-def moved_by_round(
-    session: Session, run: Run, first: int, last: int, kinds: Sequence[str] = ("train", "evaluate")
-) -> dict[int, TrafficTotals]:
+def moved_by_round(session: Session, run: Run, first: int, last: int) -> dict[int, TrafficTotals]:
     """Return the traffic of a run by round, over all attempts, from round `first` to `last`."""
     by_round: dict[int, TrafficTotals] = defaultdict(TrafficTotals)
-    versions = TaskRow.version_number.between(first - 1, last)
-    up, down, number = TaskRow.upload_bytes, TaskRow.download_bytes, TaskRow.version_number
-    fetches = func.sum(case((down > 0, 1), else_=0)).label("fetches")
-    sums = (func.count().label("tasks"), func.sum(up).label("up"), views.total(down).label("down"), fetches)
-    accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(kinds)
-    which = select(number, TaskRow.kind, *sums).where(TaskRow.run_id == run.id, versions, accepted)
-    for row in session.execute(which.group_by(number, TaskRow.kind)):
-        by_round[round_of(row.version_number, run.spec.rounds)] += _totals(run.model_bytes, row)
+    number, received = TaskRow.version_number, TaskRow.download_bytes
+    rows = session.execute(
+        select(
+            number,
+            func.sum(case((TaskRow.kind == "train", 1), else_=0)),
+            func.sum(TaskRow.upload_bytes),
+            views.total(received),
+            views.total(case((TaskRow.kind == "evaluate", received), else_=0)),
+            func.sum(case((received > 0, 1), else_=0)),
+        )
+        .where(TaskRow.run_id == run.id, TaskRow.kind.in_(("train", "evaluate")))
+        .where(number.between(first - 1, last), TaskRow.state.in_(ACCEPTED))
+        .group_by(number)
+    )
+    for version, *sums in rows:
+        updates, up, down, evaluated, fetches = map(int, sums)
+        moved = TrafficTotals(updates, up, down, evaluated, run.model_bytes * (updates + fetches))
+        by_round[round_of(version, run.spec.rounds)] += moved
     return by_round
-
-
-def _totals(model_bytes: int, row: Row[Any]) -> TrafficTotals:
-    down = int(row.down)
-    updates, evaluated = (row.tasks, 0) if row.kind == "train" else (0, down)
-    return TrafficTotals(updates, int(row.up), down, evaluated, model_bytes * (updates + int(row.fetches)))
 
 
 @dataclass(frozen=True)
@@ -146,26 +145,32 @@ def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | 
 
 
 def round_costs(session: Session, run: Run) -> list[RoundCost]:
-    """Return what each attempt at a round that has ended cost, in order."""
-    down, up = (func.coalesce(views.total(each), 0) for each in (TaskRow.download_bytes, TaskRow.upload_bytes))
+    """Return what each attempt at a round that has ended cost, in order: the first one has the bytes of all."""
+    number, kind = TaskRow.version_number, TaskRow.kind
+    # By version, an index has all of it: by attempt, the database reads each task.
+    spent = session.execute(
+        select(number, views.total(TaskRow.download_bytes), views.total(TaskRow.upload_bytes))
+        .where(TaskRow.run_id == run.id, (kind == "train") | ((kind == "evaluate") & TaskRow.state.in_(ACCEPTED)))
+        .group_by(number)
+    )
+    down, up = Counter[int](), Counter[int]()
+    for version, fetched, sent in spent:
+        down[round_of(version, run.spec.rounds)] += int(fetched)
+        up[round_of(version, run.spec.rounds)] += int(sent)
     rows = session.execute(
-        select(RoundRow.number, RoundRow.attempt, RoundRow.state, RoundRow.opened_at, RoundRow.closed_at, down, up)
-        # By the round alone: with the run too, SQLite reads all tasks of the run for each round.
-        .outerjoin(TaskRow, TaskRow.round_id == RoundRow.id)
+        select(RoundRow.number, RoundRow.attempt, RoundRow.state, RoundRow.opened_at, RoundRow.closed_at)
         .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
-        .group_by(RoundRow.id)
         .order_by(RoundRow.number, RoundRow.attempt)
     )
-    moved = moved_by_round(session, run, 1, run.spec.rounds, ("evaluate",))
     return [
         RoundCost(
             number if state == "committed" else None,
-            int(fetched) + (moved[number].evaluated if attempt == 1 else 0),
-            int(sent),
+            down[number] if attempt == 1 else 0,
+            up[number] if attempt == 1 else 0,
             (closed or opened) - opened,
             (closed or opened) - run.created_at.timestamp(),
         )
-        for number, attempt, state, opened, closed, fetched, sent in rows
+        for number, attempt, state, opened, closed in rows
     ]
 
 
@@ -201,37 +206,51 @@ def _evaluations(
     known = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
     names = [*known, *(PERSONAL + name for name in MAIN_SCORES)]
     columns = [TaskRow.metrics[name].as_float() for name in (SCORED_LABELS, *names)]
-    task = (TaskRow.run_id, TaskRow.version_number, TaskRow.held_out, TaskRow.examples)
+    task = (TaskRow.worker_id, TaskRow.run_id, TaskRow.version_number, TaskRow.held_out, TaskRow.examples)
     # Of thousands of rows, the session would look at each.
-    rows = session.connection().execute(
-        select(WORKER_NAME, SiteRow.name, *task, *columns)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
-        .where(*views.EVALUATED, *which)
-        .order_by(TaskRow.version_number, TaskRow.id)
-    )
+    tasks = session.connection().execute(select(*task, *columns).where(*views.EVALUATED, *which)).all()
+    workers = _workers(session, {task[0] for task in tasks})
     by_run: defaultdict[str, list[Evaluated]] = defaultdict(list)
-    for worker, site, run_id, version, held_out, examples, scored, *values in rows:
+    for worker_id, run_id, version, held_out, examples, scored, *values in tasks:
         metrics = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         labels = int(examples or 0 if scored is None else scored)
-        by_run[run_id].append(Evaluated(version, worker, site, held_out, labels, metrics))
+        by_run[run_id].append(Evaluated(version, *workers[worker_id], held_out, labels, metrics))
     return by_run
+
+
+def _workers(session: Session, ids: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return each worker's name and site. A join would read them again for each of a worker's thousands of tasks."""
+    rows = session.execute(select(WorkerRow.id, WORKER_NAME, SiteRow.name).join(SiteRow).where(WorkerRow.id.in_(ids)))
+    return {worker_id: (name, site) for worker_id, name, site in rows}
 
 
 def measured(
     session: Session, run: Run, every: Sequence[Evaluated], most: int = MAX_POINTS, best: Iterable[int] = ()
-) -> list[Measurement]:
-    """Return the evaluations of every n-th version that was evaluated, of the last, and of the `best`.
+) -> list[Evaluated]:
+    """Return all metrics of the evaluations of every n-th version that was evaluated, of the last, and of the `best`.
 
     `every` are the run's `evaluations`. Versions are counted among the evaluated ones, because a run may evaluate
     every tenth version only.
     """
     numbers = sorted({one.version for one in every})
     step = math.ceil((len(numbers) - 1) / most)
-    if step <= 1:
-        return views.measurements(session, run.id, run.spec)
-    shown = {*numbers[::step], numbers[-1], *best}
-    return views.measurements(session, run.id, run.spec, TaskRow.version_number.in_(shown))
+    shown = TaskRow.version_number.in_({*numbers[::step], numbers[-1], *best}) if step > 1 else true()
+    task = (TaskRow.worker_id, TaskRow.version_number, TaskRow.held_out, TaskRow.examples)
+    every_metric = select(*task, TaskRow.metrics, TaskRow.class_counts).order_by(TaskRow.version_number, TaskRow.id)
+    of_run = (*views.EVALUATED, TaskRow.run_id == run.id)
+    tasks = session.connection().execute(every_metric.where(*of_run, shown)).all()
+    workers = _workers(session, {task[0] for task in tasks})
+    return [
+        Evaluated(
+            version,
+            *workers[worker_id],
+            held_out,
+            int(metrics.get(SCORED_LABELS, examples or 0)),
+            metrics,
+            views.class_counts_of(counts),
+        )
+        for worker_id, version, held_out, examples, metrics, counts in tasks
+    ]
 
 
 def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
@@ -322,31 +341,30 @@ def layer_shares(session: Session, run: Run, most: int) -> tuple[list[str], Shar
     """Return the layers of a run's accepted updates, and the share of updates with blocks of each layer: by site, and
     by round or, of more than `most` rounds, by groups of rounds, named by the first."""
     step = math.ceil((run.version.number + 1) / most)
-    first = (TaskRow.version_number - TaskRow.version_number % step + 1).label("first")
-    written = cast(TaskRow.layers, String).label("written")
-    rows = session.connection().execute(
-        select(SiteRow.name, first, written, func.count())
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
-        .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .group_by(SiteRow.name, first, written)
-        .order_by(first)
+    first = TaskRow.version_number - TaskRow.version_number % step + 1
+    trained = (TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+    tasks = session.connection().execute(
+        select(TaskRow.worker_id, first, cast(TaskRow.layers, String)).where(*trained)
     )
     # Sites often choose the same layers: each choice is parsed once.
     read = cache(json.loads)
-    by_site: dict[str, Counter[str]] = defaultdict(Counter)
-    by_round: dict[str, Counter[str]] = defaultdict(Counter)
-    for site, number, layers, count in rows:
-        trained = (ALL, *read(layers))
-        for held in (by_site[site], by_round[str(number)]):
-            if count == 1:
-                held.update(trained)
-            else:
-                held.update(dict.fromkeys(trained, count))
-    names = sorted({layer for held in by_site.values() for layer in held if layer != ALL}, key=natural)
-    in_order = dict(sorted(by_site.items())), by_round
-    sites, rounds = ({key: [held[n] / held[ALL] for n in names] for key, held in of.items()} for of in in_order)
-    return names, sites, rounds
+    by_worker: dict[str, list[list[str]]] = defaultdict(list)
+    by_round: dict[int, list[list[str]]] = defaultdict(list)
+    for worker_id, number, layers in tasks.all():
+        by_worker[worker_id].append(read(layers))
+        by_round[number].append(read(layers))
+    by_site: dict[str, list[list[str]]] = defaultdict(list)
+    for worker_id, (_, site) in _workers(session, by_worker.keys()).items():
+        by_site[site] += by_worker[worker_id]
+    names = sorted({layer for updates in by_site.values() for layer in chain(*updates)}, key=natural)
+    sites = {site: _shares(updates, names) for site, updates in sorted(by_site.items())}
+    return names, sites, {str(number): _shares(updates, names) for number, updates in sorted(by_round.items())}
+
+
+def _shares(updates: Sequence[Sequence[str]], names: Sequence[str]) -> list[float]:
+    """Return the share of updates with blocks of each layer."""
+    held = Counter(chain(*updates))
+    return [held[name] / len(updates) for name in names]
 
 
 def natural(name: str) -> tuple[str, int]:

@@ -192,7 +192,6 @@ def show_run(
         of_latest = [one for one in figures.measurements if one.version == latest]
         names = [*(PERSONAL + name for name in MAIN_SCORES[:1] if has_own_models(of_latest)), *HEADLINE]
         shown = [score for name in names if (score := main_score(of_latest, name))]
-        compared = figures.best and main_score(figures.measurements, figures.best.metric)
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
@@ -210,7 +209,7 @@ def show_run(
             best=figures.best,
             converged=list(converged.facts()) if converged else [],
             score=reach,
-            uneven=PAIRWISE if compared and different_sites([compared]) else "",
+            uneven=PAIRWISE if figures.main and different_sites([figures.main]) else "",
             headline=shown,
             spreads=next(iter(spreads(of_latest, names).values()), {}),
             sites=len({one.site for one in figures.measurements if one.held_out}),
@@ -219,7 +218,7 @@ def show_run(
             took=until - run.created_at.timestamp(),
             round=open_round,
             end=end,
-            waiting_for=_waiting_for(session, serving, now, run),
+            waiting_for=None if open_round else _waiting_for(session, serving, now, run),
             charts=charts,
             metrics=figures.metrics,
             metric=figures.chosen(metric),

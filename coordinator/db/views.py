@@ -210,12 +210,12 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
         held_out=task.held_out,
         examples=examples,
         metrics=task.metrics,
-        class_counts=_counts(task.class_counts),
+        class_counts=class_counts_of(task.class_counts),
         download_bytes=task.download_bytes,
     )
 
 
-def _counts(stored: dict[str, Any] | None) -> ClassCounts | None:
+def class_counts_of(stored: dict[str, Any] | None) -> ClassCounts | None:
     """Return counts that were validated on arrival."""
     return None if stored is None else ClassCounts.model_construct(None, **{n: tuple(of) for n, of in stored.items()})
 
@@ -223,6 +223,8 @@ def _counts(stored: dict[str, Any] | None) -> ClassCounts | None:
 def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool]) -> list[Measurement]:
     """Return a run's evaluations under these conditions, by version. There may be many, which are not validated."""
     names = {held_out: dataset_of(spec, "evaluate", held_out=held_out) for held_out in (True, False)}
+    # Of thousands of rows, the session would look at each.
+    found = session.connection().execute(_MEASUREMENTS.where(TaskRow.run_id == run_id, *which))
     return [
         Measurement.model_construct(
             version=version,
@@ -231,12 +233,10 @@ def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnEle
             held_out=held_out,
             examples=examples or 0,
             metrics=metrics,
-            class_counts=_counts(counts),
+            class_counts=class_counts_of(counts),
             download_bytes=downloaded,
         )
-        for version, held_out, examples, metrics, counts, downloaded, worker in session.execute(
-            _MEASUREMENTS.where(TaskRow.run_id == run_id, *which)
-        )
+        for version, held_out, examples, metrics, counts, downloaded, worker in found.all()
     ]
 
 

@@ -24,6 +24,7 @@ from tessera.shared.metrics.site_spread import (
 
 MAIN_SCORES = ("accuracy", "loss")
 """A run's main score is the first of these that was measured."""
+OWN_SCORES = frozenset(PERSONAL + name for name in MAIN_SCORES)
 
 MAX_NAMED = 8
 """Sites that a phrase names; JSON has all."""
@@ -80,7 +81,7 @@ def has_own_models(measurements: Iterable[Measured]) -> bool:
     of_site: dict[str, bool] = {}
     for one in measurements:
         if one.held_out:
-            own = any(PERSONAL + name in one.metrics for name in MAIN_SCORES)
+            own = not OWN_SCORES.isdisjoint(one.metrics)
             of_site[one.site] = of_site.get(one.site, False) or own
     return bool(of_site) and 2 * sum(of_site.values()) >= len(of_site)
 
@@ -206,7 +207,7 @@ class History:
     run: Run
     costs: Sequence[RoundCost]
     """Of each attempt that has ended, in order."""
-    measurements: Sequence[Measurement]
+    measurements: Sequence[Measured]
     every: Sequence[Measured] | None = None
     """The scores of all evaluations, for the best version, if `measurements` are some of them."""
     clock: Clock = "wall"

@@ -94,9 +94,7 @@ def spread(scores: Iterable[Score], *, better_low: bool = False) -> Spread:
     )
 
 
-def spreads(
-    measurements: Iterable[Measurement], names: Collection[str] | None = None
-) -> dict[int, dict[str, Spread]]:
+def spreads(measurements: Iterable[Measured], names: Collection[str] | None = None) -> dict[int, dict[str, Spread]]:
     """By version and name, what sites measured on the data that they hold out; what is central does not count.
 
     The workers of one site count as one, each in proportion to its labels. `names` are those that are wanted; all by
@@ -121,7 +119,7 @@ def headlines(names: Collection[str]) -> Iterator[str]:
         yield from [prefix + name for name in HEADLINES if prefix + name in names][:1]
 
 
-def scores_by_site(measurements: Iterable[Measurement], name: str) -> dict[str, dict[int, float]]:
+def scores_by_site(measurements: Iterable[Measured], name: str) -> dict[str, dict[int, float]]:
     """Return one number that sites measured on what they hold out, by site and version.
 
     The workers of a site count as one, each in proportion to its labels.
@@ -136,6 +134,9 @@ def scores_by_site(measurements: Iterable[Measurement], name: str) -> dict[str, 
 
 def _by_site(scores: Iterable[Score]) -> list[Score]:
     """Return one score a site."""
+    scores = list(scores)
+    if len({score.site for score in scores}) == len(scores):
+        return scores
     found: dict[str, list[Score]] = {}
     for score in scores:
         found.setdefault(score.site, []).append(score)
@@ -176,17 +177,17 @@ def score_of(one: Measured, name: str) -> Score:
 
 
 def scores_by_version(
-    measurements: Iterable[Measurement], names: Collection[str] | None = None
+    measurements: Iterable[Measured], names: Collection[str] | None = None
 ) -> dict[int, dict[str, float]]:
     """Return what was measured of each version: on the central data set or, of one that was not measured there, over
     the sites, under the names of `name_over_sites`. `names` are those that are wanted; all by default."""
-    by_version: dict[int, list[Measurement]] = {}
+    by_version: dict[int, list[Measured]] = {}
     for measurement in measurements:
         by_version.setdefault(measurement.version, []).append(measurement)
     return {version: _scores(group, names) for version, group in by_version.items()}
 
 
-def _scores(group: list[Measurement], names: Collection[str] | None) -> dict[str, float]:
+def _scores(group: list[Measured], names: Collection[str] | None) -> dict[str, float]:
     central = [measurement for measurement in group if not measurement.held_out]
     by_name: dict[str, list[Score]] = {}
     for one in central or group:
@@ -200,6 +201,6 @@ def _scores(group: list[Measurement], names: Collection[str] | None) -> dict[str
     }
 
 
-def _wanted(one: Measurement, names: Collection[str] | None) -> Iterable[tuple[str, float]]:
+def _wanted(one: Measured, names: Collection[str] | None) -> Iterable[tuple[str, float]]:
     chosen = one.metrics if names is None else names
     return ((name, one.metrics[name]) for name in chosen if name in one.metrics and name != SCORED_LABELS)

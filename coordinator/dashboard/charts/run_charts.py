@@ -27,7 +27,7 @@ from tessera.coordinator.dashboard.queries import (
 )
 from tessera.coordinator.dashboard.templating import first_up, metric_name, number, percent, size
 from tessera.shared.aggregation.drift import DISAGREEMENT, MOVEMENT
-from tessera.shared.api.runs import Measurement, Run
+from tessera.shared.api.runs import Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
 from tessera.shared.metrics import svg_charts
@@ -41,7 +41,7 @@ from tessera.shared.metrics.comparison import (
     totals,
 )
 from tessera.shared.metrics.convergence import Curve, RoundCost
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, Evaluated, scores_by_site
 from tessera.shared.metrics.svg_charts import Band, Panel, Points, Series
 from tessera.shared.run_settings import with_meaning
 from tessera.shared.schema import EPSILON, SCORED_LABELS
@@ -80,7 +80,7 @@ class Figures:
     """Figures of a run, for its charts."""
 
     run: Run
-    measurements: Sequence[Measurement]
+    measurements: Sequence[Evaluated]
     main: MainScore | None
     """The main score in all evaluations; `measurements` may be a selection."""
     best: BestVersion | None
@@ -104,7 +104,8 @@ class Figures:
     @cached_property
     def metrics(self) -> list[str]:
         """The names to choose from: the main scores, the others, and the workers' training loss."""
-        names = choices((one.site, name.removeprefix(PERSONAL)) for one in self.measurements for name in one.metrics)
+        reported = {(one.site, *one.metrics) for one in self.measurements}
+        names = choices((site, name.removeprefix(PERSONAL)) for site, *metrics in reported for name in metrics)
         return [*names, *([TRAINING_LOSS] if self.run.version.number else [])]
 
     def chosen(self, metric: str | None) -> str:
@@ -143,7 +144,7 @@ def panels(session: Session, figures: Figures, metric: str | None, along: Along)
     return [panel for panel in shown if panel.picture]
 
 
-def absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
+def absent(run: Run, measurements: Sequence[Evaluated], shown: set[str]) -> Iterator[tuple[str, str]]:
     """Yield each expected chart that is missing, and the reason."""
     evaluation, method = run.spec.evaluation, run.spec.method
     if evaluation is None:

@@ -7,18 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.dashboard.queries import evaluations, latest_scores, measured, score_curves
+from tessera.coordinator.dashboard.queries import evaluations, latest_scores, measured, round_costs, score_curves
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, WorkerRow
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.metrics.comparison import best_version
-from tests.support.storage import NOW, add_run, add_task, migrated
+from tessera.shared.metrics.comparison import best_version, totals
+from tessera.shared.metrics.site_spread import Measured
+from tests.support.storage import NOW, add_round, add_run, add_task, add_worker, migrated
 
 SPEC = RunSpec(
     name="run", method=MethodSpec(name="fedavg"), model=f"sha256:{'1' * 64}", version=f"sha256:{'2' * 64}",
     dataset="data", rounds=40,
 )  # fmt: skip
+
+
+def figures(one: Measured) -> tuple[object, ...]:
+    return one.version, one.worker, one.site, one.held_out, one.labels, one.metrics, one.class_counts
 
 
 @pytest.mark.both_databases
@@ -48,10 +53,10 @@ def test_the_best_of_all_evaluated_versions_is_among_those_shown(
         every = evaluations(session, run, metric)
         best = best_version(every, metric=metric)
         shown = measured(session, run, every, 5, [best.number] if best else [])
-        assert measured(session, run, every, 100) == everything
+        assert list(map(figures, measured(session, run, every, 100))) == list(map(figures, everything))
     database.close()
     assert len({one.version for one in shown}) <= 7
-    assert shown[-1] == everything[-1]
+    assert figures(shown[-1]) == figures(everything[-1])
     if metric != 'odd"':
         assert best is not None
         assert best == best_version(everything, metric=metric)
@@ -127,3 +132,26 @@ def test_a_curve_that_reads_all_versions_or_mixes_central_figures_with_those_of_
     with database.snapshot() as session:
         assert score_curves(session, [(run, "accuracy")]) == {"run": [0.5, 0.5]}
     database.close()
+
+
+@pytest.mark.both_databases
+def test_a_version_costs_the_bytes_of_abandoned_attempts_and_of_evaluations_too(tmp_path: Path) -> None:
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        add_run(session).spec = SPEC.model_dump(mode="json")
+        add_worker(session)
+        for number, attempt, state in ((1, 1, "abandoned"), (1, 2, "committed"), (2, 1, "committed")):
+            add_round(session, number=number, attempt=attempt, state=state).closed_at = NOW + 10 * number
+        trained = {"failed": (1, 1), "accepted": (1, 2), "expired": (2, 1)}
+        for state, (number, attempt) in trained.items():
+            add_task(session, state, state=state, round_id=f"run-{number}-{attempt}", version_number=number - 1,
+                     upload_bytes=number, download_bytes=10 * number)  # fmt: skip
+        for state, number in (("accepted", 0), ("accepted", 1), ("failed", 1)):
+            add_task(session, f"evaluated-{state}-{number}", state=state, kind="evaluate", held_out=True,
+                     round_id=None, version_number=number, download_bytes=100)  # fmt: skip
+    with database.snapshot() as session:
+        costs = round_costs(session, views.run_view(session, views.find_run(session, "run")))
+    database.close()
+    assert [cost.version for cost in costs] == [None, 1, 2]
+    # Round 1: two downloads of 10, two uploads of 1 and an evaluation; round 2: 20, 2 and its accepted evaluation.
+    assert totals(costs) == ({0: 0, 1: 122, 2: 122 + 122}, {0: 0.0, 1: 20.0, 2: 40.0})
