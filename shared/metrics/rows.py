@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import NamedTuple, TextIO
 
 from tessera.shared.api.runs import Measurement, Round, Run
@@ -120,4 +121,6 @@ def write_csv(rows: Iterable[MetricRow], file: TextIO) -> None:
     """
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(MetricRow._fields)
-    writer.writerows(map(fit_for_table, row) for row in rows)
+    # The same few texts again and again.
+    fit = cache(fit_for_table)
+    writer.writerows([fit(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
