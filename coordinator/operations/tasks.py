@@ -118,12 +118,14 @@ def lease(
     woken: bool,
 ) -> Task | None:
     """Lease the worker's next task, if there is one; `woken` means that there should be."""
-    if not woken:
-        # A worker that polls repeatedly must not block writers.
+    settings, now = services.settings, services.database.now()
+    if not woken or holding:
+        # A worker that polls repeatedly must not block writers; a task that it holds wakes it at every tick.
         with services.database.snapshot() as session:
+            if woken:
+                tokens.principal_for_token(session, now, caller.token_id)
             if not tasks.is_claimable(session, worker_id, instance, holding):
                 return None
-    settings, now = services.settings, services.database.now()
     seconds = settings.lease_seconds
     limits = {"inline_bytes": settings.submission_bytes, "stream_bytes": settings.max_upload_bytes}
     with services.database.transaction() as session:
