@@ -254,4 +254,6 @@ def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Hashed under its former name so that existing approvals stay valid.
     terms["divide"] = terms.pop("normalization")
+    # Only evaluations state it: a run that trains and measures is approved once.
+    terms.pop("ignore", None)
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -45,10 +45,11 @@ run gets at most four times the updates that its rounds and attempts allow."""
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", *MERGING,
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
-send the update that earlier ones hid, or have it opened by other helpers."""
+send the update that earlier ones hid, or have it opened by other helpers. Without `ignore`, which only evaluations
+state, two measurements of a version could differ by a class, and so show its score."""
 
 LIVE_TERMS = ("quorum", "deadline_seconds")
 """Those of the rules of cohorts that may change while a run lives, as the number of rounds may."""
@@ -134,10 +135,11 @@ class RunSnapshot:
 
     @classmethod
     def of(cls, task: Task) -> RunSnapshot:
-        fields = task.model_dump(mode="json", include=set(TERMS))
+        fields = task.model_dump(mode="json", include=set(TERMS)) | {"ignore": list(task.ignore)}
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
         omitted = {name for name in LATER_TERMS if fields.get(name) is None} | ({"dataset"} if central else set())
+        omitted |= {"ignore"} if task.kind != "evaluate" else set()
         terms = {name: fields[name] for name in TERMS if name not in omitted}
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)

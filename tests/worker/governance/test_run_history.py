@@ -114,6 +114,18 @@ def test_a_run_may_not_weaken_the_client_privacy_that_it_stated(tmp_path: Path) 
     assert refused(seen, weaker, "run") == "run r has changed its client_privacy"
 
 
+@pytest.mark.parametrize(("first", "second"), [((), ("rare",)), (("rare",), ()), (("rare",), ("rare", "common"))])
+def test_no_second_measurement_leaves_other_classes_out(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    seen = RunHistory(tmp_path, "gpu")
+    seen.add(task(1, ignore=first, **MEASURING), Policy())
+    # An update's task states none.
+    seen.add(task(2), Policy())
+    seen.add(task(2, ignore=first, **MEASURING), Policy())
+    assert refused(seen, task(2, ignore=second, **MEASURING), "run") == "run r has changed its ignore"
+
+
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
     RunHistory(tmp_path, "w").add(task(3), Policy(max_attempts=10), kept="t")
     again = RunHistory(tmp_path, "w")
