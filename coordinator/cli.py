@@ -28,7 +28,6 @@ from tessera.shared.telemetry import spans
 from tessera.shared.validation_errors import message_of, messages_of
 
 if TYPE_CHECKING:
-    from alembic import command, util
     from obstore import exceptions as storage
     from sqlalchemy import exc
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from tessera.shared.methods import registry
 else:
     # Help and a mistyped line need no database.
-    command, util = Deferred("alembic.command"), Deferred("alembic.util")
     storage, exc = Deferred("obstore.exceptions"), Deferred("sqlalchemy.exc")
     serving = Deferred("tessera.coordinator.services")
     tokens = Deferred("tessera.coordinator.auth.tokens")
@@ -67,8 +65,8 @@ Folder = Annotated[Path, typer.Argument(help="folder of the backup, for its data
 @app.command()
 def migrate() -> None:
     """Migrate the database's schema to this version. Safe to repeat."""
-    with _database("the schema was not changed") as database, database.engine.begin() as connection:
-        command.upgrade(engine.alembic_config(connection), "head")
+    with _database("the schema was not changed") as database:
+        database.migrate()
     typer.echo(f"the schema of {database.shown} is up to date", err=True)
 
 
@@ -82,10 +80,7 @@ def token(
     Use it when every such token is lost. It needs no token, but write access to the database.
     """
     with _database("no token was issued") as database:
-        try:
-            database.require_head()
-        except engine.SchemaBehind as refusal:
-            raise _exit(str(refusal)) from None
+        database.require_head()
         try:
             spec = admin.TokenSpec(name=name, role="admin")
         except ValidationError as refusal:
@@ -290,9 +285,8 @@ def _database(failure: str) -> Iterator[engine.Database]:
     except (exc.SQLAlchemyError, OSError) as fault:
         unusable = f"{failure}: the database {database.shown} cannot be used: {engine.reason_of(fault)}"
         raise _exit(unusable, 1 if engine.is_away(fault) else 2) from None
-    except util.CommandError as fault:
-        newer = f"{database.shown} is of a newer version of Tessera: install that here too ({fault})"
-        raise _exit(f"{failure}: {newer}") from None
+    except engine.SchemaMismatch as refusal:
+        raise _exit(f"{failure}: {refusal}") from None
 
 
 def _settings() -> CoordinatorSettings:
@@ -359,7 +353,7 @@ def _assembled(duty: serving.Duty = "both", *, at_head: bool = True, wait: bool 
             services.database.require_head()
         if duty != "both":
             services.database.hold(duty, wait=wait)
-    except (engine.DatabaseInUse, engine.SchemaBehind, store.StagingOnOtherDisk, engine.UnknownDatabase) as refusal:
+    except (engine.DatabaseInUse, engine.SchemaMismatch, store.StagingOnOtherDisk, engine.UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
     except exc.SQLAlchemyError as fault:
         unusable = (

@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import structlog
+from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event, inspect, make_url
 from sqlalchemy.engine import URL, Connection, ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
 from tessera import migrations
+from tessera.coordinator.db.tables import Table
 from tessera.shared.urls import without_password
 
 SCHEMA_DIR = Path(migrations.__file__).parent
@@ -110,8 +112,24 @@ class UnknownDatabase(RuntimeError):
     """The URL is neither of PostgreSQL nor of a file of SQLite that can be created."""
 
 
-class SchemaBehind(RuntimeError):
-    """The database's schema is not at head."""
+class SchemaMismatch(RuntimeError):
+    """The database's schema is not the one of this version."""
+
+
+Schema = Literal["current", "behind", "newer", "unsupported"]
+
+SCHEMA_FAULTS: dict[Schema, tuple[str, str]] = {
+    "behind": ("is not up to date", "Run 'tessera coordinator migrate'."),
+    "newer": ("is of a newer version of Tessera", "Install that version here too."),
+    "unsupported": (
+        "is older than Tessera 0.1.0 and cannot be upgraded",
+        (
+            "Export the models that you need with the version that made it, then name a new database in "
+            "TESSERA_DATABASE_URL and a new store in TESSERA_BLOB_URL."
+        ),
+    ),
+}
+"""The fault of each other schema, and its remedy."""
 
 
 class Database:
@@ -323,32 +341,46 @@ class Database:
 
     # ------------------------------------------------------------ schema
 
-    def at_head(self) -> bool:
-        return set(self._present()) == {_head()}
-
-    def at_head_or_later(self) -> bool:
-        """Return whether the schema is at head or later: every migration works with the previous code, so that a new
-        version can replace a running one."""
-        return any(present >= _head() for present in self._present())
+    def schema(self) -> Schema:
+        """Return how the schema compares with this version's: revisions sort by their names."""
+        with self._reading.connect() as connection:
+            return _schema_of(connection)
 
     def require_head(self) -> None:
-        """Raise SchemaBehind unless the schema is at head."""
-        if self.at_head():
-            return
-        if self.at_head_or_later():
-            raise SchemaBehind(f"the schema of {self.shown} is of a newer version of Tessera: install that here too")
-        raise SchemaBehind(f"the schema of {self.shown} is not up to date; run 'tessera coordinator migrate'")
+        """Raise SchemaMismatch unless the schema is at head."""
+        if (schema := self.schema()) != "current":
+            raise self._mismatch(schema)
 
-    def _present(self) -> tuple[str, ...]:
-        with self._reading.connect() as connection:
-            return tuple(MigrationContext.configure(connection).get_current_heads())
+    def migrate(self) -> None:
+        """Migrate the schema to head. Raise SchemaMismatch if it is newer, or older than 0.1.0."""
+        with self.engine.begin() as connection:
+            if (schema := _schema_of(connection)) in ("newer", "unsupported"):
+                raise self._mismatch(schema)
+            command.upgrade(alembic_config(connection), "head")
+
+    def _mismatch(self, schema: Schema) -> SchemaMismatch:
+        fault, remedy = SCHEMA_FAULTS[schema]
+        return SchemaMismatch(f"the schema of {self.shown} {fault}. {remedy}")
+
+
+def _schema_of(connection: Connection) -> Schema:
+    first, head = _revisions()
+    present = max(MigrationContext.configure(connection).get_current_heads(), default="")
+    if present == head:
+        return "current"
+    if present > head:
+        return "newer"
+    is_empty = not present and Table.metadata.tables.keys().isdisjoint(inspect(connection).get_table_names())
+    return "behind" if present >= first or is_empty else "unsupported"
 
 
 @cache
-def _head() -> str:
-    """Return the last migration. To read them takes 15 ms, which callers without a token could demand at will."""
-    (head,) = ScriptDirectory.from_config(alembic_config()).get_heads()
-    return head
+def _revisions() -> tuple[str, str]:
+    """Return the first and the last migration. To read them takes 15 ms, which callers without a token could demand
+    at will."""
+    scripts = ScriptDirectory.from_config(alembic_config())
+    (first,), (head,) = scripts.get_bases(), scripts.get_heads()
+    return first, head
 
 
 def alembic_config(connection: Connection | None = None) -> Config:
@@ -436,11 +468,7 @@ def _make(file: Path) -> None:
 
 def _lock_file(path: str) -> IO[str]:
     """Return a lock file that only its owner may open: any user who could lock it would stop the coordinator."""
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115, PTH123 (open as long as it is held)
-    # Earlier versions let other users read it. A file of another owner keeps its mode.
-    with suppress(PermissionError):
-        os.fchmod(file.fileno(), 0o600)
-    return file
+    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: PTH123 (open as long as it is held)
 
 
 def _postgresql(url: URL, **options: Any) -> Engine:

@@ -17,7 +17,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from alembic import command
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, exists, insert, select
 from sqlalchemy.orm import Session
@@ -27,7 +26,7 @@ from tessera.coordinator.blobs.object_store import key_of
 from tessera.coordinator.blobs.staging import lock
 from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.engine import SCHEMA_FAULTS, Database
 from tessera.coordinator.db.tables import BlobRow, RoundRow, RunRow, Table, TaskRow, VersionRow
 from tessera.coordinator.db.transitions import move_run
 from tessera.shared.api.runs import RunSpec
@@ -119,7 +118,7 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
     copied = CopyCounts()
     # In this process's own folder, which others remove if it is killed: the copy has the hashes of tokens.
     with tempfile.TemporaryDirectory(dir=blobs.unfinished.path().parent) as partial:
-        # The copy of an older version's backup is migrated to head; the folder stays as it is.
+        # The copy of an older version's backup is migrated to head; the backup stays as it is.
         shutil.copy(folder / NAME, Path(partial) / NAME)
         with _connected(Path(partial) / NAME) as connection:
             if MigrationContext.configure(connection).get_current_revision() is None:
@@ -278,8 +277,11 @@ def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]
     """Yield a backup's database at head, and its blobs."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
-        with database.engine.begin() as connection:
-            command.upgrade(alembic_config(connection), "head")
+        if (schema := database.schema()) in ("newer", "unsupported"):
+            raise BackupNotFound(
+                f"the schema of this backup {SCHEMA_FAULTS[schema][0]}; restore it with the version that made it"
+            )
+        database.migrate()
         yield database, Blobs(database, str(blob_folder), folder / "staging", 0, PIECE_BYTES)
 
 

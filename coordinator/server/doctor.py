@@ -18,7 +18,7 @@ from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.alerts.certificate import examine
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.engine import CHECK_SECONDS, DatabaseDamaged, DatabaseInUse, reason_of
+from tessera.coordinator.db.engine import CHECK_SECONDS, SCHEMA_FAULTS, DatabaseDamaged, DatabaseInUse, reason_of
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.server.http_limits import (
@@ -84,13 +84,13 @@ def _database(services: Services) -> Iterator[Finding]:
     else:
         remedy = "Check a copy on a faster disk: `sqlite3 FILE 'PRAGMA quick_check'`."
         yield warn("file", f"not read to its end in {CHECK_SECONDS:.0f} s; nothing wrong so far", remedy)
-    if database.at_head():
+    schema = database.schema()
+    if schema == "current":
         yield ok("schema", "up to date")
-    elif database.at_head_or_later():
-        yield warn("schema", "newer than this version of the code", "Install the newer version here too.")
     else:
-        yield fail("schema", "older than this version of the code", "Run `tessera coordinator migrate`.")
-        return
+        yield (warn if schema == "newer" else fail)("schema", *SCHEMA_FAULTS[schema])
+        if schema != "newer":
+            return
     began_at = time.monotonic()
     with suppress(_Undo), database.transaction() as session:
         audit.record(session, database.now(), "doctor", "doctor.try", "nothing")

@@ -19,14 +19,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.util import LRUCache
 
 from tessera.coordinator.db import engine as engine_module
-from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import Table
 from tests.support.leftovers import temporary_folder
 
@@ -198,8 +197,7 @@ def _file() -> Path:
 def migrate(url: str) -> None:
     """Brings a database's schema to head."""
     database = Database(url)
-    with database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
+    database.migrate()
     database.close()
 
 

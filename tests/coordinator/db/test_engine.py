@@ -6,23 +6,20 @@ import os
 import subprocess
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 from typer.testing import CliRunner
 
 from tessera.coordinator.cli import app
-from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaBehind, alembic_config
-from tessera.coordinator.db.tables import Table, VersionRow
+from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaMismatch
+from tessera.coordinator.db.tables import Table
 from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tests.support.cli import forked, tessera
 from tests.support.databases import empty_in, url_in
 from tests.support.processes import free_port
-from tests.support.storage import add_run, add_task, add_worker
 
 
 def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -39,9 +36,9 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
 def test_a_stranger_s_readiness_checks_do_not_read_the_migrations_each_time(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert database.at_head_or_later()
+    assert database.schema() == "current"
     monkeypatch.delattr(ScriptDirectory, "from_config")
-    assert database.at_head_or_later()
+    assert database.schema() == "current"
 
 
 @pytest.mark.sqlite
@@ -75,7 +72,7 @@ def test_the_file_is_free_again_when_its_holder_closes_it(database: Database, tm
 def test_a_schema_that_is_behind_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
     refused = coordinator(tmp_path, "serve")
     assert refused.returncode == 2
-    assert "run 'tessera coordinator migrate'" in refused.stderr
+    assert "Run 'tessera coordinator migrate'" in refused.stderr
     for _ in range(2):
         assert tessera("coordinator", "migrate", TESSERA_DATABASE_URL=empty_in(tmp_path)).returncode == 0
     database = Database(empty_in(tmp_path))
@@ -83,28 +80,47 @@ def test_a_schema_that_is_behind_is_refused_with_the_command_that_mends_it(tmp_p
     database.close()
 
 
-def test_a_schema_from_the_future_is_refused_too(database: Database) -> None:
-    with database.engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(SchemaBehind):
-        database.require_head()
+def described(database: Database) -> list[object]:
+    """Return the schema in full: columns, types, defaults, keys, constraints, indexes and their names."""
 
+    def plain(part: Any) -> str:
+        return str({**part, "dialect_options": [str(value) for value in part.get("dialect_options", {}).values()]})
 
-@pytest.mark.both_databases
-def test_the_migrations_make_exactly_the_tables_of_the_code(database: Database) -> None:
     with database.engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "render_as_batch": True})
-        assert compare_metadata(context, Table.metadata) == []
+        found = inspect(connection)
+        parts = (found.get_columns, found.get_indexes, found.get_unique_constraints, found.get_foreign_keys)
+        return [
+            (table, found.get_pk_constraint(table), *(sorted(map(plain, part(table))) for part in parts))
+            for table in sorted(found.get_table_names())
+            if table != "alembic_version"
+        ]
 
 
 @pytest.mark.both_databases
-def test_the_migrations_can_be_undone_and_done_again(database: Database) -> None:
-    with database.engine.begin() as connection:
-        command.downgrade(alembic_config(connection), "base")
-        assert inspect(connection).get_table_names() == ["alembic_version"]
-    with database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
-    assert database.at_head()
+def test_the_migrations_make_exactly_the_tables_of_the_code(database: Database, tmp_path: Path) -> None:
+    with closing(Database(empty_in(tmp_path, "created"))) as created:
+        Table.metadata.create_all(created.engine)
+        assert described(database) == described(created)
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize("revision", ["0027", None])
+def test_a_database_older_than_the_first_release_is_refused_and_left_alone(
+    tmp_path: Path, revision: str | None
+) -> None:
+    with closing(Database(url_in(tmp_path))) as database, database.engine.begin() as connection:
+        connection.exec_driver_sql("DELETE FROM alembic_version")
+        if revision:
+            connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{revision}')")
+    for arguments in (["migrate"], ["serve"], ["serve", "--migrate"], ["conduct"], ["token"]):
+        refused = coordinator(tmp_path, *arguments)
+        assert refused.returncode == 2
+        assert "is older than Tessera 0.1.0 and cannot be upgraded. Export the models" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert "is older than Tessera 0.1.0" in coordinator(tmp_path, "doctor").stdout
+    with closing(Database(url_in(tmp_path))) as database, database.engine.begin() as connection:
+        left = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalars().all()
+        assert left == ([revision] if revision else [])
 
 
 def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_path: Path) -> None:
@@ -196,10 +212,10 @@ def test_a_database_of_a_newer_version_is_not_told_to_be_migrated(tmp_path: Path
     with closing(Database(url_in(tmp_path))) as database:
         with database.engine.begin() as connection:
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999_newer'")
-        with pytest.raises(SchemaBehind, match="of a newer version of Tessera: install that here too"):
+        with pytest.raises(SchemaMismatch, match=r"of a newer version of Tessera\. Install that version here too"):
             database.require_head()
         refused = tessera("coordinator", "migrate", TESSERA_DATABASE_URL=database.url.render_as_string(False))
-    assert (refused.returncode, "newer version of Tessera: install that" in refused.stderr) == (2, True)
+    assert (refused.returncode, "newer version of Tessera. Install that" in refused.stderr) == (2, True)
 
 
 def test_what_is_shown_of_a_database_holds_no_password() -> None:
@@ -227,68 +243,10 @@ def test_the_database_is_durable_and_checks_its_references(database: Database) -
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
-@pytest.mark.both_databases
-def test_what_the_version_before_wrote_is_read_and_what_it_does_not_know_is_left_behind(database: Database) -> None:
-    with database.engine.begin() as connection:
-        command.downgrade(alembic_config(connection), "0001")
-        connection.exec_driver_sql(
-            "INSERT INTO runs VALUES ('run', 'run', 'running', NULL, '{}', 0, 0, 1, 1000, 1000, 1000)"
-        )
-        connection.exec_driver_sql("INSERT INTO versions VALUES ('run', 0, 'sha256:0', 1000)")
-    with database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
-    with database.transaction() as session:
-        version = session.get_one(VersionRow, ("run", 0))
-        assert (version.scalars, version.warnings) == ({}, [])
-        add_worker(session)
-        for name, held_out in (("central", False), ("at a site", True)):
-            add_task(session, name, kind="evaluate", round_id=None, held_out=held_out)
-    with database.engine.begin() as connection:
-        command.downgrade(alembic_config(connection), "0001")
-        assert connection.exec_driver_sql("SELECT id FROM tasks").scalars().all() == ["central"]
-
-
-@pytest.mark.both_databases
-def test_of_evaluations_that_the_version_before_asked_for_twice_the_one_that_is_done_stays(
-    database: Database,
-) -> None:
-    with database.transaction() as session:
-        add_run(session)
-        for name in "wxyz":
-            add_worker(session, name)
-    with database.engine.begin() as connection:
-        command.downgrade(alembic_config(connection), "0001")
-        for worker, state, version in (
-            ("w", "lapsed", 0),
-            ("x", "accepted", 0),
-            ("y", "accepted", 0),
-            ("z", "failed", 0),
-            ("w", "leased", 1),
-            ("x", "offered", 1),
-        ):
-            connection.exec_driver_sql(
-                f"INSERT INTO tasks VALUES ('{worker}{version}', 'run', NULL, '{worker}', 'evaluate', '{state}', "
-                f"{version}, 0, '{{}}', 1, 1, NULL, NULL, 1000, NULL, 0, 0, NULL, '{{}}', NULL)"
-            )
-    with database.engine.begin() as connection:
-        command.upgrade(alembic_config(connection), "head")
-        left = connection.exec_driver_sql("SELECT id, state FROM tasks ORDER BY id").all()
-    assert [tuple(row) for row in left] == [
-        ("w0", "cancelled"),
-        ("w1", "leased"),
-        ("x0", "accepted"),
-        ("x1", "cancelled"),
-        ("y0", "cancelled"),
-        ("z0", "failed"),
-    ]
-
-
 @pytest.mark.sqlite
 def test_nobody_else_can_open_a_file_by_which_writers_take_turns(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        # As an earlier version left it.
-        (tmp_path / "t.db.turn").touch(mode=0o644)
         database = Database(f"sqlite:///{tmp_path}/t.db")
         database.hold("serve")
         with database.transaction():

@@ -17,14 +17,13 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 import typer
-from alembic import command
 from sqlalchemy import delete, event, update
 from sqlalchemy.exc import OperationalError
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.cli import _copying
 from tessera.coordinator.db import engine as engine_module
-from tessera.coordinator.db.engine import Database, alembic_config
+from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, CopyCounts, DatabaseNotEmpty
@@ -261,20 +260,14 @@ def test_a_spoilt_backup_is_refused_whole(tmp_path: Path) -> None:
         assert not list(other.client().runs())
 
 
-def test_what_the_version_before_backed_up_is_brought_to_head(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
-        _, run, _, _ = played(live, 1)
+@pytest.mark.parametrize(("revision", "fault"), [("0027", "is older than Tessera 0.1.0"), ("9999", "is of a newer")])
+def test_a_backup_of_a_schema_that_cannot_be_upgraded_is_refused(tmp_path: Path, revision: str, fault: str) -> None:
+    with LiveCoordinator(tmp_path / "one") as live:
         saved(live, tmp_path / "backup")
-    old = Database(f"sqlite:///{tmp_path / 'backup' / 'tessera.db'}")
-    with old.engine.begin() as connection:
-        command.downgrade(alembic_config(connection), "0003")
-    old.close()
-    (tmp_path / "two").mkdir()
-    with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
-        backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
-        assert exported(other.client(), run, 1)
-    with sqlite3.connect(tmp_path / "backup" / "tessera.db") as connection:
-        assert connection.execute("select version_num from alembic_version").fetchall() == [("0003",)]
+        with sqlite3.connect(tmp_path / "backup" / "tessera.db") as connection:
+            connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+        with pytest.raises(backup.BackupNotFound, match=f"{fault}.*; restore it with the version that made it"):
+            backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
 
 
 # ---------------------------------------------------------------- beside a coordinator at work

@@ -91,6 +91,6 @@ def test_a_database_that_is_behind_fails_and_the_command_says_so(tmp_path: Path)
     said = tessera("coordinator", "doctor", "--json", **settings)
     assert said.returncode == 1, said.stderr
     found = {one["name"]: one for one in json.loads(said.stdout)["findings"]}
-    assert (found["schema"]["verdict"], found["schema"]["remedy"]) == ("fail", "Run `tessera coordinator migrate`.")
+    assert (found["schema"]["verdict"], found["schema"]["remedy"]) == ("fail", "Run 'tessera coordinator migrate'.")
     assert tessera("coordinator", "migrate", **settings).returncode == 0
     assert tessera("coordinator", "doctor", **settings).returncode == 0
