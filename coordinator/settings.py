@@ -21,7 +21,6 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tessera.shared import renamed_keys
 from tessera.shared.client.webhook import MAX_PORT, WebhookUrl
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.schema import Bytes, BytesOrZero
@@ -67,13 +66,7 @@ def _secrets_in_files(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def data_dir() -> Path:
-    """Return the default folder of a coordinator's data, which is the same wherever the coordinator is started.
-
-    An earlier version used `tessera-data` in the working folder; if it is there, it stays in use.
-    """
-    earlier = Path("tessera-data").absolute()
-    if earlier.is_dir():
-        return earlier
+    """Return the default folder of a coordinator's data, which is the same wherever the coordinator is started."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
         # Relative paths in this variable are invalid (XDG Base Directory Specification).
@@ -81,7 +74,7 @@ def data_dir() -> Path:
             state = Path.home() / ".local" / "state"
         except RuntimeError:
             # A user without a home has no better place.
-            return earlier
+            return Path("tessera-data").absolute()
     return state / "tessera" / "coordinator"
 
 
@@ -331,9 +324,6 @@ class CoordinatorSettings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _has_known_names(cls, given: Any) -> Any:
-        prefix = str(cls.model_config["env_prefix"])
-        names = {f"{prefix}{old}".upper(): f"{prefix}{new}".upper() for old, new in renamed_keys.COORDINATOR.items()}
-        renamed_keys.refuse_old({name.upper(): value for name, value in os.environ.items()}, names)
         refuse_misspelt(os.environ, cls.model_fields)
         return {**given, **dict(_secrets_in_files(given))}
 

@@ -77,8 +77,7 @@ number of the open round, the run completes after it; fewer are refused.
 
 The refusal names the command that starts a new run from the last version, `tessera run create --from RUN`. A site
 with `approve_runs` is asked again, and the request begins with what changed; without, its worker goes on. A run that
-changes back goes on there under the earlier approval, unless the site declined it. A worker of an earlier version
-refuses the changed run with the rule `run`: upgrade it.
+changes back goes on there under the earlier approval, unless the site declined it.
 """
 
 TRAINING = """\

@@ -1,11 +1,9 @@
 """Settings of a run that no method owns: local training, differential privacy, hours."""
 
 import math
-import operator
 import re
 from collections.abc import Iterable
 from datetime import datetime
-from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
@@ -88,9 +86,8 @@ class Training(Frozen):
         ActsOnlyIf(("decay_norms_and_biases",), lambda training: training.weight_decay > 0, "weight_decay above 0"),
     )
 
-    # A setting that is newer than version 0.1.0 is written only if it is used (`exclude_if`). So a worker of that
-    # version reads the tasks of runs without it and is offered no others (`LATER_SETTINGS`), and what sites keep of a
-    # run that began before, its terms and the digest of its approval, stays true.
+    # Write a setting that is newer than 0.1.0 only if it is used (`exclude_if`): what sites keep of a run that began
+    # before, its terms and the digest of its approval, stays true.
 
     epochs: PositiveInt | None = Field(
         default=1, le=1000, description="passes over a site's examples in a round; leave it out if `steps` is given"
@@ -98,7 +95,6 @@ class Training(Frozen):
     steps: PositiveInt | None = Field(
         default=None,
         le=MAX_STEPS,
-        exclude_if=partial(operator.is_, None),
         description="steps of the local optimizer in a round, in place of `epochs`",
     )
     batch_size: PositiveInt | None = Field(
@@ -108,42 +104,36 @@ class Training(Frozen):
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
     full_fine_tuning: bool = Field(
         default=False,
-        exclude_if=operator.not_,
         description="whether a model with adapters or prompts trains whole, and not only these and, beside adapters, "
         "the head",
     )
     rates: dict[str, Factor] = Field(
         default={},
         max_length=16,
-        exclude_if=operator.not_,
         description="learning rates by the role of a block, as multiples of `learning_rate`; `private` is for the "
         "modules that a method adds at each site",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        exclude_if=partial(operator.eq, "constant"),
         description="a constant learning rate, or its decay to zero over all rounds of the run",
     )
     warmup: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        exclude_if=operator.not_,
         description="share of the run's rounds over which the learning rate first rises",
     )
     weight_decay: float = Field(default=0.01, ge=0, le=10, description="decay of the weights by the local optimizer")
     decay_norms_and_biases: bool = Field(
-        default=True, exclude_if=bool, description="whether weights of normalisation layers and biases decay too"
+        default=True, description="whether weights of normalisation layers and biases decay too"
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
     betas: tuple[Decay, Decay] = Field(
         default=(0.9, 0.999),
-        exclude_if=partial(operator.eq, (0.9, 0.999)),
         description="for adamw: decay of the means of gradients and of their squares",
     )
     keep_moments: bool = Field(
         default=False,
-        exclude_if=operator.not_,
         description="whether each site keeps the optimizer's moments for its next round, in place of new ones",
     )
     max_gradient_norm: float | None = Field(
@@ -154,7 +144,6 @@ class Training(Frozen):
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        exclude_if=operator.not_,
         description="whether the backward pass computes activations again in place of keeping them: less memory, and "
         "about a third more time",
     )
@@ -162,17 +151,14 @@ class Training(Frozen):
         default=0.0,
         ge=0,
         lt=1,
-        exclude_if=operator.not_,
         description="share of each label's weight in the training loss that is spread evenly over all classes",
     )
     class_weights: Annotated[tuple[Factor, ...] | dict[str, Factor], Field(max_length=MAX_CLASSES)] | None = Field(
         default=None,
-        exclude_if=partial(operator.is_, None),
         description="weight of each class in the training loss: a list, or a table by name in which others have 1",
     )
     augmentation: Augmentation = Field(
         default=Augmentation(),
-        exclude_if=partial(operator.eq, Augmentation()),
         description="random changes of images in training",
     )
 
@@ -267,10 +253,8 @@ def check_delta(delta: float, units: int, unit: str, setting: str) -> None:
 class UnitBudget(Budget):
     """A budget that names the unit whose loss it bounds."""
 
-    # Written only if it is not an example, so that what was written before there were groups stays the same.
     unit: Unit = Field(
         default="example",
-        exclude_if=partial(operator.eq, "example"),
         description="what is protected as one: each example, or each group of examples, such as all of one patient",
     )
 
@@ -329,18 +313,14 @@ class Privacy(UnitBudget):
         ),
     )
 
-    # Of these settings, too, the newer ones are written only if they are used.
-
     unit: Unit = Field(
         default="example",
-        exclude_if=partial(operator.eq, "example"),
         description="what is protected as one: each example, or each group of examples, such as all of one patient, "
         "by the `group` of the sites' data sets. `training.batch_size`, epochs and steps then count groups",
     )
     max_per_group: PositiveInt | None = Field(
         default=None,
         le=MAX_PER_GROUP,
-        exclude_if=partial(operator.is_, None),
         description='for `unit = "group"`: most examples of a group in a step, drawn again in each; '
         f"{DEFAULT_PER_GROUP} if left out",
     )
@@ -352,7 +332,6 @@ class Privacy(UnitBudget):
     )
     clip: Literal["whole", "per-layer"] = Field(
         default="whole",
-        exclude_if=partial(operator.eq, "whole"),
         description="what is clipped to `clip_norm`: the whole gradient; or the part of it in each layer, and that "
         "outside layers, with noise by the root of the number of these parts that train",
     )
@@ -393,20 +372,6 @@ class Privacy(UnitBudget):
         return 1 if self.unit == "example" else self.max_per_group or DEFAULT_PER_GROUP
 
 
-LATER_SETTINGS = frozenset(
-    [name for name, field in Training.model_fields.items() if field.exclude_if]
-    + [f"privacy.{name}" for name, field in Privacy.model_fields.items() if field.exclude_if]
-    + ["evaluation.ignore"]
-)
-"""The settings of local training, of its privacy and of evaluations that are newer than version 0.1.0."""
-
-
-def used_later_settings(training: Training, privacy: Privacy | None = None) -> frozenset[str]:
-    """Return those of the newer settings that differ from their defaults."""
-    of_privacy = {f"privacy.{name}" for name in privacy.model_dump()} if privacy else set[str]()
-    return LATER_SETTINGS & (set(training.model_dump()) | of_privacy)
-
-
 class ClientPrivacy(Budget):
     """DP-FedAvg with one site as the unit (McMahan et al. 2018, arXiv 1710.06963, algorithm 1).
 
@@ -433,7 +398,6 @@ class ClientPrivacy(Budget):
     )
     honest_sites: PositiveInt | None = Field(
         default=None,
-        exclude_if=partial(operator.is_, None),
         description="for secure_sums: senders of each sum, at least, that add their share of the noise and reveal it "
         "to no other; if left out, the quorum of the sums less the helpers that may collude",
     )

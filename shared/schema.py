@@ -59,7 +59,7 @@ def without_effect(record: Frozen) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}/{path}", said) for path, said in without_effect(value))
 
 
-PROTOCOL = 2
+PROTOCOL = 1
 """The version of the worker protocol that this code speaks."""
 
 WAITED_HEADER = "Upload-Waited"

@@ -36,6 +36,7 @@ from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
+from tessera.worker.data import augmentation
 from tessera.worker.data.dataset import DataError, in_short
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.faults.disk import DISK_FULL, Disk
@@ -45,7 +46,7 @@ from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.notices import Notices, channels
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import check_deltas, describe, devices_of, usable_settings
+from tessera.worker.inventory import check_deltas, describe, devices_of
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.device_memory import return_unused_memory
@@ -140,7 +141,7 @@ class Agent:
             started_at=time.time(),
             kinds=settings.all_kinds,
             datasets={},
-            training=tuple(sorted(usable_settings(settings.kinds))),
+            augments=augmentation.is_installed(),
             device=describe(*devices),
             version=VERSION,
             resources=settings.resources,
@@ -366,8 +367,7 @@ class Agent:
         self._asking = True
         try:
             task = self._claims.claim(self._current_claim(), self._poll_seconds)
-            self._client.frames_blobs = self._claims.frames_blobs
-            # A coordinator of an earlier version offers a held task again, and no other.
+            # A held task is not begun again, whatever the coordinator offers.
             return None if task and task.id in self._holding.tasks else task
         finally:
             self._asking = False
@@ -508,7 +508,6 @@ class Agent:
         longest = self._policy.max_lease_seconds
         with ending(held), self._connect() as client, self._sender() as sender:
             sender.trace(spans.present() or traceparent_of(task.run, task.round))
-            sender.frames_blobs = self._client.frames_blobs
             # At once, so that people see what the update waits for.
             with suppress(Problem):
                 heartbeat()

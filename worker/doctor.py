@@ -35,6 +35,7 @@ from tessera.shared.schema import PROTOCOL
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
+from tessera.worker.data import augmentation
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.faults.disk import unwritable
@@ -49,7 +50,6 @@ from tessera.worker.inventory import (
     load_source,
     loaders_of,
     prepared_of,
-    usable_settings,
 )
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import REMEDY, library
@@ -287,7 +287,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         )
         more = "Name more examples" if source.use == "evaluate" else f"Raise datasets.{name}.held_out"
         yield warn(f"data {name}", detail, f"{more}, or lower policy.min_evaluation_examples.")
-    if PIXELS in loaded.inputs and "augmentation" not in usable_settings(settings.kinds):
+    if PIXELS in loaded.inputs and "train" in settings.kinds and not augmentation.is_installed():
         remedy = f"If it should take part in them: {install_line('augmentation')}"
         yield warn(f"data {name}", "this worker is offered no run that changes images in training", remedy)
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:

@@ -2,16 +2,14 @@
 
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from tessera.shared.diagnostics import reason_of
-from tessera.shared.run_settings import LATER_SETTINGS, InvalidDelta, Unit, UnitBudget, check_delta
-from tessera.shared.schema import TaskKind
-from tessera.worker.data import augmentation
+from tessera.shared.run_settings import InvalidDelta, Unit, UnitBudget, check_delta
 from tessera.worker.data.dataset import DataError, Dataset, Loaders
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
@@ -200,13 +198,6 @@ def _listed(names: Iterable[DeviceName]) -> tuple[torch.device, ...]:
     if twice := sorted({str(each) for each in found if each.type == "cuda" and found.count(each) > 1}):
         raise SettingsError(f"devices: {', '.join(twice)} twice: name each once")
     return found
-
-
-def usable_settings(kinds: Collection[TaskKind]) -> frozenset[str]:
-    """Return the newer settings of local training that a worker for these kinds of tasks can apply: without the extra
-    that it needs, it can only evaluate a run with augmentation."""
-    unusable = {"augmentation"} if "train" in kinds and not augmentation.is_installed() else frozenset[str]()
-    return LATER_SETTINGS - unusable
 
 
 def describe(*devices: torch.device) -> str:

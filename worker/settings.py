@@ -21,7 +21,6 @@ never_send = ["*embeddings*"]
 import os
 import ssl
 import tomllib
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -77,14 +76,6 @@ class SettingsError(ValueError):
     """The settings cannot be used. The message names the wrong key and the reason."""
 
 
-def check_no_seed(options: Mapping[str, object]) -> None:
-    """Raise ValueError for a former setting, with which anyone could compute which examples are held out."""
-    if "held_out_seed" in options:
-        raise ValueError(
-            "held_out_seed: was removed; delete it. A secret key now decides which examples are held out"
-        )
-
-
 class DataSource(BaseModel):
     """The source of a data set: its kind, the part of it to use, and the options of that kind."""
 
@@ -103,7 +94,6 @@ class DataSource(BaseModel):
 
     @model_validator(mode="after")
     def _trains_on_the_rest(self) -> Self:
-        check_no_seed(self.options)
         if self.use == "evaluate" and self.held_out is not None:
             raise ValueError("held_out: nothing trains on the rest of a data set for evaluation; leave held_out out")
         return self

@@ -29,7 +29,7 @@ from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskR
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
-from tessera.shared.api.versions import Difference, Version
+from tessera.shared.api.versions import Version
 from tessera.shared.problems import Gone, NotFound, PreconditionRequired
 from tessera.shared.rounds.export import Export
 from tessera.shared.schema import Page
@@ -173,7 +173,7 @@ async def export_version(run_id: str, number: Number, serving: Serving, caller: 
 @router.get(
     "/{run_id}/versions/{number}/difference",
     operation_id="getDifference",
-    response_model=Difference,
+    response_class=Response,
     responses={200: {"content": {OCTETS: {}}}, 206: {"description": "the bytes that `Range` requests"}},
 )
 async def get_difference(
@@ -183,14 +183,11 @@ async def get_difference(
     serving: Serving,
     caller: Holder,
     since: Earlier,
-    accept: Annotated[str, Header(max_length=256, include_in_schema=False)] = "",
     range_: Annotated[str | None, Header(alias="Range", max_length=64, include_in_schema=False)] = None,
-) -> Difference | Response:
-    """Return the blob from which a worker computes this version, given an earlier one: its bytes, or its digest."""
-    found = await serving.differences.find(caller, run_id, number, since)
-    if OCTETS in accept:
-        return await get_blob(found.digest, request, serving, caller, range_)
-    return found
+) -> Response:
+    """Return the blob from which a worker computes this version, given an earlier one."""
+    digest = await serving.differences.find(caller, run_id, number, since)
+    return await get_blob(digest, request, serving, caller, range_)
 
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")

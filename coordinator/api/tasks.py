@@ -81,7 +81,7 @@ async def claim(
     task = await tasks.claim(serving, caller, body, wait, disconnected)
     if task is None:
         return Response(status_code=204)
-    # Omit defaults so that older workers can parse the task.
+    # Omit defaults so that a worker of the previous version can parse the task.
     if MEDIA_TYPE in accept:
         return Response(pack_task(task), media_type=MEDIA_TYPE)
     return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")

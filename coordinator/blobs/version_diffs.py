@@ -18,7 +18,6 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.api.versions import Difference
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.versions import States
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
@@ -44,8 +43,8 @@ class Differences:
     """Removes blobs that nothing refers to any more."""
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
-    async def find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
-        """Return the difference from version `since` to `number`.
+    async def find(self, caller: Principal, run_id: str, number: int, since: int) -> str:
+        """Return the digest of the difference from version `since` to `number`.
 
         Raises NotFound for versions that are missing, not readable by the caller, or too far apart, and if the disk
         is full.
@@ -57,13 +56,13 @@ class Differences:
         async with self._locks.hold(f"{run_id} {number} {since}"):
             return await self.threads.run(caller.owner, self._find, caller, run_id, number, since)
 
-    def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
+    def _find(self, caller: Principal, run_id: str, number: int, since: int) -> str:
         with self.database.snapshot() as session:
             digests = _kept(session, run_id, since, number)
             if readable_blobs(session, caller, digests) != set(digests):
                 raise _not_kept(run_id, since, number)
             if stored := session.get(DifferenceRow, (run_id, number, since)):
-                return Difference(digest=stored.digest, nbytes=session.get_one(BlobRow, stored.digest).size)
+                return stored.digest
             run = session.get_one(RunRow, run_id)
             spec, most_bytes = RunSpec.model_validate(run.spec), KEPT_MODELS * run.model_bytes
         earlier, later = map(self.states.manifest, digests)
@@ -89,7 +88,7 @@ class Differences:
             session.merge(RunBlobRow(run_id=run_id, digest=blob.digest))
             dropped = _drop_oldest(session, run_id, blob.digest, most_bytes)
         self.remove(dropped)
-        return Difference(digest=blob.digest, nbytes=blob.size)
+        return blob.digest
 
 
 def _drop_oldest(session: Session, run_id: str, new: str, most_bytes: int) -> set[str]:

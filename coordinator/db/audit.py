@@ -58,7 +58,7 @@ def broken_at(session: Session) -> int | None:
     It cannot detect entries missing at the end; a copy of the last digest kept elsewhere can.
     """
     digest = GENESIS
-    # A few at a time: earlier versions entered details of up to a MiB.
+    # A few at a time: details may be long.
     with closing(session.scalars(select(AuditRow).order_by(AuditRow.seq).execution_options(yield_per=20))) as rows:
         for number, row in enumerate(rows, start=1):
             entry = {name: getattr(row, name) for name in _COVERED}

@@ -152,7 +152,7 @@ def open_round(
         plan, seed = plans[worker.name], training_seed(spec, number, worker.name)
         session.add(_task(now, run, worker, run.version_number, plan, kind="train", round_id=round_.id, seed=seed))
     about: dict[str, Any] = {"number": number, "cohort": [worker.name for worker in planned]}
-    if run.bounds is None and run.version_number == 0:
+    if run.bounds is None:
         bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
         run.bounds = about["bounds"] = bounds.model_dump()
     audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
@@ -265,12 +265,8 @@ def _code_of(problem: Mapping[str, Any]) -> str:
 
 
 def bounds_in_force(run: RunRow) -> Bounds:
-    """Return what was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
-    if run.bounds is not None:
-        return Bounds.model_validate(run.bounds)
-    limits = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
-    examples, norm = (None if limit == "unlimited" else limit for limit in limits)
-    return Bounds(max_examples=examples, max_norm_of_median=norm)
+    """Return what was fixed when the run's first round opened."""
+    return Bounds.model_validate(run.bounds)
 
 
 def assigned_updates(session: Session, run_id: str, number: int, open_round: str | None = None) -> list[Accepted]:

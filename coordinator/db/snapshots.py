@@ -23,7 +23,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
     one_of,
 )
-from tessera.coordinator.domain.eligibility import RunTerms, objections, unknown_settings, withheld_reason
+from tessera.coordinator.domain.eligibility import RunTerms, objections, withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
@@ -207,7 +207,6 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
         and "evaluate" in worker.declared["kinds"]
         and worker.declared["datasets"].get(wanted, 0) > 0
         and withheld_reason(invited, worker.declared) is None
-        and not unknown_settings(invited.spec, worker.declared)
     ]
 
 

@@ -1,6 +1,6 @@
 """The tables. Constraints forbid invalid rows; a comment above each gives the reason.
 
-Instants are seconds since 1970 by the database's clock, so that every database compares them alike. A column that was
+Instants are seconds since 1970 by the database's clock, so that every database compares them alike. A column that is
 added later has a default in the schema, so that the previous version can still insert rows.
 """
 
@@ -169,11 +169,11 @@ class WorkerRow(Table):
     site_id: Mapped[str] = mapped_column(ForeignKey("sites.id"))
     name: Mapped[str]
     declared: Mapped[dict[str, Any]]
-    # Identifies the declaration without reading it. Empty if an earlier version wrote the row.
+    # Identifies the declaration without reading it.
     declared_digest: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[float]
     last_seen_at: Mapped[float] = mapped_column(index=True)
-    # The token of its last request. None if an earlier version wrote the row.
+    # The token of its last request.
     token_id: Mapped[str | None] = mapped_column()
     # The `LiveValues` of its last heartbeat with any, and the instant `at` of that; only its own page reads them.
     live_values: Mapped[dict[str, Any]] = mapped_column(server_default="{}", deferred=True)
@@ -224,10 +224,9 @@ class RunRow(Table):
     # Creation or last resumption: attempts that failed before it do not count.
     resumed_at: Mapped[float]
     updated_at: Mapped[float]
-    # The creator, who may pause, resume and cancel it. None for runs of versions that did not record it.
+    # The creator, who may pause, resume and cancel it.
     owner: Mapped[str | None]
-    # The limits on one site's influence, fixed when the first round opened. None for runs of versions that did not
-    # record them: the numbers in their spec apply.
+    # The limits on one site's influence, fixed when the first round opened; None before.
     bounds: Mapped[dict[str, Any] | None]
     tags: Mapped[list[str]] = mapped_column(server_default="[]")
     note: Mapped[str] = mapped_column(server_default="")

@@ -167,7 +167,7 @@ def task_for_site(view: TaskView) -> TaskView:
     """Return a task as its site sees it, with the receipt of its update.
 
     Outlier scores are hidden, so that an attacker cannot tune an update against them. What was accepted stays
-    `accepted`: a repeated report gets the first answer, and older workers know no later state.
+    `accepted`: a repeated report gets the first answer.
     """
     shown: dict[str, Any] = {"metrics": without_scores(view.metrics)}
     if view.is_accepted:

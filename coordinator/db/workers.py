@@ -33,7 +33,7 @@ DECLARED = {
     "held_out",
     "schemas",
     "methods",
-    "training",
+    "augments",
     "device",
     "version",
     "resources",
@@ -87,11 +87,10 @@ def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
     row = session.execute(_DECLARATION, {"site": site_id, "name": claim.worker}).one_or_none()
     declaration = _declared(claim)
     digest = digest_of(declared_text(declaration).encode())
-    # An earlier version, which knows of no digests, may have left the digest of another declaration.
-    return row.id if row and (row.declared, row.declared_digest) == (declaration, digest) else None
+    return row.id if row and row.declared_digest == digest else None
 
 
-_DECLARATION = select(WorkerRow.id, WorkerRow.declared, WorkerRow.declared_digest).where(
+_DECLARATION = select(WorkerRow.id, WorkerRow.declared_digest).where(
     WorkerRow.site_id == bindparam("site"), WorkerRow.name == bindparam("name")
 )
 
@@ -154,8 +153,8 @@ def require_silent(session: Session, now: float, site_id: str, name: str, livene
 def _continues(row: WorkerRow, claim: Claim) -> bool:
     """Return whether a claim is by the stored worker: the process itself, or a later one in its state folder.
 
-    An earlier process in the folder must be one in a copy of it. A worker of an earlier version names no folder: its
-    successor cannot be distinguished from another worker.
+    An earlier process in the folder must be one in a copy of it. If a worker names no folder, its successor cannot be
+    distinguished from another worker.
     """
     state_id, started_at = row.declared.get("state_id"), row.declared.get("started_at", 0.0)
     return state_id is None or (claim.state_id == state_id and claim.started_at >= started_at)

@@ -45,24 +45,18 @@ class RunTerms:
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
 
 
-def unknown_settings(spec: RunSpec, declared: Mapping[str, Any]) -> list[str]:
-    """Return the run's settings of local training and privacy that the worker cannot apply: its version does not know
-    them, and can read no task, or it lacks an extra."""
-    return sorted(spec.later_settings.difference(declared.get("training", ())))
-
-
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
-    """Return a worker's advertised policy; None if its version does not advertise one."""
+    """Return a worker's advertised policy; None if its claim left it out to be short."""
     policy = declared.get("advertised_policy")
     if isinstance(policy, AdvertisedPolicy):
         return policy
     # Cached by its JSON, as every decision on a run needs all live workers' policies and parsing them is slow.
-    return None if policy is None else _mirror(json.dumps(policy))
+    return None if policy is None else _parsed(json.dumps(policy))
 
 
 @lru_cache(maxsize=4096)
-def _mirror(text: str) -> AdvertisedPolicy | None:
-    # One that an earlier version stored may exceed today's bounds. Its worker judges each task itself.
+def _parsed(text: str) -> AdvertisedPolicy | None:
+    # One that the previous version stored may exceed today's bounds. Its worker judges each task itself.
     with suppress(ValueError):
         return AdvertisedPolicy.model_validate_json(text)
     return None
@@ -90,8 +84,12 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "kinds", "it does not train"
     if spec.method.name not in declared["methods"]:
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
-    if unknown := unknown_settings(spec, declared):
-        yield "version", _about(unknown)
+    if spec.training.augments and not declared.get("augments"):
+        install = install_line("augmentation", elsewhere=True)
+        yield (
+            "augmentation",
+            f"it cannot change images: have the site run {install}, or leave out training.augmentation",
+        )
     if spec.secure_sums and (declared.get("site_keys") or {}).get("site") != site:
         yield "secure_sums", f"it takes part in no secure sums, or not as {site}: set [secure_sums] in its settings"
     examples = declared["datasets"].get(spec.dataset, 0)
@@ -102,16 +100,6 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "withheld", reason
     if policy := policy_of(declared):
         yield from _refusals(invitation, examples, policy)
-
-
-def _about(unknown: list[str]) -> str:
-    names = ", ".join(name if "." in name else f"training.{name}" for name in unknown)
-    if unknown == ["augmentation"]:
-        return (
-            f"it cannot apply {names}: have the site run {install_line('augmentation', elsewhere=True)}, or upgrade "
-            "its version of Tessera, or leave the setting out"
-        )
-    return f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
 
 
 def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:

@@ -159,8 +159,7 @@ class WakeupListener:
         """Wait for a wakeup; return the runs that all unread ones name. None stands for all runs: if one names none,
         or one was perhaps lost."""
         messages = [self.socket.recv(MESSAGE_BYTES), *self._unread()]
-        # A process of an earlier version names none.
-        named: list[list[str]] = [json.loads(message or b"[]") for message in messages]
+        named: list[list[str]] = [json.loads(message) for message in messages]
         every = all(named) and len(named) < MAX_UNREAD
         return [run for message in named for run in message] if every else []
 

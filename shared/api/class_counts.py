@@ -1,8 +1,6 @@
 """Counts of predictions that add up over sites, and the scores that follow from their sums."""
 
-import operator
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 from typing import Annotated, Any, Self
 
@@ -36,7 +34,7 @@ class ClassCounts(Message):
         tuple[Annotated[float, Field(ge=0, lt=1 << 41)], ...], Field(min_length=BINS, max_length=BINS)
     ]
     """The sum of the probabilities of the predicted classes."""
-    ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES, exclude_if=partial(operator.eq, ()))
+    ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The places of the classes that macro F1 leaves out."""
 
     @model_validator(mode="after")

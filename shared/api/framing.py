@@ -14,8 +14,9 @@ MEDIA_TYPE = "application/vnd.tessera.blobs"
 
 
 def pack_task(task: Task) -> bytes:
-    """Return the body of a task with its inline blobs. Defaults are omitted so that older workers can parse it."""
-    return _pack(task.model_dump_json(exclude_defaults=True, exclude={"inline_blobs"}), task.inline_blobs)
+    """Return the body of a task with its inline blobs. Defaults are omitted so that a worker of the previous version
+    can parse it."""
+    return pack(task.model_dump_json(exclude_defaults=True, exclude={"inline_blobs"}), task.inline_blobs)
 
 
 def unpack_task(body: bytes) -> Task:
@@ -31,10 +32,11 @@ def pack_submission(submission: Submission, length: int | None = None) -> bytes:
     body that goes on with an update of that many bytes."""
     blobs = () if submission.data is None else (submission.data,)
     document = submission.model_dump_json(exclude_defaults=True, exclude={"data"})
-    return _pack(document, blobs) if length is None else _head(document, [length])
+    return pack(document, blobs) if length is None else _head(document, [length])
 
 
-def _pack(document: str, blobs: Sequence[bytes]) -> bytes:
+def pack(document: str, blobs: Sequence[bytes]) -> bytes:
+    """Return a body."""
     return b"".join((_head(document, [len(blob) for blob in blobs]), *blobs))
 
 

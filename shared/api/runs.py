@@ -1,9 +1,7 @@
 """Runs: their settings, rounds, previews and measurements. What a site keeps has no place in any message."""
 
-import operator
 from collections.abc import Mapping
 from datetime import datetime
-from functools import cached_property, partial
 from math import inf
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared import renamed_keys
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
@@ -27,7 +24,7 @@ from tessera.shared.api.tasks import ClassName, CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak, used_later_settings
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
 from tessera.shared.schema import (
     SCORED_LABELS,
     ActsOnlyIf,
@@ -114,7 +111,6 @@ class Evaluation(Frozen):
     ignore: tuple[ClassName, ...] = Field(
         default=(),
         max_length=MAX_CLASSES,
-        exclude_if=partial(operator.eq, ()),
         description='classes of the model that macro F1 leaves out, such as ["O"] for tokens of no entity',
     )
 
@@ -178,13 +174,11 @@ class RunSpec(Frozen):
     privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
     client_privacy: ClientPrivacy | None = Field(
         default=None,
-        exclude_if=partial(operator.is_, None),
         description="differential privacy of each site as a whole, by noise at the coordinator or, with secure_sums, "
         "at the sites",
     )
     secure_sums: SecureSums | None = Field(
         default=None,
-        exclude_if=partial(operator.is_, None),
         description="secure aggregation: the coordinator learns sums over sites alone",
     )
     evaluation: Evaluation | None = Field(
@@ -192,7 +186,6 @@ class RunSpec(Frozen):
     )
     signals: Signals = Field(
         default=Signals(),
-        exclude_if=partial(operator.eq, Signals()),
         description="measurements of each round at the coordinator",
     )
     codec: str = Field(default=pipeline.LOSSLESS, max_length=128, description="how updates are written for the wire")
@@ -204,7 +197,6 @@ class RunSpec(Frozen):
     )
     download_codec: Literal["lossless", "int8"] = Field(
         default="lossless",
-        exclude_if=partial(operator.eq, "lossless"),
         description="int8 rounds each version's step to 8 bits, so that a worker with the version before downloads a "
         "quarter of the bytes",
     )
@@ -230,11 +222,6 @@ class RunSpec(Frozen):
         description="updates whose l2 norm is more than this many times the round's median are not merged; if "
         "left out, 10 for the mean, and unlimited with a robust rule",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_present_names(cls, given: Any) -> Any:
-        return renamed_keys.refuse_old(given, renamed_keys.RUN)
 
     @field_validator("codec")
     @classmethod
@@ -334,12 +321,6 @@ class RunSpec(Frozen):
             return None
         colluding = tolerance_of(len(self.secure_sums.helpers))
         return self.client_privacy.honest_sites or self.secure_sums.quorum - colluding
-
-    @cached_property
-    def later_settings(self) -> frozenset[str]:
-        """The settings of training, privacy and evaluations in use that are newer than version 0.1.0."""
-        of_evaluations = {"evaluation.ignore"} if self.evaluation and self.evaluation.ignore else set[str]()
-        return used_later_settings(self.training, self.privacy) | of_evaluations
 
     @property
     def shared_client_privacy(self) -> ClientPrivacy | None:

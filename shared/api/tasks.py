@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Hashable
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -307,7 +306,7 @@ class Claim(Message):
     worker: Label
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
     state_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """The random id of its state folder; None of a worker of an earlier version."""
+    """The random id of its state folder; None of a worker without one."""
     started_at: NonNegativeFloat = 0.0
     """Start of the process by its machine's clock: of two copies of a state folder, the later one is the worker."""
     protocol_min: int = PROTOCOL
@@ -318,8 +317,8 @@ class Claim(Message):
     schemas: dict[Label, DatasetSchema] = Field(default={}, max_length=256)
     """The inputs and the number of classes of each data set, as far as the site's settings fix them."""
     methods: tuple[Short, ...] = Field(default=(), max_length=256)
-    training: tuple[Short, ...] = Field(default=(), max_length=256)
-    """The settings of local training newer than version 0.1.0 that it knows; it cannot read a task with another."""
+    augments: bool = False
+    """True if it can change images in training, for which it needs an extra."""
     device: ShortText = "cpu"
     version: ShortText = ""
     """Of the worker's own code; none of a worker that does not say."""
@@ -411,11 +410,11 @@ class Task(Message):
     dataset: Label
     held_out: bool = False
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
-    ignore: tuple[ClassName, ...] = Field(default=(), max_length=MAX_CLASSES, exclude_if=partial(operator.eq, ()))
+    ignore: tuple[ClassName, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The classes that the macro F1 of an evaluation leaves out."""
     training: Training
     privacy: Privacy | None = None
-    client_privacy: ClientPrivacy | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    client_privacy: ClientPrivacy | None = Field(default=None)
     """The run's bound on what all versions together reveal about one site. With `honest_sites` the site clips its
     update and adds its share of the noise; without, the coordinator says that it does, which no worker can verify."""
     codec: str
@@ -439,8 +438,7 @@ class Task(Message):
     inline_bytes: NonNegativeInt = 0
     """Size up to which an update may be sent with its submission."""
     stream_bytes: NonNegativeInt = 0
-    """Size up to which an update may be sent behind its submission (`shared.api.framing`), without being in memory. A
-    coordinator that knows of none takes uploads alone."""
+    """Size up to which an update may be sent behind its submission (`shared.api.framing`), never whole in memory."""
     decode_seconds_per_byte: Annotated[Annotated[float, Field(ge=0, le=MAX_SECONDS_PER_BYTE)] | None, Shown] = None
     """The time by which each byte of the update delays the end of the round if it arrives coded: that of decoding all
     updates of the round. None if the coordinator does not report it."""

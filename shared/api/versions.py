@@ -6,17 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from math import prod
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
-from tessera.shared import renamed_keys
 from tessera.shared.json_limits import read_document
 from tessera.shared.model.blocks import MAX_BLOCKS, Name
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Frozen, Message, canonical
@@ -44,17 +42,10 @@ class Manifest(Frozen):
     """
 
     format: Literal[2] = 2
-    """Documents of format 1 have none, and `memory` and `numbers` in place of `server_state` and `scalars`."""
     blocks: dict[Name, Digest] = Field(max_length=MAX_BLOCKS)
     server_state: dict[Name, ServerTensor] = {}
     scalars: dict[str, float] = {}
     root: Digest | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_format_1(cls, given: Any) -> Any:
-        is_old = isinstance(given, dict) and "format" not in given
-        return renamed_keys.read_old(given, renamed_keys.MANIFEST) if is_old else given
 
     @classmethod
     def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
@@ -108,13 +99,6 @@ class BlobRequest(Message):
         if twice := [digest for digest, times in Counter(digests).items() if times > 1]:
             raise ValueError(f"{twice[0]} is named more than once")
         return digests
-
-
-class Difference(Message):
-    """A blob that makes one version of another: an update file with the blocks in which they differ."""
-
-    digest: Digest
-    nbytes: PositiveInt
 
 
 class Version(VersionRef):

@@ -54,7 +54,7 @@ from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.token_format import TOKEN_TEXT
 from tessera.shared.api.versions import Manifest, Version
 from tessera.shared.client.bulk import FilePart
-from tessera.shared.client.transfers import OCTETS, Progress, Transfers
+from tessera.shared.client.transfers import Progress, Transfers
 from tessera.shared.client.transport import (
     Answer,
     Credential,
@@ -102,8 +102,6 @@ class Client:
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = Transport(url, token, **transport)
         self._transfers = Transfers(self._transport)
-        self.frames_blobs = False
-        """True if the coordinator reads blobs behind a document, which its answer to a claim shows."""
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str | Path | None] | None = None, **transport: Any) -> Self:
@@ -283,8 +281,7 @@ class Client:
         Return False if there is none of fewer bytes than `below`."""
 
         def is_smaller(headers: httpx.Headers) -> bool:
-            # A coordinator of an earlier version names the difference's blob, in JSON.
-            return headers.get("Content-Type") == OCTETS and int(headers.get("Content-Length", below)) < below
+            return int(headers.get("Content-Length", below)) < below
 
         path = f"{_run_path(run_id)}/versions/{number}/difference?since={since}"
         try:
@@ -340,13 +337,8 @@ class Client:
     def claim(self, claim: Claim, wait_seconds: int = 25) -> Task | None:
         """Lease a task, waiting for one for up to `wait_seconds`."""
         headers = {"Content-Type": "application/json", "Prefer": f"wait={wait_seconds}", "Accept": MEDIA_TYPE}
-        # A coordinator of an earlier version may have other defaults.
-        content = claim.document() if self.frames_blobs else claim.model_dump_json()
-        answer = self._transport.request("POST", "/v1/tasks/claim", content=content, headers=headers)
-        if answer.status_code != httpx.codes.OK:
-            return None
-        self.frames_blobs = answer.headers.get("Content-Type") == MEDIA_TYPE
-        return _read(Task, answer.content, unpack_task if self.frames_blobs else None)
+        answer = self._transport.request("POST", "/v1/tasks/claim", content=claim.document(), headers=headers)
+        return _read(Task, answer.content, unpack_task) if answer.status_code == httpx.codes.OK else None
 
     def tasks(self) -> Iterator[TaskView]:
         """Yield the site's own tasks, oldest first."""
@@ -365,8 +357,6 @@ class Client:
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         """Submit a finished `train` task with its update, or after that. It is accepted when this returns."""
         path = f"/v1/tasks/{task_id}/update"
-        if not self.frames_blobs:
-            return self._post(path, submission, TaskView)
         body, headers = pack_submission(submission), {"Content-Type": MEDIA_TYPE}
         return _read(TaskView, self._transport.request("POST", path, content=body, headers=headers).content)
 

@@ -4,7 +4,6 @@ A model is described by a table of blocks that together cover each of its tensor
 query/key/value matrix is one tensor and three blocks; everything else is one block per tensor.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,7 +67,7 @@ class Block(Frozen):
     tensor: Name
     part: TensorSlice | None = None
     role: Role
-    adapts: tuple[Role, ...] = Field(default=(), exclude_if=operator.not_)
+    adapts: tuple[Role, ...] = Field(default=())
     """An adapter's: the roles of what it adds to. Several for a factor that a fused matrix's parts share."""
     layer: Annotated[int, Field(ge=0)] | None = None
     shape: tuple[PositiveInt, ...] = Field(max_length=8)

@@ -36,9 +36,7 @@ class Match(Frozen):
     """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
 
     roles: tuple[Role, ...] | None = Field(default=None, description="blocks of any of these roles")
-    adapts: tuple[Role, ...] | None = Field(
-        default=None, exclude_if=lambda roles: roles is None, description="adapters of matrices of any of these roles"
-    )
+    adapts: tuple[Role, ...] | None = Field(default=None, description="adapters of matrices of any of these roles")
     layers: tuple[int, ...] | None = Field(default=None, description="blocks of any of these layers, from 0")
     names: tuple[str, ...] | None = Field(default=None, description="shell patterns for the blocks' names")
 

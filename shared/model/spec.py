@@ -5,9 +5,9 @@ On disk a model is a folder in transformers' own layout (`config.json`, `model.s
 """
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, PositiveFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, model_validator
 
 from tessera.shared.json_limits import read_document
 from tessera.shared.model.blocks import MAX_BLOCKS, Block, Name, Role, check_table
@@ -118,11 +118,6 @@ class Prompts(Frozen):
     fusion: Fusion | None = None
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 1
 
-    @model_serializer(mode="wrap")
-    def _without_depth(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Digests of models without deep prompts stay as they were, and older workers can parse them.
-        return {name: value for name, value in write(self).items() if name != "depth" or value > 1}
-
     def count(self, modality: Modality) -> int:
         return self.vision if modality == "vision" else self.text
 
@@ -146,10 +141,6 @@ def stored_name(tensor: str) -> str:
     Where a matrix has an adapter beside it, PEFT moves it one step down, to `base_layer`.
     """
     return tensor.replace(".base_layer.", ".")
-
-
-LATER_FIELDS = frozenset({"external", "float32", "preprocessing"})
-"""Fields that a model's document has only with a value: a worker older than a field refuses the document."""
 
 
 class Model(Frozen):
@@ -177,11 +168,6 @@ class Model(Frozen):
     def read(cls, raw: bytes) -> Self:
         """Return the model of a document. Raises ValueError."""
         return read_document(cls, raw)
-
-    @model_serializer(mode="wrap")
-    def _without_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Digests of models without these stay as they were, and older workers can parse them.
-        return {name: value for name, value in write(self).items() if name not in LATER_FIELDS or value}
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Collection, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from typing import Annotated, Literal, Self
 
@@ -161,7 +160,7 @@ class Terms(Message):
     """Values are integers modulo 2 to this power."""
     blocks: dict[Name, RingBlock] = Field(min_length=1, max_length=MAX_BLOCKS)
     """Each block that a site may send."""
-    noise: NoiseTerms | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    noise: NoiseTerms | None = Field(default=None)
     """For client-level privacy; None for exact sums."""
     repeat_model: bool = False
     """Updates from these values may have gone into another sum: each site's operator has to allow it."""

@@ -8,24 +8,23 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
-from tessera.shared.api.versions import Difference, Manifest
+from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
-from tessera.shared.problems import NotFound
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import SiteKeys
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
-from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, from_bytes
 from tessera.shared.updates import safetensors_file
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
@@ -206,13 +205,13 @@ class ScriptedWorker:
 __all__ = ["Cohort", "Evaluation", "ScriptedWorker", "small_model", "start_run", "values"]
 
 
+class Difference(NamedTuple):
+    digest: str
+    nbytes: int
+
+
 def difference_of(client: Client, run_id: str, number: int, since: int) -> Difference | None:
-    """The difference of a version from an earlier one, as JSON; None if they are too far apart."""
-    path, params = f"/v1/runs/{run_id}/versions/{number}/difference", {"since": str(since)}
-    try:
-        answer = client._transport.request("GET", path, params=params)
-    except NotFound as problem:
-        if not problem.from_document:
-            raise
-        return None
-    return Difference.model_validate_json(answer.content)
+    """The difference of a version from an earlier one; None if they are too far apart."""
+    file = io.BytesIO()
+    comes = client.copy_difference(run_id, number, since, file, below=1 << 30)
+    return Difference(digest_of(file.getvalue()), file.tell()) if comes else None

@@ -2,7 +2,7 @@
 
 `python -m tests.support.recording` records the present version into `tests/support/recorded/`, before a release; what
 is there stays as it is for as long as the version is to be understood. A recording is JSON lines: first whose it is,
-then one exchange a line, with bodies as JSON where they are, and else in base64:
+then one exchange a line, with bodies as JSON where they are, and else, or for blobs behind a document, in base64:
 
     {"version": "0.1.0", "protocol": 1}
     {"request": {"method": "POST", "path": "/v1/tasks/claim", "headers": {...}, "json": {...}},
@@ -27,6 +27,7 @@ from unittest import mock
 import httpx
 import numpy as np
 
+from tessera.shared.api.framing import MEDIA_TYPE, pack, unpack
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Submission, Task
 from tessera.shared.client import transfers
@@ -43,6 +44,7 @@ MODEL = small_model()
 START = values(MODEL)
 
 SENT = (
+    "accept",
     "content-type",
     "prefer",
     "range",
@@ -86,8 +88,7 @@ def conversation(client: Client, begin: Callable[[], object]) -> list[Task]:
     second = worker.take()
     manifest = client.manifest(second.version.digest)
     client.copy_blobs(sorted(manifest.blocks.values()), _Unhashed())
-    if found := difference_of(client, second.run, second.version.number, 0):
-        client.read_blob(found.digest)
+    assert difference_of(client, second.run, second.version.number, 0)
     data = _update(second, worker.fetch(second))
     client.submit(
         second.id,
@@ -152,11 +153,21 @@ class Recorder(httpx.BaseTransport):
 
 def _said(content: bytes, headers: httpx.Headers, wanted: Sequence[str]) -> dict[str, Any]:
     kept: dict[str, Any] = {"headers": {name: headers[name] for name in wanted if name in headers}}
-    if "json" in headers.get("content-type", ""):
+    if headers.get("content-type") == MEDIA_TYPE:
+        document, blobs = unpack(content)
+        kept |= {"json": json.loads(document), "blobs": [base64.b64encode(blob).decode() for blob in blobs]}
+    elif "json" in headers.get("content-type", ""):
         kept["json"] = json.loads(content)
     elif content:
         kept["bytes"] = base64.b64encode(content).decode()
     return kept
+
+
+def _body(said: dict[str, Any]) -> bytes:
+    """The body that `_said` kept."""
+    if "blobs" in said:
+        return pack(json.dumps(said["json"]), [base64.b64decode(blob) for blob in said["blobs"]])
+    return json.dumps(said["json"]).encode() if "json" in said else base64.b64decode(said.get("bytes", ""))
 
 
 def through(client: Client, transport: httpx.BaseTransport) -> Client:
@@ -211,13 +222,9 @@ class Replay:
     def step(self, exchange: Exchange) -> list[str]:
         """Says again what was said; returns what the recorded worker would miss in the answer."""
         asked, told = exchange["request"], exchange["answer"]
-        body = self._present(asked["json"]) if "json" in asked else base64.b64decode(asked.get("bytes", ""))
-        answer = self.http.request(
-            asked["method"],
-            self._present(asked["path"]),
-            headers=asked["headers"],
-            content=json.dumps(body).encode() if "json" in asked else body,
-        )
+        body = _body({**asked, "json": self._present(asked["json"])} if "json" in asked else asked)
+        path = self._present(asked["path"])
+        answer = self.http.request(asked["method"], path, headers=asked["headers"], content=body)
         here = f"{asked['method']} {asked['path']}"
         if answer.status_code != told["status"]:
             return [f"{here}: {answer.status_code} in place of {told['status']}: {answer.text[:500]}"]
@@ -225,8 +232,9 @@ class Replay:
         if location := told["headers"].get("location"):
             self._learn(location.rpartition("/")[2], answer.headers["location"].rpartition("/")[2])
         if "json" in told:
-            self._compare(told["json"], answer.json())
-            missed += [f"{here}: {what}" for what in lacking(told["json"], answer.json())]
+            present = _said(answer.content, answer.headers, ())["json"]
+            self._compare(told["json"], present)
+            missed += [f"{here}: {what}" for what in lacking(told["json"], present)]
         elif "bytes" in told:
             missed += [f"{here}: {what}" for what in self._misread(asked, base64.b64decode(told["bytes"]), answer)]
         return missed
@@ -235,7 +243,7 @@ class Replay:
         if (named := re.search(r"/v1/blobs/(sha256:[0-9a-f]{64})", self._present(asked["path"]))) is not None:
             if f"sha256:{hashlib.sha256(answer.content).hexdigest()}" != named[1]:
                 yield "not the bytes of this digest"
-        elif not self.texts.keys() & set(asked["json"].get("digests", ())) and answer.content != before:
+        elif not self.texts.keys() & set(asked.get("json", {}).get("digests", ())) and answer.content != before:
             yield "other bytes of the same blobs"
 
     def _present(self, recorded: Any) -> Any:
@@ -313,9 +321,11 @@ class Recorded(httpx.BaseTransport):
             self.misses.append(f"{here} in place of {asked['method']} {asked['path']}")
         self.misses += [f"{here}: no {name}" for name in asked["headers"] if name not in request.headers]
         if "json" in asked:
-            self.misses += [f"{here}: {what}" for what in lacking(asked["json"], json.loads(request.read()))]
-        content = json.dumps(told["json"]).encode() if "json" in told else base64.b64decode(told.get("bytes", ""))
-        return httpx.Response(told["status"], headers=told["headers"], stream=httpx.ByteStream(content))
+            present = _said(request.read(), request.headers, ())["json"]
+            self.misses += [f"{here}: {what}" for what in lacking(asked["json"], present)]
+        content = _body(told)
+        headers = {**told["headers"], "content-length": str(len(content))}
+        return httpx.Response(told["status"], headers=headers, stream=httpx.ByteStream(content))
 
     @property
     def over(self) -> bool:

@@ -68,7 +68,7 @@ class Request(Frozen):
     asked_at: datetime
     summary: str
     live_terms: dict[str, float] = {}
-    """By name the terms that a run may change; none in a request of an earlier version."""
+    """By name the terms that a run may change."""
     repeats_model: bool = False
     """True if the site's updates from the run's model may be in sums of other runs."""
     decision: ApprovalDecision | None = None
@@ -252,8 +252,6 @@ class Inbox:
 def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     """Return the digest that an approval covers: the run's terms, its data set and its kind of task."""
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
-    # Hashed under its former name so that existing approvals stay valid.
-    terms["divide"] = terms.pop("normalization")
     # Only evaluations state it: a run that trains and measures is approved once.
     terms.pop("ignore", None)
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -103,19 +103,18 @@ def _departure(
 
 
 def _blocks(detail: Mapping[str, JsonValue]) -> str:
-    """Return the number of the blocks, and which; entries of earlier versions have the number alone."""
-    count, sent = detail.get("blocks"), detail.get("sent")
-    return "" if count is None else f"{count}: {sent}" if sent else str(count)
+    """Return the number of the blocks, and which."""
+    count = detail.get("blocks")
+    return "" if count is None else f"{count}: {detail.get('sent')}"
 
 
 def _figures(detail: Mapping[str, JsonValue]) -> str:
-    """Return figures with their values; entries of earlier versions have names alone."""
+    """Return figures with their values."""
     figures = detail.get("figures")
-    if isinstance(figures, dict):
-        said = [f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float)]
-        return ", ".join([*said, *(["counts by class"] if detail.get("class_counts") else [])])
-    names = next((names for key in ("metrics", "names") if isinstance(names := detail.get(key), list)), [])
-    return f"{', '.join(map(str, names))} (values not recorded)" if names else ""
+    if not isinstance(figures, dict):
+        return ""
+    said = [f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float)]
+    return ", ".join([*said, *(["counts by class"] if detail.get("class_counts") else [])])
 
 
 def _whole(value: JsonValue) -> int | None:
@@ -213,7 +212,7 @@ def as_html(
         totals="".join(summed),
         count=len(found),
         rows="".join(_table(TITLES, rows, {place for place, name in enumerate(columns) if name in NUMBERS})),
-        names="".join(listed) or "<p>None left, or the audit is of an earlier version.</p>",
+        names="".join(listed) or "<p>None left.</p>",
     )
 
 

@@ -1,9 +1,7 @@
 """A site's policy: limits on every task, checked against the worker's own block table."""
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
@@ -121,7 +118,6 @@ class PrivacyFloor(Frozen):
     evaluations: bool = Field(default=False, description=EVALUATIONS)
     unit: Unit = Field(
         default="example",
-        exclude_if=partial(operator.eq, "example"),
         description="what a run has to protect as one: each example, or each group",
     )
 
@@ -376,11 +372,6 @@ class Policy(Frozen):
     require_client_privacy: ClientPrivacyFloor | None = Field(
         default=None, description="minimum privacy of this site as a whole, by noise in secure sums"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_present_names(cls, given: Any) -> Any:
-        return renamed_keys.refuse_old(given, renamed_keys.POLICY, "[policy] ")
 
     @field_validator("hours")
     @classmethod

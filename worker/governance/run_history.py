@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, field_validator
+from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
-from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import MERGING, Task
 from tessera.shared.schema import Digest, Frozen, Label, TaskKind, canonical
 from tessera.shared.secure_sums.committee import is_abandoned
@@ -54,10 +52,6 @@ state, two measurements of a version could differ by a class, and so show its sc
 LIVE_TERMS = ("quorum", "deadline_seconds")
 """Those of the rules of cohorts that may change while a run lives, as the number of rounds may."""
 
-LATER_TERMS = frozenset({"secure_sums", "client_privacy"})
-"""Those that a task omits if the run has none, or if its coordinator does not know them: it may be upgraded during a
-run. Once stated, they stay."""
-
 
 class Handed(Frozen):
     """The last round for which a worker submitted updates, and their number."""
@@ -84,11 +78,6 @@ class Record(Frozen):
     """Total size of all updates, accepted or not."""
     evaluations: NonNegativeInt = 0
     """Evaluations that began, over all data sets."""
-
-    @field_validator("terms", mode="before")
-    @classmethod
-    def _of_a_version_before(cls, given: Any) -> Any:
-        return renamed_keys.read_old(given, renamed_keys.TERMS)
 
 
 class SiteSpending(Frozen):
@@ -135,11 +124,10 @@ class RunSnapshot:
 
     @classmethod
     def of(cls, task: Task) -> RunSnapshot:
-        fields = task.model_dump(mode="json", include=set(TERMS)) | {"ignore": list(task.ignore)}
+        fields = task.model_dump(mode="json", include=set(TERMS))
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
-        omitted = {name for name in LATER_TERMS if fields.get(name) is None} | ({"dataset"} if central else set())
-        omitted |= {"ignore"} if task.kind != "evaluate" else set()
+        omitted = ({"dataset"} if central else set()) | ({"ignore"} if task.kind != "evaluate" else set())
         terms = {name: fields[name] for name in TERMS if name not in omitted}
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
@@ -296,9 +284,7 @@ class RunHistory:
     def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
         """Return the record extended by the task. Raises PolicyViolation if they conflict."""
         terms, before = snapshot.terms, record.terms
-        stated = [
-            name for name in TERMS if name in before and (name in terms or (name in LATER_TERMS and before[name]))
-        ]
+        stated = [name for name in TERMS if name in before and name in terms]
         run = {**terms, **before}
         if changed := [name for name in stated if _fixed(name, before, run) != _fixed(name, terms, run)]:
             raise PolicyViolation("run", f"run {snapshot.run} has changed its {', '.join(changed)}")

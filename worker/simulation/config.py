@@ -31,7 +31,7 @@ from tessera.shared.cli.run_file import check_spec, read_toml
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Frozen, Label, Resources
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
-from tessera.worker.settings import DataSource, check_no_seed
+from tessera.worker.settings import DataSource
 from tessera.worker.simulation.conditions import Conditions, unknown_sites
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ class Pool(BaseModel):
         default=None, description="how it is divided; `count` defaults to the number of sites"
     )
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of each part kept out of training")
-
-    @model_validator(mode="after")
-    def _has_no_seed(self) -> Self:
-        check_no_seed(self.model_extra or {})
-        return self
 
     @cached_property
     def makers(self) -> list[Callable[[], dataset.Dataset]]:

@@ -113,7 +113,7 @@ def test_two_machines_of_one_name_do_not_act_as_one_worker(tmp_path: Path) -> No
 def test_a_restarted_worker_is_not_taken_for_another_of_its_name(coordinator: LiveCoordinator) -> None:
     site = coordinator.client("site", "a")
     ScriptedWorker(site).enrol()
-    # One of an earlier version is upgraded, and then restarted twice, with its state folder.
+    # It gets a state folder, and is then restarted twice with it.
     for started_at in (5.0, 6.0, 7.0):
         ScriptedWorker(site, state_id="1" * 64, started_at=started_at).enrol()
 
@@ -128,7 +128,7 @@ def test_of_two_copies_of_a_state_folder_the_one_started_first_is_refused(coordi
     copy.enrol()
 
 
-def test_a_worker_of_an_earlier_version_does_not_take_a_name_in_use(coordinator: LiveCoordinator) -> None:
+def test_a_worker_without_a_state_folder_does_not_take_a_name_in_use(coordinator: LiveCoordinator) -> None:
     site = coordinator.client("site", "a")
     ScriptedWorker(site, state_id="1" * 64).enrol()
     with pytest.raises(NameInUse):
@@ -205,7 +205,7 @@ def test_a_worker_that_speaks_another_protocol_is_told_which_is_spoken_here(stan
     http = standing.http("site", "old")
     answer = http.post("/v1/tasks/claim", json=CLAIM | {"protocol_min": 7, "protocol_max": 9})
     document = refused(answer, 422, "invalid")
-    assert document.detail == "this coordinator speaks protocol 2; the worker speaks 7 to 9"
+    assert document.detail == "this coordinator speaks protocol 1; the worker speaks 7 to 9"
     assert [fault.pointer for fault in document.errors] == ["/protocol_max"]
     assert http.post("/v1/tasks/claim", json=CLAIM | {"protocol_max": 9}).status_code == 204
 

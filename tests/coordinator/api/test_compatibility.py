@@ -143,22 +143,6 @@ def test_a_claim_whose_protocols_exclude_ours_is_refused_with_what_is_spoken(
     assert not list(coordinator.client().workers())
 
 
-def test_a_worker_of_protocol_1_is_refused_before_the_rest_of_its_claim_is_read(
-    coordinator: LiveCoordinator,
-) -> None:
-    old = {
-        "worker": "w1", "instance": "0123456789abcdef", "protocol_min": 1, "protocol_max": 1, "kinds": ["train"],
-        "datasets": {"wards": 8}, "methods": ["fedavg"], "device": "cpu", "version": "0.1.0",
-        "mirror": {"max_epochs": "of another kind than today's"},
-    }  # fmt: skip
-    http = coordinator.http("site", "a")
-    for claim in (old, {"protocol_min": 1, "protocol_max": 1}):
-        problem = http.post("/v1/tasks/claim", json=claim).json()
-        assert problem["detail"] == f"this coordinator speaks protocol {PROTOCOL}; the worker speaks 1 to 1"
-    assert not list(coordinator.client().workers())
-    assert coordinator.http("viewer").post("/v1/tasks/claim", json=old).json()["code"] == "forbidden"
-
-
 def _only_run(coordinator: LiveCoordinator) -> str:
     (run,) = coordinator.client().runs()
     return run.id

@@ -196,18 +196,20 @@ def test_a_round_of_prompts_moves_less_than_4_kb_beside_them(coordinator: LiveCo
     assert all(nbytes < 4096 for nbytes, _ in moved[1:]), moved
 
 
-def test_an_older_worker_and_an_older_coordinator_exchange_base64(coordinator: LiveCoordinator) -> None:
+def test_a_worker_of_json_alone_exchanges_base64(coordinator: LiveCoordinator) -> None:
     (worker,) = workers_of(coordinator, 1)
     start_run(coordinator.client(), MODEL, values(MODEL))
     claim = {"worker": "w", "instance": worker.instance, "datasets": {"data": 10}, "methods": ["fedavg"]}
-    older = coordinator.http("site", "s0")
-    answer = until(lambda: (found := older.post("/v1/tasks/claim", json=claim)).status_code == 200 and found)
+    http = coordinator.http("site", "s0")
+    answer = until(lambda: (found := http.post("/v1/tasks/claim", json=claim)).status_code == 200 and found)
     task = Task.model_validate_json(answer.content)
     assert answer.headers["Content-Type"] == "application/json"
     assert digest_of(task.inline_blobs[0]) == task.version.digest
-    # A coordinator that answers a claim in JSON is sent JSON.
-    assert not worker.client.frames_blobs
-    assert submit(worker, task, update_of(worker, task)).state == "accepted"
+    data = update_of(worker, task)
+    about = {"token": task.token, "version": task.version.digest, "update": digest_of(data), "examples": 10}
+    document = Submission.model_validate(about).model_copy(update={"data": data}).model_dump_json()
+    path, headers = f"/v1/tasks/{task.id}/update", {"Content-Type": "application/json"}
+    assert http.post(path, content=document, headers=headers).json()["state"] == "accepted"
 
 
 @pytest.mark.parametrize(

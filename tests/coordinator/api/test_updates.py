@@ -20,7 +20,7 @@ from sqlalchemy import select
 
 from tessera.coordinator.db.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
 from tessera.shared.api.runs import Cohort, Run
-from tessera.shared.api.tasks import Failure, Submission, Task
+from tessera.shared.api.tasks import Failure, Submission, Task, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block
@@ -356,9 +356,9 @@ def test_an_update_too_long_for_its_submission_is_refused_with_what_may_be(scene
     assert scene.task.inline_bytes == 65_536
     data = bytes(65_537)
     # As base64: behind its submission an update may have any length.
-    scene.bad.client.frames_blobs = False
+    report = submission(scene, update=digest_of(data)).model_copy(update={"data": data})
     with refusing("invalid", "65537 bytes; a submission may contain 65536"):
-        scene.bad.client.submit(scene.task.id, submission(scene, update=digest_of(data), data=data))
+        scene.bad.client._post(f"/v1/tasks/{scene.task.id}/update", report, TaskView)
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["accepted", "rejected"])

@@ -183,18 +183,14 @@ def test_verify_of_a_database_that_is_away_finds_no_faults(tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_data_lie_in_the_users_state_folder_or_where_an_earlier_version_put_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_lie_in_the_users_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HOME", str(tmp_path)), ("XDG_STATE_HOME", "relative")):
         monkeypatch.setenv(name, value)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert data_dir() == tmp_path / ".local/state/tessera/coordinator"
     monkeypatch.setenv("XDG_STATE_HOME", "/srv/state")
-    assert data_dir() == Path("/srv/state/tessera/coordinator")
-    Path("tessera-data").mkdir()
-    assert CoordinatorSettings().database_url == f"sqlite:///{tmp_path}/here/tessera-data/tessera.db"
+    assert CoordinatorSettings().database_url == "sqlite:////srv/state/tessera/coordinator/tessera.db"
 
 
 def test_a_command_of_the_database_alone_needs_no_folder_for_blobs(

@@ -39,7 +39,6 @@ def test_a_look_at_a_run_reads_only_its_tasks_that_are_not_over(tmp_path: Path) 
         "held_out": {"data": 1},
         "schemas": [],
         "methods": ["fedavg"],
-        "training": [],
     }
     with database.transaction() as session:
         add_run(session).spec = {**SPEC, "rounds": 2, "evaluation": {"sites": True}}

@@ -20,7 +20,7 @@ from tessera.coordinator.domain.eligibility import (
     refused_plans,
     unsuited,
 )
-from tessera.shared.api.runs import Cohort, Evaluation, RunSpec, Training
+from tessera.shared.api.runs import Cohort, RunSpec, Training
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
@@ -28,7 +28,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import matcher, roles
 from tessera.shared.rounds.client_privacy import noise_share, noise_terms
-from tessera.shared.run_settings import LATER_SETTINGS, Budget, ClientPrivacy, Privacy, UnitBudget
+from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, UnitBudget
 from tessera.shared.schedule import local_epochs
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
@@ -53,7 +53,7 @@ def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: A
 
 def declared(advertised_policy: AdvertisedPolicy | None = None, **more: Any) -> dict[str, Any]:
     given = {
-        "kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], "training": sorted(LATER_SETTINGS),
+        "kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"],
         "site_keys": {"site": "a"}, **more,
     }  # fmt: skip
     return {**given, "advertised_policy": advertised_policy.model_dump(mode="json")} if advertised_policy else given
@@ -82,31 +82,12 @@ def test_what_a_worker_lacks_is_named(spec: dict[str, Any], said: dict[str, Any]
     assert rules(invited(**spec), **said) == [rule]
 
 
-@pytest.mark.parametrize("training", [{"steps": 5}, {"schedule": "cosine", "warmup": 0.1}, {"betas": (0.9, 0.95)}])
-def test_a_worker_is_offered_no_run_whose_settings_its_version_cannot_read(training: dict[str, Any]) -> None:
-    run = invited(training=Training.model_validate(training))
-    # A version before these settings declares none.
-    (found,) = objections(run, "a", declared(training=[]))
-    names = ", ".join(f"training.{name}" for name in sorted(training))
-    said = f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
-    assert (found.rule, found.detail) == ("version", said)
-    assert rules(run) == []
-    assert rules(invited(training=Training(epochs=2)), training=[]) == []
-
-
-def test_a_worker_that_would_count_an_ignored_class_is_offered_no_task() -> None:
-    run = invited(evaluation=Evaluation(sites=True, ignore=("O",)))
-    (found,) = objections(run, "a", declared(training=sorted(LATER_SETTINGS - {"evaluation.ignore"})))
-    assert "does not know evaluation.ignore: upgrade it" in found.detail
-    assert rules(run) == rules(invited(evaluation=Evaluation(sites=True)), training=[]) == []
-
-
 def test_a_worker_without_kornia_is_offered_no_run_that_changes_images() -> None:
     run = invited(training=Training.model_validate({"augmentation": {"horizontal_flip": 0.5}}))
-    (found,) = objections(run, "a", declared(training=sorted(LATER_SETTINGS - {"augmentation"})))
-    said = "it cannot apply training.augmentation: have the site run pip install 'tessera-fl[augmentation]'"
-    assert found.detail == f"{said}, or upgrade its version of Tessera, or leave the setting out"
-    assert rules(run) == []
+    (found,) = objections(run, "a", declared())
+    said = "it cannot change images: have the site run pip install 'tessera-fl[augmentation]'"
+    assert found.detail == f"{said}, or leave out training.augmentation"
+    assert rules(run, augments=True) == []
 
 
 def test_only_the_run_that_is_named_is_withheld() -> None:
@@ -289,7 +270,7 @@ def test_a_policy_whose_patterns_would_hold_up_planning_is_refused(shown: dict[s
         # The worker says so before it claims.
         with pytest.raises(ValidationError, match=told):
             Policy.model_validate(shown)
-    # One that an earlier version stored ends no planning.
+    # One that the previous version stored ends no planning.
     assert policy_of({"advertised_policy": shown}) is None
 
 
@@ -357,5 +338,4 @@ def test_texts_that_may_be_too_long_are_an_objection_only_where_they_are_padded(
     assert found.detail == f"its data set wards: {said_of_it}"
     assert unsuited(invited().spec, said, model, unread) is None
     assert unsuited(invited(privacy=PRIVATE).spec, said, model, unread) == found
-    # A worker of an earlier version declares nothing.
     assert unsuited(invited(privacy=PRIVATE).spec, declared(), model, unread) is None

@@ -72,7 +72,3 @@ def test_signals_that_compare_single_updates_are_refused_where_these_are_private
         RunSpec.model_validate({**SPEC, **START, **private})
         with pytest.raises(ValidationError, match=said):
             RunSpec.model_validate({**SPEC, **START, **private, **signals})
-
-
-def test_a_run_without_signals_is_written_as_before() -> None:
-    assert "signals" not in RunSpec.model_validate({**SPEC, **START}).model_dump()

@@ -15,10 +15,6 @@ from tessera.shared.run_settings import MAX_STEPS, Augmentation, Training
 from tessera.shared.schedule import full_rate_steps, local_epochs, local_steps, rate_factors, require_summable
 
 ROUNDS, STEPS = 4, 5
-OF_THE_FIRST_VERSION = {
-    "epochs": 1, "batch_size": 32, "optimizer": "adamw", "learning_rate": 1e-4, "weight_decay": 0.01, "momentum": 0.0,
-    "max_gradient_norm": None, "precision": "float32",
-}  # fmt: skip
 
 
 def over_the_run(steps: int = STEPS, **training: Any) -> list[float]:
@@ -123,39 +119,6 @@ def test_a_round_has_a_length_in_epochs_or_in_steps() -> None:
         Training(epochs=None)
 
 
-# ---------------------------------------------------------------- what is written
-
-
-def test_a_run_without_newer_settings_is_written_as_the_first_version_wrote_it() -> None:
-    assert Training().model_dump() == OF_THE_FIRST_VERSION
-    assert Training.model_validate(OF_THE_FIRST_VERSION) == Training()
-
-
-@pytest.mark.parametrize(
-    "training",
-    [
-        {"steps": 5},
-        {"schedule": "cosine"},
-        {"warmup": 0.1},
-        {"betas": [0.9, 0.95]},
-        {"decay_norms_and_biases": False},
-        {"keep_moments": True},
-        {"rates": {"head": 10.0}},
-        {"label_smoothing": 0.1},
-        {"gradient_checkpointing": True},
-        {"class_weights": [1.0, 2.5]},
-        {"class_weights": {"rare": 2.5}},
-        {"augmentation": {"horizontal_flip": 0.5, "crop": [0.5, 1.0]}},
-    ],
-)
-def test_a_newer_setting_that_is_used_is_in_all_that_is_written(training: dict[str, Any]) -> None:
-    settings = Training.model_validate(training)
-    for text in (settings.model_dump_json(), settings.model_dump_json(exclude_defaults=True)):
-        assert Training.model_validate_json(text) == settings
-    # A worker of the first version refuses each name that it does not know, and an epochs of null.
-    assert set(settings.model_dump()) - set(OF_THE_FIRST_VERSION) == set(training)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -183,7 +146,6 @@ def test_augmentation_out_of_range_is_refused(given: dict[str, Any], said: str) 
 
 def test_augmentation_that_changes_nothing_is_none() -> None:
     assert Training(augmentation=Augmentation()) == Training()
-    assert "augmentation" not in Training.model_validate({"augmentation": {"horizontal_flip": 0.0}}).model_dump()
     assert Augmentation(hue=0.1, horizontal_flip=0.5, rand_augment=2).colours == ["hue", "rand_augment"]
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tessera.shared.privacy import noise_shares
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.secure_sums.errors import SumRefused
-from tessera.shared.secure_sums.messages import NoiseTerms, RingBlock, Terms
+from tessera.shared.secure_sums.messages import RingBlock, Terms
 from tessera.shared.secure_sums.noisy_update import NoisyUpdate
 from tessera.shared.secure_sums.roster import check_terms
 from tests.support.secure_sums import Federation, Steps, integers_of
@@ -219,9 +219,3 @@ def test_terms_with_a_grid_on_which_a_norm_is_not_exact_are_no_terms() -> None:
     blocks = {name: RingBlock(elements=size, exponent=-28) for name, size in WIDE.items()}
     with pytest.raises(ValidationError, match="the grid is too fine"):
         fed.noisy_terms(blocks=blocks, noise=noise.model_copy(update={"deviation": 1000}))
-
-
-def test_terms_without_noise_are_written_as_before() -> None:
-    terms = federation().terms()
-    assert "noise" not in terms.model_dump()
-    assert isinstance(federation().noisy_terms().noise, NoiseTerms)

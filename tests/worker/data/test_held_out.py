@@ -200,11 +200,6 @@ def test_no_command_but_the_worker_makes_the_key(tmp_path: Path) -> None:
     assert len(secret_key(tmp_path / "new" / "key")) == 32
 
 
-def test_a_seed_that_anybody_knows_is_refused() -> None:
-    with pytest.raises(ValidationError, match="held_out_seed: was removed; delete it"):
-        DataSource.model_validate({"kind": "digits", "held_out": 0.2, "held_out_seed": 1})
-
-
 def test_nothing_is_held_out_of_a_data_set_for_evaluation() -> None:
     with pytest.raises(ValidationError, match="leave held_out out"):
         DataSource.model_validate({"kind": "digits", "held_out": 0.2, "use": "evaluate"})

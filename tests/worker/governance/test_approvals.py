@@ -228,7 +228,7 @@ def test_a_run_that_asked_on_approved_terms_too_is_withheld_on_the_others_alone(
 
 
 def test_to_let_a_run_measure_is_not_to_let_it_train(asking: Asking) -> None:
-    """At a worker that trains for no run, and as an approval of an earlier version."""
+    """The approval was given while the worker trained for no run."""
     measuring = task(kind="evaluate", held_out=True)
     asking.trains = False
     asking.code(measuring)

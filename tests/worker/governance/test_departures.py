@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.departures import as_csv, as_html, block_names, departures, totals
 from tessera.worker.settings import read_settings
-from tessera.worker.state.audit import Audit, SiteAuditEntry
+from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.stores import audit_of
 
@@ -68,23 +68,6 @@ def test_a_period_has_its_first_and_last_day_and_knows_earlier_approvals(tmp_pat
     (figures,) = departures(later, today + timedelta(days=1), None)
     assert figures.approved_by.startswith("Dr. Ann Lee")
     assert departures(later, date(2020, 1, 1), date(2020, 12, 31)) == []
-
-
-def test_entries_of_an_earlier_version_are_shown_with_what_they_have() -> None:
-    def entry(action: str, **detail: Any) -> SiteAuditEntry:
-        about = {"seq": 0, "at": datetime.now(UTC), "previous": "", "worker": "w", "action": action}
-        return SiteAuditEntry.model_validate({**about, "run": "r", "run_name": "old", "detail": detail})
-
-    update, figures = departures(
-        [
-            entry("update.leave", blocks=41, names="sha256:0", metrics=["loss"], bytes=7, examples=3),
-            entry("figures.leave", names=["accuracy", "loss"], examples=3),
-        ],
-        None,
-        None,
-    )
-    assert (update.blocks, update.figures, update.asked_by) == ("41", "loss (values not recorded)", "")
-    assert figures.figures == "accuracy, loss (values not recorded)"
 
 
 def test_a_text_of_a_coordinator_is_no_part_of_the_page_and_no_formula(tmp_path: Path) -> None:

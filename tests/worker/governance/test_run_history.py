@@ -107,10 +107,8 @@ def test_a_task_from_before_a_change_still_counts_after_one_from_after_it(tmp_pa
 
 def test_a_run_may_not_weaken_the_client_privacy_that_it_stated(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
-    # A coordinator of an earlier version states none.
-    seen.add(task(1), Policy())
-    seen.add(task(2, client_privacy=ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)), Policy())
-    weaker = task(3, client_privacy=ClientPrivacy(epsilon=9.0, delta=1e-5, clip_norm=1.0))
+    seen.add(task(1, client_privacy=ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)), Policy())
+    weaker = task(2, client_privacy=ClientPrivacy(epsilon=9.0, delta=1e-5, clip_norm=1.0))
     assert refused(seen, weaker, "run") == "run r has changed its client_privacy"
 
 

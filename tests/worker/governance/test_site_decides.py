@@ -499,7 +499,7 @@ def test_a_changed_policy_is_told_and_holds_for_what_is_not_begun(
     assert desk.audit().index("update.count") < desk.audit().index("policy.change") < desk.audit().index("run.ask")
     assert stricter["policy"] not in (started["policy"], budgeted["policy"])
     assert budgeted["policy"] == digest_of(canonical(read_settings(desk.file).policy))
-    budget = {"epsilon": 2.0, "delta": 1e-6, "evaluations": False, "acknowledge_exact": False}
+    budget = {"epsilon": 2.0, "delta": 1e-6, "unit": "example", "evaluations": False, "acknowledge_exact": False}
     assert budgeted["budgets"] == {"digits": budget}
 
 

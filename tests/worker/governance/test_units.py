@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tessera.coordinator.domain.eligibility import objections, policy_warnings
+from tessera.coordinator.domain.eligibility import policy_warnings
 from tessera.shared.api.tasks import AdvertisedPolicy
-from tessera.shared.run_settings import LATER_SETTINGS, Training, UnitBudget, used_later_settings
+from tessera.shared.run_settings import UnitBudget
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.budgets import SiteLimits
@@ -25,7 +25,7 @@ from tessera.worker.state.privacy_ledger import (
     unbounded_in,
     unit_of,
 )
-from tests.coordinator.domain.test_eligibility import declared, invited, rules
+from tests.coordinator.domain.test_eligibility import invited, rules
 from tests.worker.governance.test_policy import private, task
 
 STEPS = NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)
@@ -52,7 +52,6 @@ def before(days: float, unit: str, *events: Any) -> LedgerEntry:
 
 def test_a_run_protects_examples_unless_it_says_otherwise() -> None:
     assert (EXAMPLES.unit, EXAMPLES.examples_per_unit) == ("example", 1)
-    assert not {"unit", "max_per_group"} & set(EXAMPLES.model_dump())
     assert (GROUPS.examples_per_unit, private(unit="group", max_per_group=3).examples_per_unit) == (8, 3)
 
 
@@ -68,18 +67,6 @@ def test_a_run_protects_examples_unless_it_says_otherwise() -> None:
 def test_settings_of_groups_that_make_no_sense_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         private(**given)
-
-
-def test_a_worker_is_offered_no_run_of_groups_if_its_version_cannot_read_it() -> None:
-    assert used_later_settings(Training(), private(unit="group", max_per_group=3)) == {
-        "privacy.unit", "privacy.max_per_group",
-    }  # fmt: skip
-    (found,) = objections(invited(privacy=GROUPS), "a", declared(training=["steps"]))
-    assert (found.rule, found.detail) == (
-        "version", "its version of Tessera does not know privacy.unit: upgrade it, or leave the setting out",
-    )  # fmt: skip
-    assert rules(invited(privacy=GROUPS), training=sorted(LATER_SETTINGS)) == []
-    assert rules(invited(privacy=EXAMPLES), training=[]) == []
 
 
 # ---------------------------------------------------------------- a site's rules

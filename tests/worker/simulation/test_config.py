@@ -101,9 +101,6 @@ def test_the_seed_decides_what_is_held_out() -> None:
     assert other
     assert torch.equal(first.tensors["pixel_values"], same.tensors["pixel_values"])
     assert first.tensors["pixel_values"].tolist() != other.tensors["pixel_values"].tolist()
-    with refusing("invalid", "does not describe a valid federation") as caught:
-        read("simulation.data.held_out_seed=3")
-    assert "held_out_seed: was removed" in str(caught.value.errors[0])
 
 
 def test_data_that_change_are_those_of_the_file_from_their_round_on(folder: Path) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from tessera.shared.problems import Invalid
-from tessera.shared.run_settings import LATER_SETTINGS
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.inventory import usable_settings
 from tessera.worker.simulation import Result, Stalled, simulate
 from tests.support.tasks import PLAIN, Subject, images
 from tests.worker.training.test_micro_batch import BERT, CASES
@@ -77,11 +75,8 @@ def test_site_whose_images_have_no_known_colours_fails_the_task_with_the_remedy(
         trained({"hue": 0.1})
 
 
-def test_worker_without_kornia_says_so_and_does_not_offer_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_settings(["train"]) == LATER_SETTINGS
+def test_worker_without_kornia_fails_the_task_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kornia", None)
     with pytest.raises(Stalled, match=r"augmentation-not-installed: .* pip install 'tessera-fl\[augmentation\]'"):
         trained(FLIP)
-    assert usable_settings(["train", "evaluate"]) == LATER_SETTINGS - {"augmentation"}
-    assert usable_settings(["evaluate"]) == LATER_SETTINGS
     assert not same(trained({}), trained({}, mirrored()))
