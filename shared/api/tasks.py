@@ -414,7 +414,7 @@ class Task(Message):
     """The classes that the macro F1 of an evaluation leaves out."""
     training: Training
     privacy: Privacy | None = None
-    client_privacy: ClientPrivacy | None = Field(default=None)
+    client_privacy: ClientPrivacy | None = None
     """The run's bound on what all versions together reveal about one site. With `honest_sites` the site clips its
     update and adds its share of the noise; without, the coordinator says that it does, which no worker can verify."""
     codec: str

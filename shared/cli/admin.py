@@ -29,7 +29,7 @@ from tessera.shared.api.admin import (
     TokenSpec,
     WorkerView,
 )
-from tessera.shared.api.token_format import hash_of, new_secret, normal_code
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.cli.connection import (
     WATCHING_PATIENCE_SECONDS,
     checked_label,
@@ -263,8 +263,7 @@ def create_enrolment_token(
 
 
 def _pending(client: Client, code: str) -> Enrolment:
-    # Coordinators of the previous version ignore the filter and list all pending enrolments.
-    found = [enrolment for enrolment in client.enrolments(code[:16]) if enrolment.code == normal_code(code)]
+    found = list(client.enrolments(code[:16]))
     if not found:
         raise NotFound(
             f"no worker waits under the code {code!r}", remedy="List those that wait: `tessera admin join list`."

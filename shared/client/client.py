@@ -338,7 +338,9 @@ class Client:
         """Lease a task, waiting for one for up to `wait_seconds`."""
         headers = {"Content-Type": "application/json", "Prefer": f"wait={wait_seconds}", "Accept": MEDIA_TYPE}
         answer = self._transport.request("POST", "/v1/tasks/claim", content=claim.document(), headers=headers)
-        return _read(Task, answer.content, unpack_task) if answer.status_code == httpx.codes.OK else None
+        if answer.status_code != httpx.codes.OK:
+            return None
+        return _read(Task, answer.content, unpack_task if answer.headers.get("Content-Type") == MEDIA_TYPE else None)
 
     def tasks(self) -> Iterator[TaskView]:
         """Yield the site's own tasks, oldest first."""

@@ -67,7 +67,7 @@ class Block(Frozen):
     tensor: Name
     part: TensorSlice | None = None
     role: Role
-    adapts: tuple[Role, ...] = Field(default=())
+    adapts: tuple[Role, ...] = ()
     """An adapter's: the roles of what it adds to. Several for a factor that a fused matrix's parts share."""
     layer: Annotated[int, Field(ge=0)] | None = None
     shape: tuple[PositiveInt, ...] = Field(max_length=8)

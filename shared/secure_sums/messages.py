@@ -160,7 +160,7 @@ class Terms(Message):
     """Values are integers modulo 2 to this power."""
     blocks: dict[Name, RingBlock] = Field(min_length=1, max_length=MAX_BLOCKS)
     """Each block that a site may send."""
-    noise: NoiseTerms | None = Field(default=None)
+    noise: NoiseTerms | None = None
     """For client-level privacy; None for exact sums."""
     repeat_model: bool = False
     """Updates from these values may have gone into another sum: each site's operator has to allow it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.coordinator.app import create_app
+from tessera.shared.api.framing import unpack_head
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator
 
@@ -33,7 +34,7 @@ class Asked:
     def sends_tensors(self) -> bool:
         """Whether bytes of an update are in it: an upload's, or those that come along with a submission."""
         upload = self.method in {"POST", "PATCH"} and self.path.startswith("/v1/uploads") and bool(self.body)
-        return upload or (self.path.endswith("/update") and json.loads(self.body).get("data") is not None)
+        return upload or (self.path.endswith("/update") and bool(unpack_head(self.body)[1]))
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def received_before_stamps(live: LiveCoordinator, data: bytes) -> None:
-    """As a version before that kept no verdicts received it, and before this process."""
+    """Received before this process, by one that could not keep its verdict."""
     live.client("orchestrator").put_bytes(data)
     with live.services.database.transaction() as session:
         session.execute(update(BlobRow).values(created_at=0.0, stamp=None))
