@@ -20,8 +20,8 @@ from benchmarks.network import DIRECT, HOST, Moved, Network
 from examples.processes import ROOT, Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Round, Run, RunSpec
-from tessera.shared.cli.upload import InitialModel, upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import InitialModel, upload_model
 
 Options = Mapping[str, Any]
 """Those of a data set, as a worker's settings have them."""

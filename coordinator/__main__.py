@@ -1,5 +1,5 @@
 """`python -m tessera.coordinator`: the same commands as `tessera coordinator`."""
 
-from tessera.shared.cli.lazy_import import load
+from tessera.shared.lazy_import import load
 
 load("tessera.coordinator.cli").app()

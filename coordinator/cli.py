@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tessera.coordinator.telemetry import logging
 from tessera.shared import environment
-from tessera.shared.cli.lazy_import import Deferred, load
-from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
+from tessera.shared.lazy_import import Deferred, load
 from tessera.shared.problems import Conflict, Invalid, Problem, StoreAway
 from tessera.shared.telemetry import spans
+from tessera.shared.terminal.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.validation_errors import message_of, messages_of
 
 if TYPE_CHECKING:

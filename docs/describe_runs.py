@@ -12,8 +12,9 @@ from tessera.shared.aggregation.robust import Robust
 from tessera.shared.aggregation.server_optimizer import ServerOptimizer
 from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
 from tessera.shared.api.secure_sums import SecureSums
-from tessera.shared.cli.run_file import UPLOADED
-from tessera.shared.cli.run_keys import Key, keys_of, toml
+from tessera.shared.cli.run_keys import Key, keys_of
+from tessera.shared.client.run_file import UPLOADED
+from tessera.shared.diagnostics import toml
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import Match

@@ -15,14 +15,15 @@ from rich.markup import escape
 from examples.federation import Federation, Holding
 from examples.ledger import Entry, percent_of_full
 from examples.processes import Died, Processes, end_by_interrupt
+from tessera.shared import units
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.cli.export import export_folder
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.watch import print_ended
-from tessera.shared.cli.run_file import read_spec
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.export import export_folder
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.round_outcomes import follow
+from tessera.shared.client.run_file import read_spec
 from tessera.shared.problems import Problem
+from tessera.shared.terminal import output
+from tessera.shared.terminal.watch import print_ended
 from tessera.shared.updates.model_folder import ModelFolder
 
 # Says that a folder was made by a demo, and so may be replaced by one.
@@ -104,7 +105,7 @@ def run_through(
             pass
         console.print(
             f"A coordinator at {federation.url} and {len(holdings)} workers, a process each. The model has "
-            f"{len(folder.model.blocks)} blocks, {output.size(folder.model.nbytes)}. Bytes are of all sites.\n",
+            f"{len(folder.model.blocks)} blocks, {units.size(folder.model.nbytes)}. Bytes are of all sites.\n",
             soft_wrap=True,
         )
         uploaded = upload_model(client, folder)

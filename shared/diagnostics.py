@@ -203,3 +203,14 @@ def _by_name(environment: Mapping[str, str], prefix: str) -> dict[str, str]:
         if isinstance(parsed, dict):
             found |= {below.lower(): variable for below, _ in flat(parsed, name)}
     return found
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML on one line. Keys of tables that are None are left out."""
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} = {toml(each)}" for key, each in value.items() if each is not None)
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    # A date or a time is a text.
+    return json.dumps(value, ensure_ascii=False, default=str)

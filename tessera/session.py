@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tessera.shared.api.runs import Preview, RunSpec
 from tessera.shared.api.runs import Run as RunRecord
-from tessera.shared.cli.comparison import compare_runs
-from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, find_run
-from tessera.shared.cli.metrics import extra
-from tessera.shared.cli.render.watch import watch_as_text
-from tessera.shared.cli.run import preview_notes, previewed
-from tessera.shared.cli.run_file import check_spec, read_spec, settings_of
-from tessera.shared.cli.versions import Wanted, described, export_version, new_run
-from tessera.shared.client.client import Client
+from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client
+from tessera.shared.client.lookup import find_run
+from tessera.shared.client.previews import preview_notes, previewed
 from tessera.shared.client.round_outcomes import follow, outcomes
+from tessera.shared.client.run_comparison import compare_runs
+from tessera.shared.client.run_file import check_spec, read_spec, settings_of
+from tessera.shared.client.run_versions import Wanted, described, export_version, new_run
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
 from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
 from tessera.shared.metrics.convergence import Convergence
+from tessera.shared.metrics.extras import extra
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.metrics.site_spread import headlines
 from tessera.shared.problems import Problem
+from tessera.shared.terminal.watch import watch_as_text
 
 if TYPE_CHECKING:
     import pandas as pd

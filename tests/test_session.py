@@ -24,8 +24,8 @@ from examples.notebook import EXECUTED, NOTEBOOK, sources_digest
 from tessera.coordinator.db.tables import VersionRow
 from tessera.session import Run, Session
 from tessera.shared.api.runs import Evaluation
-from tessera.shared.cli.metrics import EXTRAS, extra
 from tessera.shared.metrics.comparison import BestVersion
+from tessera.shared.metrics.extras import EXTRAS, extra
 from tessera.shared.version import install_line
 from tests.support import cli
 from tests.support.coordinator import LiveCoordinator

@@ -32,6 +32,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid, NotFound, Problem, Unauthenticated
 from tessera.shared.run_settings import NO_PROTECTION, WEAK_EPSILON, Training
 from tessera.shared.schema import PROTOCOL
+from tessera.shared.units import size
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
@@ -39,7 +40,7 @@ from tessera.worker.data import augmentation
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.faults.disk import unwritable
-from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
+from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words
 from tessera.worker.governance.notices import TEST, Channel, channels
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector, named, roles

@@ -22,11 +22,11 @@ from examples.federation import LABORATORY, SITES, Federation, holdings
 from examples.ledger import Entry, percent_of_full, stages
 from examples.staging import DemoFailed, parser, play
 from tessera.shared.api.runs import Run, RunSpec
-from tessera.shared.cli.export import export_folder
-from tessera.shared.cli.run_file import read_spec
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.export import export_folder
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.round_outcomes import RunProgress, at_work, follow
+from tessera.shared.client.run_file import read_spec
 from tessera.shared.methods.fedfrozen import Scope
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.updates.model_folder import ModelFolder

@@ -21,7 +21,8 @@ from examples.llm.instructions import EXERCISES, KINDS, Text, encode, texts, wor
 from examples.llm.measure import Scores, measure, measure_in_four_bits
 from examples.processes import tessera
 from examples.staging import DemoFailed, parser, play, run_through
-from tessera.shared.cli.render import output
+from tessera.shared import units
+from tessera.shared.terminal import output
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.tokenizer import tokenizer_of
@@ -180,7 +181,7 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
 def _print_bytes(console: Console, entries: Sequence[Entry], *, is_external: bool) -> None:
     first, last = entries[0], entries[-1]
     whole, down, up = (
-        output.size(nbytes // entry.accepted)
+        units.size(nbytes // entry.accepted)
         for entry, nbytes in ((first, first.download_bytes), (last, last.download_bytes), (last, last.upload_bytes))
     )
     began = (
@@ -190,7 +191,7 @@ def _print_bytes(console: Console, entries: Sequence[Entry], *, is_external: boo
     )
     console.print(
         f"{began} Only adapters follow: in round {last.number} each office received {down} and sent {up}; the whole "
-        f"model is {output.size(last.model_bytes)}.\n",
+        f"model is {units.size(last.model_bytes)}.\n",
         soft_wrap=True,
     )
 

@@ -21,7 +21,8 @@ from transformers.utils import logging
 from examples.federation import Federation, Holding
 from examples.pairs.data import NAMES, WORDS, pairs, pretrained
 from examples.staging import parser, play, run_through
-from tessera.shared.cli.render import output
+from tessera.shared import units
+from tessera.shared.terminal import output
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.division import divide
 from tessera.worker.data.partition.schemes import Shift
@@ -90,8 +91,8 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
         [
             (
                 entry.number,
-                output.size(entry.download_bytes // entry.accepted),
-                output.size(entry.upload_bytes // entry.accepted),
+                units.size(entry.download_bytes // entry.accepted),
+                units.size(entry.upload_bytes // entry.accepted),
                 output.share(entry.scores.get("personal_accuracy")),
             )
             for entry in entries

@@ -15,13 +15,13 @@ from rich.markup import escape
 from examples.federation import LABORATORY, SITES, TEST_DATA, TRAIN_DATA, Federation, Holding
 from examples.staging import DemoFailed, parser, play
 from tessera.shared.api.runs import Run, RunSpec
-from tessera.shared.cli.render.watch import print_ended
-from tessera.shared.cli.run_file import read_spec
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.round_outcomes import Outcome, follow
+from tessera.shared.client.run_file import read_spec
 from tessera.shared.privacy.noise_shares import epsilon_of, rho_for
 from tessera.shared.secure_sums.messages import fingerprint
+from tessera.shared.terminal.watch import print_ended
 from tessera.worker.data.partition.schemes import Dirichlet
 from tessera.worker.settings import DataSource
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring

@@ -1,6 +1,6 @@
 """The command `tessera`, also where scripts are not installed: `python -m tessera.shared.cli`."""
 
-from tessera.shared.cli.lazy_import import load
+from tessera.shared.lazy_import import load
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 
+from tessera.shared import units
 from tessera.shared.api.admin import (
     Approval,
     Enrolment,
@@ -30,20 +31,14 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.token_format import hash_of, new_secret
-from tessera.shared.cli.connection import (
-    WATCHING_PATIENCE_SECONDS,
-    checked_label,
-    client_of,
-    connect,
-    find_token,
-    only,
-)
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson
-from tessera.shared.client.client import Client
+from tessera.shared.cli.connection import checked_label, client_of, connect
+from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client
+from tessera.shared.client.lookup import find_token, only
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound, Problem
 from tessera.shared.schema import TokenRole
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import AsJson
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,8 +88,8 @@ def sites(ctx: typer.Context, as_json: AsJson = False) -> None:
         (
             site.id,
             site.name,
-            f"suspended {output.ago(site.suspended_at)}" if site.suspended_at else "admitted",
-            output.ago(site.created_at),
+            f"suspended {units.ago(site.suspended_at)}" if site.suspended_at else "admitted",
+            units.ago(site.created_at),
         )
         for site in found
     ]
@@ -109,7 +104,7 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
         (
             f"{worker.site}/{worker.name}",
             _state(worker),
-            output.ago(worker.last_seen_at),
+            units.ago(worker.last_seen_at),
             ", ".join(worker.kinds),
             ", ".join(f"{name} ({count})" for name, count in worker.datasets.items()),
             worker.device,
@@ -200,7 +195,7 @@ def _print_site(site: Site, *, as_json: bool) -> None:
 def list_joining(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the workers that wait for approval."""
     found = list(client_of(ctx).enrolments())
-    rows = [(e.code, e.site, e.worker, e.device, e.version, e.address, output.ago(e.created_at)) for e in found]
+    rows = [(e.code, e.site, e.worker, e.device, e.version, e.address, units.ago(e.created_at)) for e in found]
     columns = ("code", "site", "worker", "device", "version", "from", "asked")
     output.show(found, output.table(columns, rows), as_json=as_json)
 
@@ -273,7 +268,7 @@ def _pending(client: Client, code: str) -> Enrolment:
         ended = {"approved": "was admitted", "declined": "was declined"}.get(
             last.state, "waited until its code expired"
         )
-        when = f" {output.ago(last.decided_at)}" if last.decided_at else ""
+        when = f" {units.ago(last.decided_at)}" if last.decided_at else ""
         remedy = "Nothing is left to do." if last.state == "approved" else "Have the worker join again."
         raise Conflict(f"{last.worker} of site {last.site} {ended}{when}, under the code {last.code}", remedy=remedy)
     return last
@@ -335,8 +330,8 @@ def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
             token.name,
             token.role,
             token.site,
-            output.ago(token.created_at),
-            output.ago(token.last_used_at) if token.last_used_at else "never",
+            units.ago(token.created_at),
+            units.ago(token.last_used_at) if token.last_used_at else "never",
             token.expires_at.date() if token.expires_at else "never",
             _validity(token),
             token.uses_left,
@@ -349,9 +344,9 @@ def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 def _validity(token: Token) -> str:
     if token.revoked_at:
-        return f"revoked {output.ago(token.revoked_at)}"
+        return f"revoked {units.ago(token.revoked_at)}"
     if token.expires_at and token.expires_at <= datetime.now(UTC):
-        return f"expired {output.ago(token.expires_at)}"
+        return f"expired {units.ago(token.expires_at)}"
     return "used up" if token.uses_left == 0 else "valid"
 
 
@@ -406,7 +401,7 @@ def _line_of(*sentences: str) -> str:
 
 
 def _failure(group: FailureGroup) -> str:
-    when = f" {output.ago(group.latest_at)}" if group.latest_at else ""
+    when = f" {units.ago(group.latest_at)}" if group.latest_at else ""
     return f"{group.name}: {group.tasks} {group.state}, {group.code}, at {', '.join(group.workers)}{when}"
 
 
@@ -455,8 +450,8 @@ def _facts(found: Status) -> dict[str, str]:
         "version": f"{found.version}, protocol {found.protocol}",
         "runs": runs or "none",
         "workers": f"{found.live_workers} live of {found.workers}",
-        "blobs": f"{found.blobs}, {output.size(found.blob_bytes)}",
-        "disk": f"{output.size(found.free_disk_bytes)} free",
+        "blobs": f"{found.blobs}, {units.size(found.blob_bytes)}",
+        "disk": f"{units.size(found.free_disk_bytes)} free",
         "memory": f"{output.share(found.memory_share)} in use" if found.memory_share else "no limit",
     }
 

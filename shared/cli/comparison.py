@@ -1,21 +1,20 @@
 """`tessera run compare`: several runs side by side, and the settings in which they differ."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Annotated, TypeVar
 
 import typer
 from rich.table import Table
 
-from tessera.shared.api.runs import Run
-from tessera.shared.cli.connection import client_of, find_run
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson, Reach
-from tessera.shared.cli.versions import described
-from tessera.shared.client.client import Client
-from tessera.shared.metrics.comparison import Comparison, History, setting_text
-from tessera.shared.metrics.comparison import compare as compared
-from tessera.shared.problems import Invalid
+from tessera.shared import units
+from tessera.shared.cli.connection import client_of
+from tessera.shared.client.lookup import find_run
+from tessera.shared.client.run_comparison import compare_runs
+from tessera.shared.client.run_versions import described
+from tessera.shared.metrics.comparison import Comparison, setting_text
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import AsJson, Reach
 
 T = TypeVar("T")
 
@@ -46,27 +45,6 @@ def compare(
         output.note(f"warning: {warning}")
 
 
-def compare_runs(
-    client: Client, runs: Sequence[Run], metric: str | None = None, reach: Sequence[float] = ()
-) -> Comparison:
-    """Compare two runs or more. Raises Invalid for fewer, and for a metric that no run has."""
-    if len({run.id for run in runs}) < max(2, len(runs)):
-        named = ", ".join(run.spec.name for run in runs)
-        raise Invalid(
-            f"a comparison needs two or more different runs, not {named or 'none'}",
-            remedy="Name each run once; `tessera run list` lists them.",
-        )
-    histories = [History.of(run, client.rounds(run.id), client.measurements(run.id)) for run in runs]
-    if metric:
-        known = {name for history in histories for one in history.measurements for name in one.metrics}
-        if metric not in known:
-            raise Invalid(
-                f"none of these runs has the score {metric!r}",
-                remedy=f"Measured were: {', '.join(sorted(known))}." if known else "None of them was evaluated.",
-            )
-    return compared(histories, metric, reach)
-
-
 def tables(found: Comparison) -> Iterator[Table]:
     """Yield the tables of a comparison: the runs, the settings that differ, and a table by version for each of score,
     bytes and seconds."""
@@ -78,7 +56,7 @@ def tables(found: Comparison) -> Iterator[Table]:
             run.state,
             run.version,
             described(run.best) if run.best else None,
-            output.size(_last(run.bytes)),
+            units.size(_last(run.bytes)),
             output.seconds(_last(run.seconds)),
         )
         for run in found.runs
@@ -98,7 +76,7 @@ def tables(found: Comparison) -> Iterator[Table]:
         yield _by_version(
             found, found.title or found.metric, [map(output.share, _at(found, run.scores)) for run in found.runs]
         )
-    yield _by_version(found, "bytes so far", [map(output.size, _at(found, run.bytes)) for run in found.runs])
+    yield _by_version(found, "bytes so far", [map(units.size, _at(found, run.bytes)) for run in found.runs])
     yield _by_version(found, "seconds so far", [map(output.seconds, _at(found, run.seconds)) for run in found.runs])
 
 

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 import tessera
-from tessera.shared.cli.render.output import AsJson, print_json, show, table
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import NotFound
+from tessera.shared.terminal.output import AsJson, print_json, show, table
 
 FOLDER = Path(tessera.__file__).with_name("docs")
 

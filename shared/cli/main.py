@@ -22,12 +22,12 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from tessera.shared.cli.docs import FOLDER
-from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.output import complain, show_problem, wants_json
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
+from tessera.shared.lazy_import import load
 from tessera.shared.near_names import MISSPELT, did_you_mean, nearest
 from tessera.shared.problems import Invalid, Problem, Unauthenticated
+from tessera.shared.terminal.output import complain, show_problem, wants_json
 from tessera.shared.validation_errors import message_of
 from tessera.shared.version import VERSION, install_line
 

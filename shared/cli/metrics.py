@@ -1,24 +1,19 @@
 """`tessera run metrics`: export of a run's metrics as CSV, Parquet or to MLflow."""
 
-import importlib
 import io
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from tessera.shared.api.runs import Run
-from tessera.shared.cli.connection import client_of, find_run
-from tessera.shared.cli.export import in_place_of
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson, Reach
+from tessera.shared.cli.connection import client_of
+from tessera.shared.client.export import in_place_of
+from tessera.shared.client.lookup import find_run
+from tessera.shared.metrics.extras import extra
 from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
-from tessera.shared.problems import Invalid
-from tessera.shared.version import install_line
-
-# Modules that need an extra, imported only on demand, and the name of that extra.
-EXTRAS = {"data_frames": "tables", "parquet_file": "tables", "mlflow_store": "mlflow"}
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import AsJson, Reach
 
 
 def metrics(
@@ -70,14 +65,3 @@ def _write(
     if mlflow:
         written["mlflow"] = f"{mlflow} as run {extra('mlflow_store').write(rows, run, mlflow, experiment)}"
     return written
-
-
-def extra(name: str) -> ModuleType:
-    """Import one of the modules in EXTRAS. Raises Invalid that names the missing package."""
-    try:
-        return importlib.import_module(f"tessera.shared.metrics.{name}")
-    except ModuleNotFoundError as fault:
-        raise Invalid(
-            f"this needs {fault.name}, which is not installed",
-            remedy=f"Run: {install_line(EXTRAS[name])}",
-        ) from fault

@@ -13,20 +13,18 @@ from pydantic import TypeAdapter, ValidationError
 from rich.markup import escape
 from rich.table import Table
 
+from tessera.shared import units
 from tessera.shared.api.runs import Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
 from tessera.shared.cli.comparison import compare
-from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
+from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.cli.metrics import metrics
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
-from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
-from tessera.shared.cli.render.output import AsJson, Reach
-from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
-from tessera.shared.cli.run_file import installed_method, live_changes, read_spec
 from tessera.shared.cli.run_template import template
-from tessera.shared.cli.versions import described, export_version, new_run, parse_version
-from tessera.shared.client.client import Client, despite_changes
+from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client, despite_changes
+from tessera.shared.client.lookup import find_run
+from tessera.shared.client.previews import preview_notes, previewed
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
+from tessera.shared.client.run_file import installed_method, live_changes, read_spec
+from tessera.shared.client.run_versions import described, export_version, new_run, parse_version
 from tessera.shared.metrics.comparison import (
     BestVersion,
     History,
@@ -37,8 +35,13 @@ from tessera.shared.metrics.comparison import (
     setting_text,
 )
 from tessera.shared.metrics.site_spread import PERSONAL, name_over_sites, spreads
-from tessera.shared.problems import Invalid, Problem, validated
+from tessera.shared.problems import Invalid, validated
 from tessera.shared.schema import Label, RunState
+from tessera.shared.terminal import output
+from tessera.shared.terminal.failures import MAX_SHOWN, print_failures
+from tessera.shared.terminal.metric_tables import epsilon_table, number_table, score_table, spread_table
+from tessera.shared.terminal.output import AsJson, Reach
+from tessera.shared.terminal.watch import watch_as_json, watch_as_text
 from tessera.shared.updates.model_folder import ModelFolder
 
 app = typer.Typer(
@@ -192,13 +195,13 @@ def _spec(
     as_json: bool,
 ) -> tuple[RunSpec, str]:
     """Return a run's spec, whose model is uploaded with a progress bar, and a note of its start."""
-    given = read_spec(file, settings or []) if file else None
+    given = read_spec(file, settings or [], output.note) if file else None
     with output.progress(quiet=as_json or model is None) as bar:
 
         def progress_of(folder: ModelFolder) -> Callable[[int], None]:
             return partial(bar.advance, bar.add_task("model", total=folder.model.stored_bytes))
 
-        return new_run(client, given, model, start_from, settings or (), progress_of)
+        return new_run(client, given, model, start_from, settings or (), progress_of, output.note)
 
 
 @app.command("list")
@@ -218,7 +221,7 @@ def list_runs(
             run.state,
             run.spec.method.name,
             f"{run.version.number}/{run.spec.rounds}",
-            output.ago(run.updated_at),
+            units.ago(run.updated_at),
             ", ".join(run.tags),
         )
         for run in runs
@@ -298,7 +301,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("round", f"quorum {cohort.quorum}, deadline {output.seconds(cohort.deadline_seconds)}"),
         ("dataset", run.spec.dataset),
-        ("model", output.size(run.model_bytes) or ""),
+        ("model", units.size(run.model_bytes) or ""),
         ("codec", run.spec.codec),
         *([("tags", ", ".join(run.tags))] if run.tags else []),
         *([("note", run.note)] if run.note else []),
@@ -309,7 +312,7 @@ def _held(rounds: Iterable[Round]) -> Iterator[tuple[str, str]]:
     """Yield the updates that wait for a person at their site."""
     for task in (task for round_ in rounds for task in round_.tasks):
         if task.held_since:
-            yield "held for release", f"round {task.round}, {task.worker}, {output.ago(task.held_since)}"
+            yield "held for release", f"round {task.round}, {task.worker}, {units.ago(task.held_since)}"
 
 
 def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:
@@ -350,8 +353,8 @@ def _row(outcome: Outcome, scores: Iterable[float | None], best: BestVersion | N
         made.state + (f": {made.reason}" if made.state == "abandoned" and made.reason else ""),
         f"{outcome.accepted}/{outcome.asked}",
         *map(output.share, scores),
-        output.size(outcome.download_bytes),
-        output.size(outcome.upload_bytes),
+        units.size(outcome.download_bytes),
+        units.size(outcome.upload_bytes),
         output.seconds(outcome.seconds(datetime.now(UTC))),
         "best" if best and made.version == best.number else "",
     )
@@ -491,34 +494,13 @@ def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
     amounts: tuple[str | None, ...] = (None, None, None)
     if work:
         amounts = (
-            f"{work.fetch_blocks} blocks, {output.size(work.fetch_bytes)}",
-            f"{work.train_blocks} blocks, {output.size(work.train_bytes)}",
-            f"{work.upload_blocks} blocks, {output.size(work.upload_bytes)}",
+            f"{work.fetch_blocks} blocks, {units.size(work.fetch_bytes)}",
+            f"{work.train_blocks} blocks, {units.size(work.train_bytes)}",
+            f"{work.upload_blocks} blocks, {units.size(work.upload_bytes)}",
         )
         if work.largest_update_bytes not in (None, work.upload_bytes):
-            amounts = (*amounts[:2], f"{output.size(work.largest_update_bytes)}, chosen from {amounts[2]}")
+            amounts = (*amounts[:2], f"{units.size(work.largest_update_bytes)}, chosen from {amounts[2]}")
     return (prospect.worker, takes_part, *amounts, because or None)
-
-
-def preview_notes(found: Preview) -> Iterator[str]:
-    """Yield remarks and warnings to read before the run is started."""
-    yield from found.remarks_on_sites
-    if found.eligible < found.quorum:
-        after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
-        yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
-    yield from (f"{one.worker} never sends: {'; '.join(one.never_sends)}" for one in found.workers if one.never_sends)
-    left = [f"{one.worker} {one.evaluations_left}" for one in found.workers if one.evaluations_left is not None]
-    if left:
-        yield f"evaluations left for this run: {', '.join(left)}"
-    yield from (f"warning: {warning}" for warning in found.warnings)
-
-
-def previewed(client: Client, spec: RunSpec) -> Preview | None:
-    """Return a run's preview; None if that fails, which does not prevent the run's start."""
-    try:
-        return client.preview_run(spec)
-    except Problem:
-        return None
 
 
 def _warn_if_too_few(client: Client, spec: RunSpec) -> None:

@@ -1,12 +1,12 @@
 """The keys of a run's file, read from the models that check it: for `tessera run init` and docs/runs.md."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from tessera.shared.diagnostics import toml
 from tessera.shared.validation_errors import PATTERNS
 
 LARGEST = 10**15
@@ -45,17 +45,6 @@ def keys_of(model: type[BaseModel], above: str = "") -> Iterator[Key]:
                 name in required,
                 " ".join(str(each.get("description", "")).split()),
             )
-
-
-def toml(value: Any) -> str:
-    """Return a value as TOML on one line. Keys of tables that are None are left out."""
-    if isinstance(value, dict):
-        inner = ", ".join(f"{key} = {toml(each)}" for key, each in value.items() if each is not None)
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(toml, value))}]"
-    # A date or a time is a text.
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def kind_of(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> str:

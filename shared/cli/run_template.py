@@ -9,8 +9,9 @@ from pydantic import BaseModel
 from tessera.shared.aggregation.robust import Robust
 from tessera.shared.aggregation.server_optimizer import ServerOptimizer
 from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
-from tessera.shared.cli.run_file import UPLOADED
-from tessera.shared.cli.run_keys import Key, keys_of, toml
+from tessera.shared.cli.run_keys import Key, keys_of
+from tessera.shared.client.run_file import UPLOADED
+from tessera.shared.diagnostics import toml
 from tessera.shared.methods.base import Method
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import Invalid

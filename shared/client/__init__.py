@@ -1,4 +1,7 @@
-"""The Python client of the REST API, and the HTTP transport below it.
+"""The Python client of the REST API, the HTTP transport below it, and the library of the commands and the Python API.
 
-Imports `api`, `metrics`, `model`, `telemetry` and `tensors`.
+`transport`, `client` and `transfers` workers use too; `run_file`, `run_versions`, `lookup` and the others stand above
+them.
+
+Imports `api`, `methods`, `metrics`, `model`, `rounds`, `telemetry`, `tensors` and `updates`.
 """

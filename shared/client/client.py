@@ -64,7 +64,6 @@ from tessera.shared.client.transport import (
     tls_context,
 )
 from tessera.shared.environment import refuse_misspelt
-from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.json_limits import bounded
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.near_names import unread
@@ -79,8 +78,15 @@ from tessera.shared.problems import (
     faults_of,
 )
 from tessera.shared.schema import Page, RunState
+from tessera.shared.tensors.hashing import Hashing, Sink, digest_at
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
+
+# Long enough for a passing fault, short enough for a person who waits at a terminal.
+PATIENCE_SECONDS = 10.0
+
+# Long enough to keep watching a run while its coordinator restarts.
+WATCHING_PATIENCE_SECONDS = 300.0
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 

@@ -13,9 +13,9 @@ from tessera.shared.api.versions import BlobRequest
 from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
 from tessera.shared.client.transport import Answer, IntermediaryFault, NotUnderstood, Transport, Unreachable
-from tessera.shared.hashing import Sink
 from tessera.shared.problems import OffsetMismatch, Problem
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER
+from tessera.shared.tensors.hashing import Sink
 
 ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""

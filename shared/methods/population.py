@@ -20,8 +20,8 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Computed, Tensor, to_array, weighted_steps
 
 MEMBERS = "members"

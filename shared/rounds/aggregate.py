@@ -16,7 +16,6 @@ from tessera.shared.aggregation.drift import DRIFT, drift_by_role
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half
 from tessera.shared.metrics.selections import Choices, choices, selection_scalars
@@ -29,6 +28,7 @@ from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.lazy import Rebased, Tensor
 from tessera.shared.updates.rounded_steps import rounded
 

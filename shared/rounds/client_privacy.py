@@ -22,7 +22,6 @@ from typing import ClassVar
 import numpy as np
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import UPDATE_NORM, Plan, State, Update
 from tessera.shared.model.blocks import Block
 from tessera.shared.privacy import noise_shares
@@ -32,6 +31,7 @@ from tessera.shared.privacy.noise_shares import MAX_GROWTH, NoiseShare, rho_for,
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.secure_sums.messages import MAX_SENDERS, NOISE_BITS, NoiseTerms, levels_of
 from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.lazy import (
     Array,
     Computed,

@@ -19,7 +19,6 @@ from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import (
     CoordinatorHalf,
     MethodSettings,
@@ -50,6 +49,7 @@ from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.schema import without_effect
 from tessera.shared.secure_sums.messages import NOISE_BITS
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.statistics import is_statistic
 
 MAX_WEIGHT_OF_MEDIAN = 4

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 
-from tessera.shared.hashing import Sink
 from tessera.shared.schema import Digest, Label, Message, canonical
 from tessera.shared.secure_sums.envelope import opened_seeds, own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
@@ -31,6 +30,7 @@ from tessera.shared.secure_sums.messages import (
     signatures_of,
 )
 from tessera.shared.secure_sums.roster import Roster, check_terms, require_known
+from tessera.shared.tensors.hashing import Sink
 from tessera.shared.tensors.lazy import as_bytes, chunk_counts, digest_of
 
 AGREEMENT = "set of senders"

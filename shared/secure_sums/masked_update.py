@@ -18,12 +18,12 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from tessera.shared.hashing import Hashing, Sink
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masks import RING_DTYPES, MaskStream
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.secure_sums.noisy_update import NoisyUpdate
+from tessera.shared.tensors.hashing import Hashing, Sink
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, chunk_counts
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.safetensors_file import ContainerError, read_header, write_streams

@@ -15,8 +15,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tessera.shared.hashing import derive_seed
 from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.lazy import Array, Tensor, as_bytes, numel
 from tessera.shared.tensors.statistics import is_statistic
 from tessera.shared.updates.codecs import pipeline

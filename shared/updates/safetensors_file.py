@@ -16,8 +16,8 @@ from typing import Annotated, BinaryIO, TypeVar, cast
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from tessera.shared.hashing import Sink
 from tessera.shared.schema import Frozen
+from tessera.shared.tensors.hashing import Sink
 from tessera.shared.updates.errors import HeaderKind, Malformed
 from tessera.shared.validation_errors import message_of
 

@@ -10,10 +10,10 @@ from typing import BinaryIO, ClassVar, cast
 
 import numpy as np
 
-from tessera.shared.hashing import Hashing
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.hashing import Hashing
 from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, ArrayTensor, Steps, Tensor, chunk_counts, squares
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.tensors.statistics import is_statistic

@@ -17,9 +17,9 @@ from tessera.coordinator.domain.decide import Timeouts, decide
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.shared.api.runs import Cohort
-from tessera.shared.hashing import derive_seed
 from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
+from tessera.shared.tensors.hashing import derive_seed
 from tests.model_checking.invariants import LEGAL, Violated
 
 LEASE = 30.0

@@ -15,8 +15,8 @@ from safetensors.numpy import load
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder

@@ -14,7 +14,7 @@ import pytest
 from examples.pairs import __main__ as pairs
 from examples.reports import __main__ as reports
 from examples.reports.notes import DEPARTMENTS, WORDINGS, notes
-from tessera.shared.cli.run_file import read_spec
+from tessera.shared.client.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.inventory import load_source

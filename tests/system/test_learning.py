@@ -13,7 +13,7 @@ from safetensors.numpy import load
 from safetensors.torch import save_file
 
 from tessera.shared.api.runs import Cohort, RunSpec, Training
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import named_tensors

@@ -17,7 +17,7 @@ from examples.llm import __main__ as demo
 from examples.llm.instructions import EXERCISES, KINDS, LENGTHS, Kind, encode, texts, word_tokenizer
 from examples.llm.measure import measure, measure_in_four_bits
 from examples.staging import DemoFailed
-from tessera.shared.cli.run_file import read_spec
+from tessera.shared.client.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import app as model_app
 from tessera.worker.inventory import load_source

@@ -14,8 +14,8 @@ from safetensors.numpy import load as load_file
 
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model

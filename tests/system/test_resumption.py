@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings import Privacy
 from tessera.shared.updates.model_folder import ModelFolder

@@ -15,8 +15,8 @@ from safetensors.numpy import load
 from safetensors.torch import save_file
 
 from tessera.shared.api.runs import Run, RunSpec
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.registry import load as load_data

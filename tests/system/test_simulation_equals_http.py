@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.shared.api.runs import Measurement, Round, RunSpec
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import load

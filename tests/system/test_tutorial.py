@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.api.runs import Cohort, RunSpec, Training
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS
 from tessera.shared.updates.model_folder import ModelFolder

@@ -24,13 +24,14 @@ from typer.testing import CliRunner
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import Finding, examined
+from tessera.shared.units import size
 from tessera.shared.urls import is_loopback, without_password
 from tessera.shared.version import install_line
 from tessera.worker import doctor as doctor_checks
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.worker import app
 from tessera.worker.doctor import checks, clock, expiry, forecast, under_way, way_to
-from tessera.worker.governance.descriptions import policy_in_words, size
+from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import SettingsError, WorkerSettings

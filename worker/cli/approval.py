@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from tessera.shared.cli.render.output import AsJson, ago, note, out, print_json, size, table
 from tessera.shared.run_settings import with_meaning
+from tessera.shared.terminal.output import AsJson, note, out, print_json, table
+from tessera.shared.units import ago, size
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
 from tessera.worker.governance.airlock import Airlock, AirlockError, Summary
 from tessera.worker.governance.approvals import ApprovalDecision, InboxError, Request

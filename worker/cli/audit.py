@@ -16,8 +16,8 @@ import typer
 from tessera.shared.api.admin import AuditEntry
 from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.cli.connection import client_of, connect
-from tessera.shared.cli.lazy_import import load
-from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
+from tessera.shared.lazy_import import load
+from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.audit_compare import Discrepancy, compare

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from safetensors import SafetensorError
 
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared import units
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.model.spec import Head
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Problem
 from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import AsJson
 from tessera.shared.updates.base_folder import BaseFolder
 from tessera.shared.updates.model_folder import CONFIG_FILE, head_of
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
@@ -68,8 +69,8 @@ def add(
         output.print_json(_row(cache, record))
     else:
         row = _row(cache, record)
-        copied = output.size(row["copied_bytes"])
-        typer.echo(f"{name}: {row['blocks']} different blocks, {output.size(record.nbytes)}, of them {copied} copied")
+        copied = units.size(row["copied_bytes"])
+        typer.echo(f"{name}: {row['blocks']} different blocks, {units.size(record.nbytes)}, of them {copied} copied")
 
 
 @app.command("list")
@@ -82,7 +83,7 @@ def list_(config: ConfigFile, as_json: AsJson = False) -> None:
         output.print_json({"bases": rows})
         return
     shown = [
-        (row["source"], row["blocks"], output.size(row["bytes"]), output.size(row["copied_bytes"]), row["changed"])
+        (row["source"], row["blocks"], units.size(row["bytes"]), units.size(row["copied_bytes"]), row["changed"])
         for row in rows
     ]
     columns = ("source", "different blocks", "size", "copied", "changed files")

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson, Reach
 from tessera.shared.problems import Invalid
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import AsJson, Reach
 from tessera.worker.simulation.checkpoint import shortened
 from tessera.worker.simulation.comparison import Comparison, Figure
 

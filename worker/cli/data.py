@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
 from tessera.shared.diagnostics import reason_of, toml_of
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.near_names import absent, did_you_mean
+from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.validation_errors import message_of
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits, fail

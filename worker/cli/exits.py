@@ -10,8 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tessera.shared.cli.render.output import complain
 from tessera.shared.problems import Problem
+from tessera.shared.terminal.output import complain
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from tessera.shared.cli.connection import PATIENCE_SECONDS, checked_label
-from tessera.shared.cli.render.output import AsJson, note, print_json
-from tessera.shared.client.client import Client
+from tessera.shared.cli.connection import checked_label
+from tessera.shared.client.client import PATIENCE_SECONDS, Client
 from tessera.shared.client.transport import tls_context
 from tessera.shared.problems import Forbidden, Problem, Unauthenticated
+from tessera.shared.terminal.output import AsJson, note, print_json
 from tessera.shared.urls import require_private
 from tessera.shared.version import VERSION
 from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, NOT_ADMITTED, ConfigFile, Errors, exits, fail

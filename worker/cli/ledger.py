@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import JsonValue
 
-from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
 from tessera.shared.problems import Problem
 from tessera.shared.run_settings import Unit, with_meaning
+from tessera.shared.terminal.output import AsJson, note, print_json, show, table
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.faults.rolled_back import adopt_restored_run, adopt_rolled_back

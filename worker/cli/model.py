@@ -17,10 +17,8 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from tessera.shared.cli.connection import client_of, connect
-from tessera.shared.cli.export import CONFIG_FILE, copy_rest, require_new_folder
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import AsJson
+from tessera.shared.client.export import CONFIG_FILE, copy_rest, require_new_folder
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import class_count
 from tessera.shared.model.spec import (
@@ -37,6 +35,8 @@ from tessera.shared.model.spec import (
 )
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Problem
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import AsJson
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from safetensors import safe_open
 
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.versions import find_start
 from tessera.shared.client.client import Client
+from tessera.shared.client.run_versions import find_start
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.model.spec import WEIGHTS_FILE, Float32Role, Fusion, Head, Lora, Prompts
 
 if TYPE_CHECKING:

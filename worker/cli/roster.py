@@ -1,6 +1,6 @@
 """`tessera worker roster`: this site's fingerprint, and those of the other sites."""
 
-from tessera.shared.cli.render.output import AsJson, show, table
+from tessera.shared.terminal.output import AsJson, show, table
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.stores import sum_party_of

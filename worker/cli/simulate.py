@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from tessera.shared.cli.export import in_place_of
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
-from tessera.shared.cli.render.output import AsJson, Reach
-from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
+from tessera.shared.client.export import in_place_of
 from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.metrics.convergence import levels_of
 from tessera.shared.problems import Invalid
 from tessera.shared.telemetry.logging import configure
+from tessera.shared.terminal import output
+from tessera.shared.terminal.failures import MAX_SHOWN, print_failures
+from tessera.shared.terminal.output import AsJson, Reach
+from tessera.shared.terminal.watch import print_ended, print_ended_as_json
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, fail
 from tessera.worker.settings import SettingsError
@@ -102,7 +102,7 @@ def command(
     changes: list[dict[str, int]] = [{"seed": seed} for seed in _distinct_seeds(seeds)] if seeds is not None else [{}]
     # What the tasks log at lower levels is of use at a worker. Unless configured, it would go to stdout.
     configure(sys.stderr, console=sys.stderr.isatty(), level=logging.WARNING)
-    wanted = read_file(file, settings or [])
+    wanted = read_file(file, settings or [], output.note)
     levels_of("", 0.0, reach or ())
     if (source := model or wanted.model) is None:
         remedy = "Make one with `tessera model init`, and name it there or with --model."

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.cli.render.output import AsJson, note, print_json
 from tessera.shared.client.client import Client
+from tessera.shared.terminal.output import AsJson, note, print_json
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits
 from tessera.worker.governance.departures import as_csv, as_html, block_names, departures
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, tls_of, token_of

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import examined
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, Problem, Unauthenticated
 from tessera.shared.telemetry import logging, spans
+from tessera.shared.terminal.output import AsJson, print_findings, print_json, print_settings
 from tessera.shared.urls import without_password
 from tessera.worker.cli import cache
 from tessera.worker.cli.approval import COMMANDS

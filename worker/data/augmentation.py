@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tessera.shared.hashing import derive_seed
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.run_settings import Augmentation, Training
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.data.dataset import Dataset, Rows
 from tessera.worker.data.normalization import Normalized
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.shared.hashing import derive_seed
 from tessera.shared.near_names import composed
+from tessera.shared.tensors.hashing import derive_seed
 
 UNNAMED = frozenset({b"", b"nan", b"none", b"null", b"na", b"n/a", b"<na>", b"nat", b"\\n"})
 """Names of groups that stand for a missing value, in lower case: how tables, R, pandas and dumps of databases (`\\N`)

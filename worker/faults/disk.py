@@ -9,8 +9,8 @@ from pathlib import Path
 
 import structlog
 
+from tessera.shared.units import size
 from tessera.worker.governance.approvals import InboxError
-from tessera.worker.governance.descriptions import size
 from tessera.worker.state.atomic_files import WRITES, WriteFailed, disk_error, temporary_file
 
 DISK_FULL = "disk-full"

@@ -12,7 +12,7 @@ from io import StringIO
 
 from pydantic import JsonValue
 
-from tessera.worker.governance.descriptions import size
+from tessera.shared.units import size
 from tessera.worker.state.audit import BLOCK_NAMES, Action, SiteAuditEntry
 
 KINDS: Mapping[Action, str] = {

@@ -14,6 +14,7 @@ from tessera.shared.model.selectors import EVERYTHING, kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schedule import local_epochs
+from tessera.shared.units import size
 from tessera.worker.governance.policy import Allowance, Policy, plain
 
 NAMES = {
@@ -22,14 +23,6 @@ NAMES = {
 }  # fmt: skip
 
 ANY_BLOCK = "Any block may leave"
-
-
-def size(nbytes: int) -> str:
-    """Return a size with its unit, such as "1.2 MB"."""
-    for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= width:
-            return f"{nbytes / width:.1f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def summary(

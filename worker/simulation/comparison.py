@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tessera.shared.cli.lazy_import import Deferred
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.metrics.convergence import COSTS, Curve, Reached
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.near_names import absent

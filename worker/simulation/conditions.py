@@ -7,9 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tessera.shared.hashing import derive_seed
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.schema import Frozen, Label
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DeviceName
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.run_file import check_spec, read_toml
+from tessera.shared.client.run_file import Note, check_spec, read_toml
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Frozen, Label, Resources
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
@@ -178,9 +178,9 @@ class SimulationFile:
     sweep: SweepTable | None = None
 
 
-def read_file(file: Path, settings: Iterable[str] = (), *, quiet: bool = False) -> SimulationFile:
+def read_file(file: Path, settings: Iterable[str] = (), note: Note = lambda _: None) -> SimulationFile:
     """Return the file with `KEY=VALUE` settings applied. Raises Invalid with every invalid one."""
-    given = {"name": "simulation", "dataset": "data", **read_toml(file, settings, quiet=quiet)}
+    given = {"name": "simulation", "dataset": "data", **read_toml(file, settings, note)}
     table, model, sweep = (given.pop(name, None) for name in ("simulation", "model", "sweep"))
     check_spec(file, given, installed=True)
     if not isinstance(model, str | None):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.cli.upload import InitialModel, Uploaded, upload_model
+from tessera.shared.client.model_upload import InitialModel, Uploaded, upload_model
 from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
@@ -49,7 +49,7 @@ TEST = "test"
 
 @dataclass(frozen=True)
 class Weights:
-    """A model in memory to start from. Implements `shared.cli.upload.InitialModel`."""
+    """A model in memory to start from. Implements `shared.client.model_upload.InitialModel`."""
 
     model: Model
     values: Mapping[str, Array]

@@ -13,7 +13,6 @@ from tessera.shared.api.secure_sums import HelperReport, SumTask
 from tessera.shared.api.tasks import EvaluationResult, Receipt, Submission, Task, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.client.transfers import Progress
-from tessera.shared.hashing import Sink
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
@@ -24,6 +23,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import Message, TaskKind, TaskState
 from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.tensors.hashing import Sink
 from tessera.shared.tensors.lazy import as_bytes, from_bytes
 from tessera.shared.updates.update_file import DecodedTensor
 from tessera.worker.simulation.blob_folder import PIECE_BYTES, Folder

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from tessera.shared.api.runs import Bounds, Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version, VersionRef
-from tessera.shared.cli.export import Progress, export_folder, in_place_of
+from tessera.shared.client.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.methods.base import State
 from tessera.shared.metrics.comparison import History
@@ -112,7 +112,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Versions:
-    """Implements `shared.cli.export.Exports`."""
+    """Implements `shared.client.export.Exports`."""
 
     result: Result
 

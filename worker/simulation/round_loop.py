@@ -15,7 +15,6 @@ from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
-from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.selections import RECENT, choices_of
@@ -36,6 +35,7 @@ from tessera.shared.rounds.secure_sums import Sums, terms_of_round
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Envelope, Terms
+from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.checkpoint import CommittedVersion, MeasuredVersion, Records, Reported
 from tessera.worker.simulation.conditions import Conditions

@@ -22,9 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tessera.shared.cli.lazy_import import Deferred
-from tessera.shared.cli.run_file import steps_of, value_of
-from tessera.shared.cli.run_keys import toml
+from tessera.shared.client.run_file import steps_of, value_of
+from tessera.shared.diagnostics import toml
+from tessera.shared.lazy_import import Deferred
 from tessera.shared.metrics.convergence import COSTS
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.metrics.svg_charts import Panel, Series, lines, svg_file
@@ -144,7 +144,7 @@ def checked(
     seed: int,
 ) -> tuple[dict[Combination, SimulationFile], str]:
     """Return each combination's settings, and the model's digest. Raises Invalid for the first that cannot begin."""
-    files = {one: _valid(one.name, partial(read_file, file, [*settings, *one.settings], quiet=True)) for one in found}
+    files = {one: _valid(one.name, partial(read_file, file, [*settings, *one.settings])) for one in found}
     with federation.checks_of(start, is_tested=files[found[0]].table.test is not None) as (uploaded, check):
         for one, each in files.items():
             _valid(one.name, partial(check, {**each.spec, "seed": seed}))

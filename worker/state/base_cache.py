@@ -16,9 +16,9 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from tessera.shared.hashing import Hashing
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.schema import Digest, Frozen
+from tessera.shared.tensors.hashing import Hashing
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import Span
 from tessera.worker.state.atomic_files import alone, written_whole

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.hashing import Hashing, Sink, digest_at
 from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, chunk_counts
 from tessera.worker.state.atomic_files import sweep, written_whole
 

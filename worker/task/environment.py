@@ -20,13 +20,13 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
-from tessera.shared.hashing import Sink, derive_seed
 from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Problem
 from tessera.shared.run_settings import Budget, rho_of
 from tessera.shared.schema import TaskKind
+from tessera.shared.tensors.hashing import Sink, derive_seed
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.shared.version import install_line

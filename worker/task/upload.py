@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import EvaluationResult, Submission
-from tessera.shared.hashing import digest_at, digest_in
 from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.schema import EPSILON
 from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.tensors.hashing import digest_at, digest_in
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import TensorEntry, read_header

@@ -12,8 +12,8 @@ from safetensors.numpy import load
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Failure, Task
-from tessera.shared.cli.render.failures import task_failures
 from tessera.shared.client.client import Client
+from tessera.shared.terminal.failures import task_failures
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 

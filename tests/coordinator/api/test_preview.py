@@ -11,8 +11,9 @@ import pytest
 from tessera.shared.api.runs import Cohort, Evaluation, Preview, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure
 from tessera.shared.api.versions import Manifest
-from tessera.shared.cli.run import preview_notes, preview_table
+from tessera.shared.cli.run import preview_table
 from tessera.shared.client.client import Client
+from tessera.shared.client.previews import preview_notes
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.dataset_schema import DatasetSchema, name_digests
 from tessera.shared.model.preprocessing import FileRef, vocabulary_in

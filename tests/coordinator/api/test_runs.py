@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.api.tasks import Failure
 from tessera.shared.api.versions import Manifest, ServerTensor
-from tessera.shared.cli.export import export_folder
+from tessera.shared.client.export import export_folder
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.preprocessing import FileRef
 from tessera.shared.model.spec import Model

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.cli.admin import new_secret_file
-from tessera.shared.cli.connection import Connection, only
-from tessera.shared.cli.render import output
-from tessera.shared.cli.render.output import show_problem
-from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.connection import Connection
 from tessera.shared.client.client import read_token
+from tessera.shared.client.lookup import only
+from tessera.shared.client.run_file import read_spec
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, Problem, Unavailable, problem_from
+from tessera.shared.terminal import output
+from tessera.shared.terminal.output import show_problem
 from tessera.shared.urls import PLAIN_HTTP
 from tessera.shared.version import install_line
 from tests.support.cli import NOWHERE, forked, process, tessera

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tessera.shared.cli.export import export_file, export_folder
+from tessera.shared.client.export import export_file, export_folder
 from tessera.shared.model.spec import Model
 from tests.support.coordinator import LiveCoordinator, refusing
 from tests.support.federation import small_model, start_run, values

@@ -26,11 +26,11 @@ from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Round, RunPatch
 from tessera.shared.api.tasks import Failure, Submission, TaskView
 from tessera.shared.api.token_format import hash_of, new_secret
-from tessera.shared.cli.render.failures import task_failures
 from tessera.shared.client.client import MAX_CHANGES, Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
+from tessera.shared.terminal.failures import task_failures
 from tests.support import zygote
 from tests.support.cli import COMMAND, environment, process, tessera
 from tests.support.coordinator import LiveCoordinator, until

@@ -11,9 +11,9 @@ import pytest
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.cli.render import output, watch
-from tessera.shared.cli.render.watch import Estimates, open_lines, open_view, print_ended, watch_as_text
 from tessera.shared.client.round_outcomes import Outcome, RunProgress, outcomes
+from tessera.shared.terminal import output, watch
+from tessera.shared.terminal.watch import Estimates, open_lines, open_view, print_ended, watch_as_text
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"

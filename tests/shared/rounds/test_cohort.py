@@ -7,8 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.shared.hashing import derive_seed
 from tessera.shared.rounds.planning import choose
+from tessera.shared.tensors.hashing import derive_seed
 
 NAMES = st.lists(st.text("abcdef/", min_size=1, max_size=6), unique=True, max_size=12)
 

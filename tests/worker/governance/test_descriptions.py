@@ -12,8 +12,9 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
+from tessera.shared.units import size
 from tessera.worker.governance.approvals import terms_digest
-from tessera.worker.governance.descriptions import in_words, policy_in_words, size, summary
+from tessera.worker.governance.descriptions import in_words, policy_in_words, summary
 from tessera.worker.governance.policy import Policy
 from tessera.worker.governance.run_history import RunSnapshot
 from tests.support.federation import small_model

@@ -13,7 +13,7 @@ from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification, pipeline
 from typer.testing import CliRunner
 
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.model.preprocessing import MAX_SETTINGS_BYTES, FileRef, require_file, vocabulary_in
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.versions import States

@@ -10,8 +10,8 @@ from sqlalchemy import update
 
 from tessera.coordinator.db.tables import RoundRow
 from tessera.shared.api.runs import Run, RunSpec
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.rounds.client_privacy import CLIP_NORM, EPSILON, simulated_key
 from tessera.worker.agent import Agent
 from tessera.worker.data.registry import load

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.tensors.lazy import Array, to_array
 from tessera.worker.agent import Agent

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from tessera.shared.api import tasks
 from tessera.shared.api.tasks import ALIKE, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
-from tessera.shared.cli.upload import upload_model
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import NotFound
 from tessera.shared.schema import canonical

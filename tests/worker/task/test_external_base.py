@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from tessera.shared.api.runs import Evaluation, Run, RunSpec, Training
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.cli.export import export_folder
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.export import export_folder
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Lora, Model
 from tessera.shared.problems import Invalid

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import ALIKE, Task
 from tessera.shared.api.versions import Manifest
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, State, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block

@@ -14,13 +14,14 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from tessera.shared import units
 from tessera.shared.api.runs import Round, Run
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.cli.render import output
 from tessera.shared.client.round_outcomes import Outcome, RunProgress
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, name_over_sites
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import TaskState
+from tessera.shared.terminal import output
 
 # Metrics that fit on a line; `tessera run metrics` has all.
 OWN = f"{PERSONAL}accuracy"
@@ -133,7 +134,7 @@ def _line(outcome: Outcome) -> str:
         scores += f", {OWN} {own.weighted_mean:.3f} over {own.sites} site{'s' if own.sites > 1 else ''}"
     if spread := own or outcome.spreads.get("accuracy"):
         scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
-    moved = f"{output.size(outcome.download_bytes)} down, {output.size(outcome.upload_bytes)} up"
+    moved = f"{units.size(outcome.download_bytes)} down, {units.size(outcome.upload_bytes)} up"
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
 
 
@@ -241,9 +242,9 @@ def _doing(task: TaskView) -> tuple[str, str, str]:
     if at.steps:
         done = f"step {at.step or 0} of {at.steps}"
     elif at.held_since:
-        done = output.ago(at.held_since)
+        done = units.ago(at.held_since)
     elif at.total_bytes:
-        done = f"{output.size(at.bytes or 0)} of {output.size(at.total_bytes)}"
+        done = f"{units.size(at.bytes or 0)} of {units.size(at.total_bytes)}"
     return at.doing, done, "" if at.loss is None else f"loss {at.loss:.3g}"
 
 

@@ -6,11 +6,11 @@ from rich.table import Table
 
 from tessera.shared.api.runs import Round
 from tessera.shared.api.versions import Version
-from tessera.shared.cli.render import output
 from tessera.shared.metrics.site_spread import Spread, headlines
 from tessera.shared.rounds.outliers import ABSENT, COSINE, DISTANCE, LEFT_OUT, NORM
 from tessera.shared.run_settings import Privacy, with_meaning
 from tessera.shared.schema import EPSILON
+from tessera.shared.terminal import output
 
 SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "where", "deviation", "worst tenth")
 SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")

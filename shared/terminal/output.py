@@ -4,13 +4,11 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Annotated, Any, TextIO
 
 import typer
 from pydantic import BaseModel, TypeAdapter
 from rich.console import Console, RenderableType
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -132,11 +130,6 @@ def progress(*, quiet: bool) -> Progress:
     return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
 
-def size(count: int | None) -> str | None:
-    """Return a number of bytes with a decimal unit."""
-    return None if count is None else decimal(count)
-
-
 def share(value: float | None) -> str | None:
     """Return a fraction of one, such as an accuracy, with three decimals."""
     return None if value is None else f"{value:.3f}"
@@ -152,15 +145,6 @@ def about(value: float) -> str:
         if value >= 2 * length:
             return f"about {round(value / length)} {unit}"
     return f"about {max(1, round(value))} s"
-
-
-def ago(instant: datetime, now: datetime | None = None) -> str:
-    """Return the time since an instant, in its largest unit."""
-    passed = max(0, int(((now or datetime.now(UTC)) - instant).total_seconds()))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if passed >= length:
-            return f"{passed // length} {unit} ago"
-    return f"{passed} s ago"
 
 
 def print_settings(settings: Iterable[Setting], *, as_json: bool) -> None:

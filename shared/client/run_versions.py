@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.api.versions import Version
-from tessera.shared.cli.connection import find_run
-from tessera.shared.cli.export import export_file, export_folder
-from tessera.shared.cli.render.output import size
-from tessera.shared.cli.run_file import changed, settings_of
-from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
+from tessera.shared.client.export import export_file, export_folder
+from tessera.shared.client.lookup import find_run
+from tessera.shared.client.model_upload import upload_model
+from tessera.shared.client.run_file import changed, settings_of
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.problems import Gone, Invalid, NotFound
+from tessera.shared.units import size
 from tessera.shared.updates.model_folder import ModelFolder
 
 LATEST = "latest"
@@ -122,6 +122,7 @@ def new_run(
     start_from: str | None,
     changes: Iterable[str] = (),
     progress_of: Callable[[ModelFolder], Callable[[int], None]] = lambda _: lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> tuple[RunSpec, str]:
     """Return the spec of a run with a note of its start: the bytes of a model folder that were sent, or a version.
 
@@ -135,7 +136,7 @@ def new_run(
         )
     if start_from is not None:
         run, version, best = find_start(client, start_from)
-        settings = changed(settings_of(run), changes) if given is None else given
+        settings = changed(settings_of(run), changes, note) if given is None else given
         start = {"model": run.spec.model, "version": version.digest}
         words = f"the best version, {described(best)}," if best else f"version {version.number}"
         return RunSpec.model_validate({**settings, **start}), f"starts from {words} of {run.spec.name}"

@@ -2,7 +2,7 @@
 
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from tessera.shared.api.runs import Run, RunPatch, RunSpec
-from tessera.shared.cli.render.output import note
 from tessera.shared.diagnostics import toml_of
 from tessera.shared.methods.base import Method, MethodSpec
 from tessera.shared.methods.registry import (
@@ -33,16 +32,19 @@ LIVE_KEYS = ("rounds", "cohort.quorum", "cohort.deadline_seconds")
 UPLOADED = ("model", "version")
 """Keys of a run that the upload determines."""
 
+Note = Callable[[str], None]
+"""A receiver of remarks on settings that a change dropped."""
+
 # Placeholder for the digests, which are known only after the upload; all else is checked before it.
 _PLACEHOLDER = digest_of(b"")
 
 
-def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
+def read_spec(file: Path, settings: Iterable[str] = (), note: Note = lambda _: None) -> dict[str, Any]:
     """Return a file's settings, changed by `KEY=VALUE` settings: a RunSpec but for `model` and `version`.
 
     Raises Invalid that lists every invalid setting.
     """
-    given = read_toml(file, settings)
+    given = read_toml(file, settings, note)
     taken = [Fault(pointer=f"/{key}", detail="is set by --model") for key in UPLOADED if key in given]
     if taken:
         raise Invalid(f"{file} has settings that the upload determines", errors=taken, remedy=REMEDY)
@@ -50,9 +52,8 @@ def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
     return given
 
 
-def read_toml(file: Path, settings: Iterable[str], *, quiet: bool = False) -> dict[str, Any]:
+def read_toml(file: Path, settings: Iterable[str], note: Note = lambda _: None) -> dict[str, Any]:
     """Return a file changed by `KEY=VALUE` settings: dotted keys (`cohort.quorum`), values in TOML or else text.
-    `quiet`: without notes.
 
     Raises Invalid for a file that is missing or not TOML, and for a malformed setting.
     """
@@ -66,7 +67,7 @@ def read_toml(file: Path, settings: Iterable[str], *, quiet: bool = False) -> di
         raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
     except ValueError as fault:
         raise Invalid(f"{file} is not TOML: {fault}", remedy=REMEDY) from fault
-    _change_all(given, list(settings), quiet=quiet)
+    _change_all(given, list(settings), note)
     return given
 
 
@@ -75,9 +76,9 @@ def settings_of(run: Run) -> dict[str, Any]:
     return run.spec.model_dump(mode="json", exclude={"model", "version"}, exclude_none=True)
 
 
-def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+def changed(given: dict[str, Any], settings: Iterable[str], note: Note = lambda _: None) -> dict[str, Any]:
     """Return a run's settings, changed by `KEY=VALUE` settings. Raises Invalid that lists every invalid one."""
-    _change_all(given, list(settings))
+    _change_all(given, list(settings), note)
     check_spec("the changed run", given)
     return given
 
@@ -107,7 +108,7 @@ def value_of(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _change_all(given: dict[str, Any], settings: Sequence[str], *, quiet: bool = False) -> None:
+def _change_all(given: dict[str, Any], settings: Sequence[str], note: Note = lambda _: None) -> None:
     """Change the settings in place.
 
     For another method, the settings of the one before are dropped, even those that both have: the `mu` of one is not
@@ -121,7 +122,6 @@ def _change_all(given: dict[str, Any], settings: Sequence[str], *, quiet: bool =
         before.get("name") != now.get("name")
         and isinstance(dropped := before.pop("settings", None), dict)
         and dropped
-        and not quiet
     ):
         names = ", ".join(sorted(dropped))
         note(f"{now.get('name')} starts from its own defaults; dropped settings of {before.get('name')}: {names}")

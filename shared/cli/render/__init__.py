@@ -1,1 +1,0 @@
-"""Tables, colours and progress lines of the command line."""
