@@ -166,12 +166,11 @@ bench-quick: install ## the same on tiny sizes, in minutes: to see that it works
 ifdef BASE
 	$(BIN)/python -m benchmarks.regression $(BASE)
 else
-	for name in rounds lines codec_choice idle guards growth memory images texts checkpoints steps uploads stages compression page large_base simulations; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in rounds lines idle guards growth memory images texts checkpoints steps uploads stages compression page large_base simulations; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 endif
 
-bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE, and by codec; three hours
+bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE; three hours
 	$(BIN)/python -m benchmarks.lines
-	$(BIN)/python -m benchmarks.codec_choice
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw

@@ -26,17 +26,13 @@ from benchmarks.methods.drift import drawn
 from benchmarks.network import HOST
 from tessera.shared.api.tasks import Claim, Failure, Submission, Task
 from tessera.shared.client.client import Client
-from tessera.shared.client.line import ThreadTimes
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.tensors.lazy import Array, Computed
-from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.state.blob_cache import BlobTensor
 
 EXAMPLES = 8
-CHOOSING = "auto"
-"""The name of a run whose updates have the codec that a real worker chooses; others have the run's."""
 MAX_WORKERS = 64
 """The last byte of an update is the worker's number. As the highest byte of a float32 it gives one below 2."""
 
@@ -88,21 +84,20 @@ class Prepared:
         self._base, self._update = folder / "base", folder / "update"
         self._version = ""
         self._lock = threading.Lock()
-        self._codecs = CodecChooser()
 
     def downloaded(self, client: Client, task: Task, blocks: Sequence[Block], digests: Mapping[str, str]) -> None:
         """Download the task's version; the first worker to do so writes the update."""
-        began, wanted = ThreadTimes.now(), [digests[block.name] for block in blocks]
+        wanted = [digests[block.name] for block in blocks]
         with self._lock:
             if self._version != task.version.digest:
                 with self._base.open("wb") as file:
                     client.copy_blobs(wanted, file)
-                self._write(client, task, blocks, began)
+                self._write(task, blocks)
                 self._version = task.version.digest
                 return
         client.copy_blobs(wanted, Nowhere())
 
-    def _write(self, client: Client, task: Task, blocks: Sequence[Block], began: ThreadTimes) -> None:
+    def _write(self, task: Task, blocks: Sequence[Block]) -> None:
         steps = drawn(task.seed)
 
         def moved(pieces: Sequence[Array]) -> Array:
@@ -113,18 +108,8 @@ class Prepared:
             base = BlobTensor(self._base, block, start)
             changes.append(TrainedBlock(block, Computed(block.shape, block.dtype, (base,), moved), base))
             start += block.nbytes
-        codec = task.codec
-        if task.run_name == CHOOSING:
-            codec = self._codecs.choose(
-                task.run,
-                codec,
-                changes,
-                line=client.upload_line,
-                contention=ThreadTimes.now().since(began).contention,
-                decode=task.decode_seconds_per_byte,
-            )
         with self._update.open("wb") as file:
-            self._digest = write_update(file, codec, changes).digest
+            self._digest = write_update(file, task.codec, changes).digest
         if not self._shared:
             return
         with self._update.open("rb") as written:

@@ -62,12 +62,6 @@ def without_effect(record: Frozen) -> Iterator[tuple[str, str]]:
 PROTOCOL = 1
 """The version of the worker protocol that this code speaks."""
 
-WAITED_HEADER = "Upload-Waited"
-"""The header of an answer to an upload with the seconds in which the coordinator waited for its bytes."""
-
-MAX_SECONDS_PER_BYTE = 1e-3
-"""The largest reported cost of moving or coding a byte."""
-
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""

@@ -30,7 +30,7 @@ from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
 from tessera.shared.rounds.blob_store import Stored
-from tessera.shared.schema import WAITED_HEADER, TokenRole
+from tessera.shared.schema import TokenRole
 
 router = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
 
@@ -288,9 +288,7 @@ async def append_upload(
     with bulk_counted(request) as bulk:
         await serving.uploads.append(upload, offset, received(request.stream()), bulk)
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
-    # For the sender's measurement of its line. The server does not time bodies that it passes on as messages.
-    waited = {WAITED_HEADER: f"{bulk.waited_seconds:.6f}"} if bulk and bulk.received else {}
-    return Response(status_code=204, headers=_progress(serving.uploads, upload) | waited)
+    return Response(status_code=204, headers=_progress(serving.uploads, upload))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Endpoints for workers: claim a task, renew its lease, report on it."""
 
 import re
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -27,7 +26,7 @@ from tessera.shared.api.tasks import (
     TaskView,
 )
 from tessera.shared.problems import BadRequest, Fault, Invalid
-from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, WAITED_HEADER, Page
+from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
@@ -120,7 +119,6 @@ async def submit_update(
     task_id: str,
     body: Submission,
     request: BoundedRequest,
-    response: Response,
     serving: Serving,
     caller: SiteCaller,
 ) -> TaskView:
@@ -130,8 +128,7 @@ async def submit_update(
     if len(blobs) + bool(following) + (body.data is not None) > 1:
         raise BadRequest("the request contains more than one update", remedy="Send the one that `update` names.")
     if following:
-        waited = await _receive(request, serving, caller, body.update, following)
-        response.headers[WAITED_HEADER] = f"{waited:.6f}"
+        await _receive(request, serving, caller, body.update, following)
     elif blobs:
         body = body.model_copy(update={"data": blobs[0]})
     # Concurrent repetitions wait for the first result instead of inspecting the update again.
@@ -141,20 +138,16 @@ async def submit_update(
 
 async def _receive(
     request: BoundedRequest, serving: Services, caller: Principal, digest: str, following: FollowingBlob
-) -> float:
-    """Receive the update behind a submission as an upload, which can be resumed like any other. Return the seconds in
-    which its bytes were awaited."""
+) -> None:
+    """Receive the update behind a submission as an upload, which can be resumed like any other."""
     upload = await announced(serving, caller, digest, following.length)
     if upload.complete:
-        return 0.0
-    began_at = time.monotonic()
+        return
     RECEIVED_BYTES.inc(len(following.begun))
     with bulk_counted(request) as bulk:
         end = await serving.uploads.whole(upload, received(request.pieces), bulk, following.begun)
     if end < upload.length:
         raise BadRequest(f"{end} of {upload.length} bytes of the update were received", remedy="Upload the others.")
-    # The server does not time the bodies that it passes on as messages.
-    return bulk.waited_seconds if bulk and bulk.received else time.monotonic() - began_at
 
 
 @router.post("/{task_id}/helper-report", operation_id="submitHelperReport")

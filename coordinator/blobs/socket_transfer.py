@@ -15,9 +15,8 @@ import socket
 import struct
 import termios
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,8 +81,6 @@ class BulkBody(Protocol):
 
     received: int
     """Bytes passed to `consume`."""
-    waited_seconds: float
-    """Time in which the received bytes were awaited."""
     sent: int
 
     @property
@@ -124,7 +121,6 @@ class SocketTransfer:
         self._socket.setblocking(False)
         self._idle_seconds = idle_timeout_seconds
         self.moved = 0
-        self.waited_seconds = 0.0
 
     def close(self) -> None:
         self._await_bytes(1)
@@ -137,8 +133,7 @@ class SocketTransfer:
         turn = partial(self._receive_turn, count, consume)
         while self.moved < count:
             self._await_bytes(min(PIECE_BYTES, count - self.moved))
-            with self._waiting():
-                await self._ready(writing=False)
+            await self._ready(writing=False)
             if await run(turn):
                 raise ClientDisconnect
 
@@ -215,16 +210,7 @@ class SocketTransfer:
         """Return whether the socket becomes ready within `PAUSE_MS`."""
         poll = select.poll()
         poll.register(self._socket, event)
-        with self._waiting():
-            return bool(poll.poll(PAUSE_MS))
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began_at = time.monotonic()
-        try:
-            yield
-        finally:
-            self.waited_seconds += time.monotonic() - began_at
+        return bool(poll.poll(PAUSE_MS))
 
     async def _ready(self, *, writing: bool) -> None:
         """Wait until the socket is ready. Raises TimeoutError if the peer moves no byte in time, or sends too

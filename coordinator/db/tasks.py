@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Row, ScalarSelect, Select, exists, func, select, union_all, update
+from sqlalchemy import Row, ScalarSelect, Select, exists, select, union_all, update
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
@@ -315,14 +315,6 @@ _LAST_RECEIPT = (
     .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
     .limit(1)
 )
-
-
-def updates_of_round(session: Session, task_id: str) -> int:
-    """Return how many updates the round of a task may get."""
-    round_id = select(TaskRow.round_id).where(TaskRow.id == task_id).scalar_subquery()
-    ended = TaskRow.state.in_(("cancelled", "failed", "rejected"))
-    wanted = select(func.count()).where(TaskRow.round_id == round_id, TaskRow.kind == "train", ~ended)
-    return session.scalars(wanted).one()
 
 
 def task_message(session: Session, record: TaskRecord, lease_seconds: float, **limits: int) -> Task:

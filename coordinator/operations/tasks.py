@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -46,13 +45,11 @@ from tessera.shared.problems import (
 )
 from tessera.shared.rounds.planning import check_report
 from tessera.shared.rounds.secure_sums import check_masked
-from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, MAX_SECONDS_PER_BYTE, Page
+from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, Page
 from tessera.shared.secure_sums.committee import check_abandonment, check_agreement, sender_set
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import read_ring
 from tessera.shared.secure_sums.messages import Agreement, SiteKeys, SumDocument, Terms
-from tessera.shared.updates.codec_choice import CHOSEN_BYTES, decode_delay
-from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- claim
 
@@ -145,29 +142,12 @@ def lease(
         task = task.model_copy(update={"audit_head": head})
     if task.kind in HELPER_KINDS:
         return task
-    if task.kind == "train":
-        task = task.model_copy(update={"decode_seconds_per_byte": _decode_seconds(services, task)})
     if has_another or earlier == task.version.digest:
         return task
     # If a blob cannot be read, the worker finds out and reports it.
     with suppress(Problem):
         return task.model_copy(update={"inline_blobs": _inline_blobs(services, task, earlier)})
     return task
-
-
-def _decode_seconds(services: Services, task: Task) -> float | None:
-    """Return what the worker needs to choose its codec; None if there is no choice."""
-    if task.codec == pipeline.RAW or not pipeline.parse(task.codec).lossless:
-        return None
-    with suppress(Problem):
-        blocks = task.plan.upload.resolve(services.states.model(task.model).blocks)
-        if sum(block.nbytes for block in blocks) >= CHOSEN_BYTES:
-            with services.database.snapshot() as session:
-                updates = tasks.updates_of_round(session, task.id)
-            load = os.getloadavg()[0] / (os.cpu_count() or 1)
-            delay = decode_delay(task.codec, updates, len(os.sched_getaffinity(0)), load)
-            return min(float(f"{delay:.2e}"), MAX_SECONDS_PER_BYTE)
-    return None
 
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:

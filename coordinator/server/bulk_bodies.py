@@ -80,7 +80,6 @@ class Bulk:
     def __init__(self, protocol: BulkHTTPProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol, self._cycle = protocol, cycle
         self.received = self.sent = 0
-        self.waited_seconds = 0.0
 
     @property
     def length(self) -> int:
@@ -113,7 +112,6 @@ class Bulk:
                 await transfer.receive(count, counted, run)
             finally:
                 left = count - transfer.moved
-                self.waited_seconds = transfer.waited_seconds
                 transfer.close()
         finally:
             if not protocol.transport.is_closing():

@@ -45,7 +45,6 @@ from tessera.shared.schema import (
     MAX_LOG_EVENTS,
     MAX_PATTERN_STARS,
     MAX_PATTERNS,
-    MAX_SECONDS_PER_BYTE,
     MAX_WITHHELD,
     MAX_WITHHELD_TERMS,
     PROTOCOL,
@@ -439,9 +438,6 @@ class Task(Message):
     """Size up to which an update may be sent with its submission."""
     stream_bytes: NonNegativeInt = 0
     """Size up to which an update may be sent behind its submission (`shared.api.framing`), never whole in memory."""
-    decode_seconds_per_byte: Annotated[Annotated[float, Field(ge=0, le=MAX_SECONDS_PER_BYTE)] | None, Shown] = None
-    """The time by which each byte of the update delays the end of the round if it arrives coded: that of decoding all
-    updates of the round. None if the coordinator does not report it."""
     orchestrator: Annotated[str, Field(max_length=64)] | None = None
     """Name of the token that started the run. The coordinator asserts it; the worker cannot verify it."""
     lease_seconds: LeaseSeconds

@@ -301,17 +301,6 @@ class Client:
         """Write several blobs one after the other, usually in one request, without verifying their digests."""
         self._transfers.receive_blobs(digests, file, progress)
 
-    @property
-    def download_line(self) -> float | None:
-        """The time that the line takes for a byte from the coordinator, in seconds; None if it was not measured."""
-        return self._transfers.down.seconds_per_byte
-
-    @property
-    def upload_line(self) -> float | None:
-        """The same for a byte to the coordinator. Before the first upload, the time of downloads."""
-        measured = self._transfers.up.seconds_per_byte
-        return self.download_line if measured is None else measured
-
     def model(self, digest: str) -> Model:
         return _read(Model, self.read_blob(digest), Model.read)
 
@@ -376,7 +365,7 @@ class Client:
         headers, head = {"Content-Type": MEDIA_TYPE}, pack_submission(submission, length)
         part = FilePart(file, 0, length, progress or (lambda _: None), head)
         try:
-            answer = self._transfers.send("POST", f"/v1/tasks/{task_id}/update", headers, part)
+            answer = self._transport.send_file("POST", f"/v1/tasks/{task_id}/update", headers, part)
             return _read(TaskView, answer.content)
         except Problem as problem:
             # A refused token may have been replaced, a part of the update may have been uploaded before, and a proxy

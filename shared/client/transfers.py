@@ -1,4 +1,4 @@
-"""Transfers of blobs, which resume after interruptions and measure the line."""
+"""Transfers of blobs, which resume after interruptions."""
 
 import base64
 import re
@@ -11,11 +11,10 @@ import httpx
 
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.client.bulk import FilePart
-from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
-from tessera.shared.client.transport import Answer, IntermediaryFault, NotUnderstood, Transport, Unreachable
-from tessera.shared.problems import OffsetMismatch, Problem
-from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER
+from tessera.shared.client.transport import IntermediaryFault, NotUnderstood, Transport, Unreachable
 from tessera.shared.tensors.hashing import Sink
+from tessera.shared.problems import OffsetMismatch, Problem
+from tessera.shared.schema import MAX_BLOBS_PER_REQUEST
 
 ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
@@ -36,7 +35,6 @@ class Transfers:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.down, self.up = LineRate(), LineRate()
         self._piece_bytes = sys.maxsize
 
     def receive(
@@ -57,8 +55,7 @@ class Transfers:
                     raise Unreachable("the rest of a blob was requested, but the coordinator sent all of it")
                 if not is_wanted(response.headers):
                     return False
-                with self.down.measuring(file.tell):
-                    _pour(response, file, progress)
+                _pour(response, file, progress)
             return True
 
         return self._transport.patiently(attempt, moved=file.tell)
@@ -71,8 +68,7 @@ class Transfers:
             def attempt(some: tuple[str, ...] = some, before: int = before) -> None:
                 wanted = BlobRequest(digests=some, start=file.tell() - before).model_dump_json()
                 headers = {"Content-Type": "application/json"}
-                asked = self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted)
-                with asked as response, self.down.measuring(file.tell):
+                with self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted) as response:
                     _pour(response, file, progress)
 
             self._transport.patiently(attempt, moved=file.tell)
@@ -122,7 +118,7 @@ class Transfers:
             }
             part = FilePart(file, offset, count, progress or (lambda _: None))
             try:
-                self.send("PATCH", location, headers, part)
+                self._transport.send_file("PATCH", location, headers, part)
             except OffsetMismatch as problem:
                 # An earlier request of this client was still being stored when this one read the offset.
                 problem.retryable = True
@@ -143,14 +139,6 @@ class Transfers:
             return False
         self._piece_bytes = count // 2
         return True
-
-    def send(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
-        """Send a part of a file once, and measure the line. Raises as `Transport.once`."""
-        before = ThreadTimes.now()
-        answer = self._transport.send_file(method, path, headers, part)
-        waited = reported_seconds(answer.headers.get(WAITED_HEADER))
-        self.up.note(part.count, ThreadTimes.now().since(before), waited)
-        return answer
 
 
 def _upload_path(location: str) -> str:

@@ -35,7 +35,6 @@ DECISION_FILE = "decision.json"
 
 OF_A_LEASE = {
     "token", "lease_seconds", "receipt", "audit_head", "inline_blobs", "inline_bytes", "stream_bytes",
-    "decode_seconds_per_byte",
 }  # fmt: skip
 """Fields of a task that another lease of the same task may change."""
 

@@ -4,7 +4,7 @@ It exchanges the same JSON documents and update files as over HTTP, and validate
 """
 
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO, ClassVar, Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -235,10 +235,6 @@ class InProcessCoordinator:
             self._inspector.hold(reported.update, decoded)
 
     # ------------------------------------------------------------ as `Client`
-
-    # Not measured: the simulation counts the bytes that a run would send over a slow connection.
-    download_line: ClassVar[float | None] = None
-    upload_line: ClassVar[float | None] = None
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
         for digest in digests:

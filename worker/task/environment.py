@@ -17,7 +17,6 @@ from pydantic import JsonValue
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
-from tessera.shared.client.line import ThreadTimes
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
 from tessera.shared.methods.base import RunInfo, WorkerHalf
@@ -28,7 +27,6 @@ from tessera.shared.run_settings import Budget, rho_of
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.hashing import Sink, derive_seed
 from tessera.shared.tensors.lazy import Array
-from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
@@ -74,10 +72,6 @@ T = TypeVar("T")
 class Coordinator(Protocol):
     """The coordinator as a task sees it: a `Client` over HTTP, or a simulation in the same process."""
 
-    @property
-    def download_line(self) -> float | None: ...
-    @property
-    def upload_line(self) -> float | None: ...
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None: ...
     def copy_difference(
@@ -134,7 +128,6 @@ class TaskEnvironment:
     """The version of the run's last task, by run."""
     piece_sizes: dict[str, PieceSize] = field(default_factory=dict)
     """The size of pieces that fits into memory, by run."""
-    codecs: CodecChooser = field(default_factory=CodecChooser)
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
     """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
     for the next start."""
@@ -342,7 +335,6 @@ class TaskRun:
     """Raises an exception to end the task early."""
     report: Report
     journal: Journal
-    began: ThreadTimes = field(default_factory=ThreadTimes.now)
     began_at: float = 0.0
     """By the environment's clock."""
 
@@ -443,11 +435,6 @@ class TaskRun:
             secure_sums=task.secure_sums is not None,
             external=frozenset(model.external),
         )
-
-    @property
-    def contention(self) -> float:
-        """Seconds that a second of computing has taken since the task began."""
-        return ThreadTimes.now().since(self.began).contention
 
 
 def mixed_seed(key: bytes, task: Task) -> int:

@@ -20,7 +20,7 @@ from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
-from tessera.shared.updates.codec_choice import difference_pays
+from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
@@ -50,6 +50,9 @@ from tessera.worker.training.optimization.micro_batch import require_divisible
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.ranks import require_shardable
+
+MIN_DIFFERENCE_BYTES = 1 << 16
+"""The smallest total size of missing blocks for which a difference is requested."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +404,7 @@ def _fetch_blocks(
 
 
 def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks: Sequence[Block]) -> None:
-    """Reconstruct missing blocks from the last task's version, if the difference is the smaller download.
+    """Reconstruct missing blocks from the last task's version, unless the run says `raw` or few bytes are missing.
 
     Blocks that cannot be reconstructed are fetched whole afterwards.
     """
@@ -412,7 +415,7 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
     before = known.manifest.blocks
     lacking = [b for b in wanted if manifest.blocks[b.name] not in shelf and before[b.name] in shelf]
     lacking_bytes = sum(block.nbytes for block in lacking)
-    if not difference_pays(lacking_bytes, env.coordinator.download_line, run.contention):
+    if task.codec == pipeline.RAW or lacking_bytes < MIN_DIFFERENCE_BYTES:
         return
     number, since = task.version.number, known.number
 

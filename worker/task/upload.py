@@ -241,13 +241,12 @@ class Egress:
         blocks' own bytes, which are there already."""
         task, norms, budget = self.run.task, self._summarized, self._budget()
         exact = budget is None and pipeline.parse(task.codec).lossless
-        codec = self._codec(changes) if exact else task.codec
         inline = longest_update(change.block for change in changes) <= min(task.inline_bytes, MAX_INLINE)
-        with self._file(inline=inline, raw=exact and codec == pipeline.RAW) as (path, file):
+        with self._file(inline=inline, raw=exact and task.codec == pipeline.RAW) as (path, file):
             if budget is None:
-                written = write_update(file, codec, changes, self.run.training_seed, norms=norms)
+                written = write_update(file, task.codec, changes, self.run.training_seed, norms=norms)
             else:
-                written = write_within(file, codec, changes, budget, self.run.training_seed, norms=norms)
+                written = write_within(file, task.codec, changes, budget, self.run.training_seed, norms=norms)
             nbytes = file.seek(0, SEEK_END)
             if path:
                 opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
@@ -274,17 +273,6 @@ class Egress:
         if self.run.env.airlock or not (inline or raw):
             return temporary_file(self.run.env.scratch)
         return nullcontext((None, BytesIO() if inline else cast("BinaryIO", PiecesFile())))
-
-    def _codec(self, changes: Sequence[TrainedBlock]) -> str:
-        """Return the run's lossless codec, or `raw` if that ends the round sooner."""
-        return self.run.env.codecs.choose(
-            self.run.task.run,
-            self.run.task.codec,
-            changes,
-            line=self.run.env.coordinator.upload_line,
-            contention=self.run.contention,
-            decode=self.run.task.decode_seconds_per_byte,
-        )
 
     def _budget(self) -> int | None:
         """Return the update's size limit in bytes, by the run's budget and the site's bandwidth."""

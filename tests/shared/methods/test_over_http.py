@@ -15,10 +15,10 @@ from tessera.shared.api.runs import Cohort, Round, Training
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
-from tessera.shared.updates import codec_choice
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
 from tessera.worker.settings import WorkerSettings
+from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
@@ -43,7 +43,7 @@ class Finished:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(codec_choice, "MIN_DIFFERENCE_BYTES", 1 << 40)
+    monkeypatch.setattr(fetch, "MIN_DIFFERENCE_BYTES", 1 << 40)
 
 
 @dataclass(frozen=True)

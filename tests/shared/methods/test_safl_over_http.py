@@ -20,7 +20,6 @@ from tessera.shared.metrics.selections import choices_of, selection_scalars
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
-from tessera.shared.updates import codec_choice
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
 from tessera.worker.governance.policy import Policy
@@ -29,6 +28,7 @@ from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.stores import STATE_ID_FILE
+from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
@@ -56,7 +56,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
 @pytest.fixture(autouse=True)
 def _blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not made out of differences, so that bytes are those of the blocks."""
-    monkeypatch.setattr(codec_choice, "MIN_DIFFERENCE_BYTES", 1 << 40)
+    monkeypatch.setattr(fetch, "MIN_DIFFERENCE_BYTES", 1 << 40)
 
 
 @dataclass

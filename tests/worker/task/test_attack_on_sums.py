@@ -100,8 +100,6 @@ class HostileCoordinator:
     opened: dict[tuple[int, frozenset[str]], Array] = field(default_factory=dict)
     """By attempt and senders."""
     abandoned: dict[str, tuple[Agreement, ...]] = field(default_factory=dict)
-    upload_line: None = None
-    download_line: None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(exist_ok=True)

@@ -79,8 +79,8 @@ def test_every_field_of_a_task_is_in_the_key_or_has_no_effect_on_training() -> N
     of_the_lease = {"token", "lease_seconds", "orchestrator", "receipt", "audit_head", "run_name"}
     of_the_lease |= {"inline_bytes", "inline_blobs"}
     of_evaluations = {"kind", "held_out", "ignore"}
-    # Both choices of a codec have the same bits; masks and a sum's noise come after training.
-    of_the_upload = {"decode_seconds_per_byte", "stream_bytes", "secure_sums", "sums", "client_privacy"}
+    # Masks and a sum's noise come after training.
+    of_the_upload = {"stream_bytes", "secure_sums", "sums", "client_privacy"}
     assert set(Task.model_fields) == SETTINGS | named | of_the_lease | of_evaluations | of_the_upload
 
 

@@ -236,7 +236,7 @@ terms."""
 
 WITHOUT_EFFECT: dict[str, Any] = {
     "id": "u", "token": 9, "run_name": "another", "orchestrator": "trial", "lease_seconds": 9.0,
-    "inline_bytes": 1 << 20, "stream_bytes": 1 << 20, "decode_seconds_per_byte": 1e-6,
+    "inline_bytes": 1 << 20, "stream_bytes": 1 << 20,
     "inline_blobs": [b64encode(b"x").decode()], "ignore": ["O"],
     "receipt": {"task": "before", "token": 1, "state": "left_out"},
     "audit_head": None,
