@@ -27,7 +27,7 @@ from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 
 CODECS = (
-    "raw", "zstd", "shuffle+zstd", pipeline.LOSSLESS, "xor+shuffle+zstd", "delta+shuffle+zstd", "delta+bf16",
+    "raw", "zstd", "shuffle+zstd", pipeline.LOSSLESS, "delta+shuffle+zstd", "delta+bf16",
     "delta+bf16+shuffle+zstd", "delta+fp16", "delta+int8", "delta+int8+zstd", "delta+int4", "delta+int4+zstd",
     "delta+lowrank=16", "delta+lowrank=16+int8", "delta+lowrank=4", "delta+topk=0.1", "delta+topk=0.01",
     "delta+topk=0.01+shuffle+zstd",

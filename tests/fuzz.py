@@ -39,7 +39,7 @@ MAX_SECONDS = 2.0
 MAX_BYTES = 64 << 20
 
 CODECS = (
-    *("raw", "zstd", "shuffle", "shuffle+zstd", "bits", "bits+shuffle+zstd", "xor+shuffle+zstd", "delta"),
+    *("raw", "zstd", "shuffle", "shuffle+zstd", "bits", "bits+shuffle+zstd", "delta"),
     *("delta+bf16", "delta+fp16+zstd", "delta+int8", "delta+int8+zstd", "delta+int4", "delta+topk=0.25"),
     *("delta+topk=0.25+zstd", "delta+lowrank=1", "delta+lowrank=1+int8", "delta+shuffle+zstd"),
 )

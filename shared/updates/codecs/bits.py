@@ -40,21 +40,4 @@ class Bits(Stage):
         return values
 
 
-class Xor(Bits):
-    """The exclusive or. Slightly larger than `bits` on trained floats: a step across a power of two flips all bits
-    below it."""
-
-    name = "xor"
-
-    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
-        kind = UNSIGNED[values.dtype.itemsize]
-        flipped: Array = values.view(kind) ^ base.view(kind)
-        return flipped
-
-    def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
-        kind = UNSIGNED[layout.dtype.itemsize]
-        values: Array = (encoded.view(kind) ^ base.view(kind)).view(layout.dtype)
-        return values
-
-
-STAGES = (Bits, Xor)
+STAGES = (Bits,)

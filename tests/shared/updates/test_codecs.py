@@ -21,10 +21,7 @@ from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import TrainedBlock
 
-CODECS = [
-    "raw", "bits", "xor", "shuffle", "zstd", "bits+shuffle", "bits+zstd", "shuffle+zstd", "xor+shuffle+zstd",
-    pipeline.LOSSLESS,
-]  # fmt: skip
+CODECS = ["raw", "bits", "shuffle", "zstd", "bits+shuffle", "bits+zstd", "shuffle+zstd", pipeline.LOSSLESS]
 LOSSY = [
     "delta", "delta+shuffle+zstd", "delta+bf16", "delta+bf16+shuffle+zstd", "delta+fp16", "delta+int8",
     "delta+int8+zstd", "delta+int4", "delta+topk=0.01", "delta+topk=0.25+shuffle+zstd",
