@@ -210,7 +210,7 @@ def restore(folder: Folder, as_json: AsJson = False) -> None:
 
 @app.command()
 def doctor(
-    notify: Annotated[bool, typer.Option("--notify", help="send a test notice to the webhook and by mail")] = False,
+    notify: Annotated[bool, typer.Option("--notify", help="send a test notice by each channel")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Look at all that a coordinator needs: database, blobs, disk, address, limits, notices, unsafe settings.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert, alerts
-from tessera.coordinator.alerts.channels import channels
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.store import Blobs
@@ -190,7 +189,8 @@ def assemble(
         retention=retention,
         alerts=needs,
         notifiers=[
-            Notifier(database, needs, channel, page_url, settings.liveness_seconds) for channel in channels(settings)
+            Notifier(database, needs, channel, page_url, settings.liveness_seconds)
+            for channel in settings.notice_channels
         ],
         wake_conductor=wake_conductor,
         wake_workers=wake_workers,

@@ -2,26 +2,23 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    StringConstraints,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tessera.shared.client.webhook import MAX_PORT, WebhookUrl
+from tessera.shared.client.notice_channels import Channel, WebhookUrl, channels
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.schema import Bytes, BytesOrZero
 from tessera.shared.urls import is_loopback
@@ -29,26 +26,11 @@ from tessera.shared.urls import is_loopback
 PersonRole = Literal["admin", "orchestrator", "viewer"]
 """Roles of people, the strongest first. Sites have tokens of their own."""
 
-MailAddress = Annotated[str, Field(pattern=r"^[^\s@<>]+@[^\s@<>]+$")]
-
-
 JSON_EXAMPLES = {
     "oidc_roles": '{"tessera-admins": "admin"}',
-    "mail_to": '["admins@example.org"]',
-    "notice_private_hosts": '["mail.hospital.example"]',
+    "notice_command": '["/usr/local/bin/tell-admins"]',
 }
 """The settings whose values are JSON, with examples."""
-
-
-def _to_mail_server(url: str) -> str:
-    """Raise ValueError, without the URL, unless it names a mail server and no password."""
-    found = re.fullmatch(r"smtps?://([^\s:@/]+@)?[A-Za-z0-9.-]+(:([0-9]{1,5}))?", url)
-    if not found or int(found[3] or 465) > MAX_PORT:
-        raise ValueError(
-            "must be smtps://USER@HOST or smtp://USER@HOST:587, without the password, which is in the file that "
-            "TESSERA_SMTP_PASSWORD_FILE names"
-        )
-    return url
 
 
 def _secrets_in_files(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -159,19 +141,10 @@ class CoordinatorSettings(BaseSettings):
     webhook_secret_file: Path | None = Field(
         default=None, description="file with the key that signs these notices: whsec_ and base64; read at each notice"
     )
-    smtp_url: Annotated[str, AfterValidator(_to_mail_server)] | None = Field(
-        default=None,
-        description="mail server for the same notices: smtps://user@host (TLS) or smtp://user@host:587 (STARTTLS)",
-    )
-    smtp_password_file: Path | None = Field(
-        default=None, description="file with the password at the mail server, if there is one; read at each notice"
-    )
-    mail_from: MailAddress | None = Field(default=None, description="sender of these mails")
-    mail_to: list[MailAddress] = Field(default=[], description="recipients of these mails, as a JSON list")
-    notice_private_hosts: list[Annotated[str, StringConstraints(to_lower=True)]] = Field(
+    notice_command: list[str] = Field(
         default=[],
-        description="hosts of the webhook and the mail server that may have a private or loopback address, as a JSON "
-        "list",
+        description="program and arguments, as a JSON list, started for each notice, with the notice as JSON on its "
+        "input",
     )
     lease_seconds: PositiveFloat = Field(
         default=60.0, le=86_400, description="duration of a task's lease without a heartbeat"
@@ -305,6 +278,10 @@ class CoordinatorSettings(BaseSettings):
     )
 
     @property
+    def notice_channels(self) -> list[Channel]:
+        return channels(self.webhook_url, self.webhook_secret_file, self.notice_command)
+
+    @property
     def most_per_address(self) -> int | None:
         """Maximum number of connections from one address; None if unlimited."""
         if self.max_connections_per_address is None and not self.behind_proxy:
@@ -331,15 +308,10 @@ class CoordinatorSettings(BaseSettings):
     def _is_complete(self) -> Self:
         if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
             raise ValueError("TESSERA_TLS_KEY and TESSERA_TLS_CLIENT_CA require TESSERA_TLS_CERT")
-        if (self.webhook_url or self.smtp_url) and not self.public_url:
-            raise ValueError("webhook_url and smtp_url require public_url, to which notices link")
-        for one, other in (
-            ("webhook_url", "webhook_secret_file"),
-            ("smtp_url", "mail_from"),
-            ("mail_from", "mail_to"),
-        ):
-            if bool(getattr(self, one)) != bool(getattr(self, other)):
-                raise ValueError(f"{one} and {other} require each other")
+        if self.notice_channels and not self.public_url:
+            raise ValueError("webhook_url and notice_command require public_url, to which notices link")
+        if (self.webhook_url is None) != (self.webhook_secret_file is None):
+            raise ValueError("webhook_url and webhook_secret_file require each other")
         self._has_provider()
         return self
 

@@ -4,7 +4,7 @@ import os
 import re
 from contextlib import suppress
 from importlib.util import find_spec
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,21 +24,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-_UNICAST = IPv6Network("2000::/3")
-_NOT_PUBLIC = (IPv4Network("192.88.99.0/24"), IPv6Network("3fff::/20"))
-"""Networks that Python takes for public: the former relays of 6to4 (RFC 7526), and documentation (RFC 9637)."""
-
-
-def is_public(address: str) -> bool:
-    """Return whether an address is one of the public internet, and does not stand for one of IPv4 that may not be."""
-    found = ip_address(address)
-    if any(found in network for network in _NOT_PUBLIC):
-        return False
-    if isinstance(found, IPv6Address):
-        return found.is_global and found in _UNICAST and found.sixtofour is None
-    return found.is_global and not found.is_multicast
 
 
 def networks_of(address: str) -> tuple[str, ...]:

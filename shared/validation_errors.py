@@ -91,7 +91,6 @@ PATTERNS: Mapping[str, str] = {
     r"^[a-z_]{1,32}$": "must be up to 32 small letters and underscores",
     r"^[A-Z]{4}-[A-Z]{4}$": "must be a code of twice four capital letters, such as WDJB-MJHT",
     r"^(auto|cpu|cuda(:[0-9]{1,2})?)$": "must be auto, cpu, cuda or cuda:N, such as cuda:0",
-    r"^[^\s@<>]+@[^\s@<>]+$": "must be a mail address, such as ops@example.org",
     r"^https?://": "must be a URL that begins with https:// or http://",
     r"^(latest|[0-9]{1,9})$": "must be a version's number, or latest",
     r"^\?[01]$": "must be ?0 or ?1",

@@ -43,7 +43,7 @@ from tessera.worker.faults.disk import DISK_FULL, Disk
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.faults.outage import Outage, refuses_worker
 from tessera.worker.governance.approvals import InboxError, Unapproved
-from tessera.worker.governance.notices import Notices, channels
+from tessera.worker.governance.notices import Notices
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import check_deltas, describe, devices_of
@@ -147,7 +147,7 @@ class Agent:
             resources=settings.resources,
         )
         about = (settings.name, inbox_of(settings), airlock_of(settings), settings.state_dir)
-        self._notices = [Notices(channel, *about) for channel in channels(settings.notices)]
+        self._notices = [Notices(channel, *about) for channel in settings.notices.channels]
         self._apply_settings(settings)
 
     def _apply_settings(self, settings: WorkerSettings) -> None:

@@ -21,8 +21,8 @@ import torch
 from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
+from tessera.shared.client.notice_channels import Channel, Undelivered
 from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES, Transport
-from tessera.shared.client.webhook import Undelivered
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
@@ -41,7 +41,7 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.faults.disk import unwritable
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words
-from tessera.worker.governance.notices import TEST, Channel, channels
+from tessera.worker.governance.notices import TEST
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (
     check_deltas,
@@ -99,7 +99,7 @@ def checks(
     yield "policy", lambda: _policy(settings)
     if model:
         yield "policy", lambda: effects(settings.policy, ModelFolder.open(model).model, f"in {model}")
-    for channel in channels(settings.notices):
+    for channel in settings.notices.channels:
         yield f"notices by {channel.name}", partial(_notices, channel, notify=notify)
     yield "line", lambda: _line(settings, connect, probe=probe)
 

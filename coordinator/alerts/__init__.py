@@ -1,4 +1,4 @@
-"""Conditions that need a person: the list of the dashboard, the status, and notices of them by webhook and mail.
+"""Conditions that need a person: the list of the dashboard, the status, and notices by a webhook or a command.
 
 Imports `db`, `domain`, `limits` and `settings`.
 """

@@ -16,10 +16,9 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert
-from tessera.coordinator.alerts.channels import Channel
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.tables import NoticeRow
-from tessera.shared.client.webhook import Undelivered
+from tessera.shared.client.notice_channels import Channel, Undelivered
 
 EVERY_SECONDS = 15.0
 

@@ -32,7 +32,7 @@ from tessera.coordinator.server.http_limits import (
 from tessera.coordinator.services import Services
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared import environment
-from tessera.shared.client.webhook import Undelivered
+from tessera.shared.client.notice_channels import Undelivered
 from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 

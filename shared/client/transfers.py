@@ -12,9 +12,9 @@ import httpx
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.transport import IntermediaryFault, NotUnderstood, Transport, Unreachable
-from tessera.shared.tensors.hashing import Sink
 from tessera.shared.problems import OffsetMismatch, Problem
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST
+from tessera.shared.tensors.hashing import Sink
 
 ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""

@@ -5,19 +5,17 @@ repeats nothing.
 """
 
 import json
-import os
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Thread
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 from pydantic import Field, model_validator
 
-from tessera.shared.client.webhook import SEND_SECONDS, Undelivered, Webhook, WebhookUrl
+from tessera.shared.client.notice_channels import Channel, Undelivered, WebhookUrl, channels
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import Airlock
@@ -54,44 +52,9 @@ class NoticeSettings(Frozen):
             raise ValueError("webhook and webhook_secret_file are given together: the receiver verifies each notice")
         return self
 
-
-class Channel(Protocol):
     @property
-    def name(self) -> str: ...
-    def send(self, notice: Mapping[str, str] | None, now: float) -> None:
-        """Send a notice, or only try the way if there is none. Raises Undelivered."""
-
-
-class Command:
-    """A command of the site, which gets each notice as JSON on its standard input."""
-
-    name = "command"
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = list(command)
-
-    def send(self, notice: Mapping[str, str] | None, now: float) -> None:
-        # The worker's own settings may have its token and its audit key.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
-        if notice is None:
-            return
-        try:
-            ended = subprocess.run(  # noqa: S603  (the operator's own)
-                self._command,
-                input=json.dumps(dict(notice)).encode(),
-                timeout=SEND_SECONDS,
-                env=environment,
-                check=False,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            raise Undelivered(f"{self._command[0]} did not end within {SEND_SECONDS:g} s") from None
-        except (OSError, ValueError) as fault:
-            raise Undelivered(f"{self._command[0]} cannot be started: {fault}") from fault
-        if ended.returncode:
-            raise Undelivered(f"{self._command[0]} ended with {ended.returncode}")
+    def channels(self) -> list[Channel]:
+        return channels(self.webhook, self.webhook_secret_file, self.command)
 
 
 class Notices:
@@ -185,11 +148,3 @@ class Notices:
 
 
 TEST: Mapping[str, str] = {"id": "test", "code": "test", "title": "This is a test: notices of this worker arrive"}
-
-
-def channels(settings: NoticeSettings) -> list[Channel]:
-    """Return the channels of the settings. A webhook in the site's own network may have a private address."""
-    found: list[Channel] = []
-    if settings.webhook:
-        found.append(Webhook(settings.webhook, settings.webhook_secret_file, None))
-    return [*found, Command(settings.command)] if settings.command else found

@@ -1,4 +1,4 @@
-"""Notices of what needs a person, to real receivers: signed, once, in bounded attempts, and to no private address."""
+"""Notices of what needs a person, to real receivers: signed, once, and in bounded attempts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ from pydantic import SecretStr, ValidationError
 from sqlalchemy import update
 
 from tessera.coordinator.alerts.attention import AWAY_SECONDS, LATELY_SECONDS
-from tessera.coordinator.alerts.channels import Undelivered, Webhook, channels
 from tessera.coordinator.alerts.notices import FORGET_SECONDS, RETRY_SECONDS
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow
 from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import Cohort
-from tessera.shared.client import webhook
-from tessera.shared.urls import is_public
+from tessera.shared.client import notice_channels
+from tessera.shared.client.notice_channels import Undelivered
 from tessera.worker.governance.notices import NoticeSettings
-from tessera.worker.governance.notices import channels as channels_of_worker
 from tests.support.cli import tessera
 from tests.support.coordinator import ROOMY, Clock, LiveCoordinator, until
 from tests.support.databases import url_in
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.support.mailing import mailing
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, Asked, answering_by
 from tests.support.storage import add_run
@@ -92,21 +89,6 @@ def hook(folder: Path, port: int, host: str = "localhost", **more: Any) -> dict[
         "public_url": "https://tessera.example/",
         "webhook_url": f"https://{host}:{port}/path-secret?key=query-secret",
         "webhook_secret_file": folder / "secret",
-        "notice_private_hosts": [host.upper()],
-        **more,
-    }
-
-
-def post(folder: Path, port: int, scheme: str = "smtp", **more: Any) -> dict[str, Any]:
-    """The settings of a mail server on this machine."""
-    (folder / "password").write_text("open sesame\n")
-    return {
-        "public_url": "https://tessera.example",
-        "smtp_url": f"{scheme}://tessera@localhost:{port}",
-        "smtp_password_file": folder / "password",
-        "mail_from": "tessera@tessera.example",
-        "mail_to": ["ada@north.example", "max@south.example"],
-        "notice_private_hosts": ["localhost"],
         **more,
     }
 
@@ -158,18 +140,28 @@ def test_a_notice_is_signed_and_has_a_name_a_code_and_a_link_alone(tmp_path: Pat
     assert not is_genuine(asked, clock.at)
 
 
-def test_a_site_s_own_webhook_may_have_a_private_address_and_no_other_host(
-    tmp_path: Path, receiver: Receiver
-) -> None:
+def test_a_worker_s_notice_is_signed_too(tmp_path: Path, receiver: Receiver) -> None:
     given = hook(tmp_path, receiver.port)
     url, secret = SecretStr(given["webhook_url"]), given["webhook_secret_file"]
     notice = {"id": "7", "code": "site-decides", "title": "Worker w waits for: approval of demo"}
-    (worker,) = channels_of_worker(NoticeSettings(webhook=url, webhook_secret_file=secret))
+    (worker,) = NoticeSettings(webhook=url, webhook_secret_file=secret).channels
     worker.send(notice, 1_800_000_000)
     (asked,) = receiver.asked
     assert (json.loads(asked.body), is_genuine(asked, 1_800_000_000)) == (notice, True)
-    with pytest.raises(Undelivered, match="no public address"):
-        Webhook(url, secret, ["another"]).send(notice, 1_800_000_000)
+
+
+def test_a_command_gets_each_notice_once_and_no_setting_of_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_PUBLIC_URL", "https://tessera.example")
+    command = ("/bin/sh", "-c", f"cat >> {tmp_path}/sent; env >> {tmp_path}/environment")
+    with serving(tmp_path, Clock(), public_url="https://tessera.example", notice_command=command) as services:
+        paused(services)
+        for _ in range(2):
+            services.notifiers[0].look()
+    notice = json.loads((tmp_path / "sent").read_text())
+    assert (notice["code"], notice["link"]) == ("run-paused", f"{PAGE}/runs/digits")
+    assert "TESSERA_" not in (tmp_path / "environment").read_text()
 
 
 @pytest.mark.both_databases
@@ -228,7 +220,7 @@ def test_a_process_that_dies_while_it_sends_leaves_the_notice_to_another(
     with serving(tmp_path, clock, **settings) as one, serving(tmp_path, clock, **settings) as other:
         paused(one)
         with monkeypatch.context() as patched:
-            patched.setattr(webhook, "connected", killed)
+            patched.setattr(notice_channels, "connected", killed)
             with pytest.raises(Killed):
                 one.notifiers[0].look()
         other.notifiers[0].look()
@@ -267,7 +259,9 @@ def undelivered(settings: dict[str, Any]) -> str:
     """What a channel says that could not send; never a part of the URL beside its host."""
     given = CoordinatorSettings(**settings)
     with pytest.raises(Undelivered) as caught:
-        channels(given)[0].send({"id": "1", "code": "test", "title": "t", "link": PAGE, "at": "now"}, 1_800_000_000.0)
+        given.notice_channels[0].send(
+            {"id": "1", "code": "test", "title": "t", "link": PAGE, "at": "now"}, 1_800_000_000.0
+        )
     assert "path-secret" not in str(caught.value)
     assert "query-secret" not in str(caught.value)
     return str(caught.value)
@@ -279,47 +273,6 @@ def test_a_redirect_is_not_followed(tmp_path: Path, receiver: Receiver) -> None:
     assert len(receiver.asked) == 1
 
 
-def test_a_private_address_is_refused_before_a_connection(tmp_path: Path, receiver: Receiver) -> None:
-    for settings in (hook(tmp_path, receiver.port), post(tmp_path, receiver.port) | {"webhook_url": None}):
-        told = undelivered({**settings, "notice_private_hosts": ["other.example"]})
-        assert "localhost has no public address (" in told
-        assert "TESSERA_NOTICE_PRIVATE_HOSTS" in told
-    assert receiver.asked == []
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",  # noqa: S104 (nothing is bound)
-        "255.255.255.255", "192.0.2.1", "::1", "::", "fe80::1", "fe80::1%lo", "fc00::1", "fec0::1", "ff0e::1",
-        "::ffff:10.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1",
-        "192.88.99.1", "3fff::1",
-    ],
-)  # fmt: skip
-def test_an_address_that_is_not_of_the_public_internet_is_known(address: str) -> None:
-    assert not is_public(address)
-    assert is_public("8.8.8.8")
-    assert is_public("2606:4700::1111")
-
-
-def test_a_name_is_resolved_once_and_the_connection_goes_to_what_was_checked(
-    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DNS is what a test cannot own: the second answer would lead elsewhere."""
-    resolve, answers = socket.getaddrinfo, ["127.0.0.1", "127.0.0.2"]
-
-    def resolved(host: str, port: int, *rest: Any, **options: Any) -> Any:
-        return resolve(answers.pop(0) if host == "hooks.example" else host, port, *rest, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    # The certificate is for this name alone, not for the address.
-    settings = CoordinatorSettings(**hook(tmp_path, receiver.port, "hooks.example"))
-    channels(settings)[0].send({"id": "1"}, 1_800_000_000.0)
-    assert answers == ["127.0.0.2"]
-    (asked,) = receiver.asked
-    assert asked.headers["Host"] == f"hooks.example:{receiver.port}"
-
-
 def test_a_receiver_of_another_authority_or_without_tls_gets_nothing(tmp_path: Path, trusted: ssl.SSLContext) -> None:
     for tls in (receiving_tls(trustme.CA()), None):
         asked: list[Asked] = []
@@ -327,9 +280,6 @@ def test_a_receiver_of_another_authority_or_without_tls_gets_nothing(tmp_path: P
             told = undelivered(hook(tmp_path, int(url.rpartition(":")[2])))
         assert "no trusted certificate" in told if tls else "does not speak TLS" in told
         assert asked == []
-    with mailing(trusted, offers_tls=False) as box:
-        assert "STARTTLS" in undelivered(post(tmp_path, box.port))
-        assert [line.split()[0] for line in box.said] == ["ehlo", "quit"]
 
 
 def test_what_stops_a_notice_is_told_with_its_remedy(tmp_path: Path, trusted: ssl.SSLContext) -> None:
@@ -347,14 +297,6 @@ def test_what_stops_a_notice_is_told_with_its_remedy(tmp_path: Path, trusted: ss
         for written in (b"whsec_%", b"whsec_\xff\x00"):
             (tmp_path / "secret").write_bytes(written)
             assert "write whsec_ and 24 or more bytes in base64" in undelivered(given)
-    with mailing(trusted) as box:
-        given = post(tmp_path, box.port)
-        foreign = given | {"smtp_url": f"smtp://m%C3%BCller@localhost:{box.port}"}
-        assert "cannot receive the user of TESSERA_SMTP_URL" in undelivered(foreign)
-        (tmp_path / "password").write_text("op\xe9n sesame")
-        assert undelivered(given) == (
-            f"{tmp_path / 'password'} has a character beyond ASCII; use a password of ASCII characters"
-        )
     # A label of 64 letters is too long for DNS, so no resolver is asked.
     unknown = undelivered(hook(tmp_path, 443, "a" * 64))
     assert unknown.endswith("has no address in DNS; correct the name, or check this machine's DNS")
@@ -363,8 +305,7 @@ def test_what_stops_a_notice_is_told_with_its_remedy(tmp_path: Path, trusted: ss
 @pytest.mark.parametrize(
     ("variable", "value", "example"),
     [
-        ("TESSERA_MAIL_TO", "secret@north.example", '["admins@example.org"]'),
-        ("TESSERA_NOTICE_PRIVATE_HOSTS", "secret.example", '["mail.hospital.example"]'),
+        ("TESSERA_NOTICE_COMMAND", "secret", '["/usr/local/bin/tell-admins"]'),
         ("TESSERA_OIDC_ROLES", "secret=admin", '{"tessera-admins": "admin"}'),
     ],
 )
@@ -374,15 +315,10 @@ def test_a_list_that_is_not_json_is_refused_with_an_example(variable: str, value
     assert said.stderr == f"setting {variable}: must be JSON, such as {example}\n"
 
 
-def test_an_entry_of_a_list_that_is_wrong_is_named_by_its_place() -> None:
-    said = tessera("coordinator", "config", "show", TESSERA_MAIL_TO='["ada@north.example", "ada"]')
-    assert said.stderr == "setting TESSERA_MAIL_TO[1]: must be a mail address, such as ops@example.org\n"
-
-
 def test_a_receiver_that_answers_byte_by_byte_is_cut_off(
     tmp_path: Path, trusted: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(notice_channels, "SEND_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def drip() -> None:
@@ -400,39 +336,6 @@ def test_a_receiver_that_answers_byte_by_byte_is_cut_off(
         assert undelivered(hook(tmp_path, listening.getsockname()[1]))
         thread.join(30)
         assert not thread.is_alive()
-
-
-@pytest.mark.parametrize(("scheme", "implicit"), [("smtp", False), ("smtps", True)])
-def test_a_mail_is_sent_over_tls_after_a_sign_in(
-    tmp_path: Path, trusted: ssl.SSLContext, scheme: str, implicit: bool
-) -> None:
-    with (
-        mailing(trusted, implicit=implicit) as box,
-        serving(tmp_path, Clock(), **post(tmp_path, box.port, scheme)) as services,
-    ):
-        paused(services)
-        for _ in range(2):
-            services.notifiers[0].look()
-        (mail,) = box.mails
-    assert (mail["Subject"], mail["From"]) == ("Tessera: digits is paused", "tessera@tessera.example")
-    assert mail["Message-ID"].endswith("@tessera.example>")
-    text = mail.get_payload()
-    assert isinstance(text, str)
-    assert f"{PAGE}/runs/digits" in text
-    assert "patient" not in mail.as_string()
-    before_tls = [line for line in box.said if not line.startswith("TLS ")]
-    assert before_tls == ([] if implicit else ["ehlo tessera.example", "STARTTLS"])
-    assert {"TLS rcpt TO:<ada@north.example>", "TLS rcpt TO:<max@south.example>"} <= set(box.said)
-    (tmp_path / "password").write_text("wrong")
-    with mailing(trusted) as box:
-        told = undelivered(post(tmp_path, box.port) | wrong_password(tmp_path))
-        assert "localhost refuses the user or the password (535)" in told
-        assert "TESSERA_SMTP_PASSWORD_FILE" in told
-
-
-def wrong_password(folder: Path) -> dict[str, Any]:
-    (folder / "wrong").write_text("wrong")
-    return {"smtp_password_file": folder / "wrong"}
 
 
 def test_people_hear_of_what_lasts_at_sites_and_of_strangers_once(tmp_path: Path, receiver: Receiver) -> None:
@@ -511,7 +414,7 @@ def test_what_cannot_be_delivered_is_told_by_doctor_which_also_sends_a_test(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     places = {"database_url": url_in(tmp_path), "blob_url": f"{tmp_path}/blobs", "staging_dir": f"{tmp_path}/staging"}
-    given = {**places, **hook(tmp_path, receiver.port), "port": 1, "notice_private_hosts": '["localhost"]'}
+    given = {**places, **hook(tmp_path, receiver.port), "port": 1}
     variables = {f"TESSERA_{name.upper()}": str(value) for name, value in given.items()}
 
     def doctor(*options: str) -> tuple[str, str]:
@@ -542,11 +445,6 @@ def test_what_cannot_be_delivered_is_told_by_doctor_which_also_sends_a_test(
         ({"webhook_url": "http://hooks.example/path-secret"}, "must be https://HOST/PATH"),
         ({"webhook_url": "https://user:path-secret@hooks.example/"}, "must be https://HOST/PATH"),
         ({"webhook_url": "https://hooks.example/path-secret\r\nX: y"}, "must be https://HOST/PATH"),
-        ({"smtp_url": None}, "smtp_url and mail_from require each other"),
-        ({"mail_to": []}, "mail_from and mail_to require each other"),
-        ({"mail_to": ["ada@north.example\r\nBcc: x@y"]}, "pattern"),
-        ({"smtp_url": "smtp://tessera:path-secret@mail.example"}, "TESSERA_SMTP_PASSWORD_FILE names"),
-        ({"smtp_url": "smtp://mail.example:99999"}, "must be smtps://USER@HOST"),
         ({"webhook_url": "https://hooks.example:99999/path-secret"}, "a port of at most 65535"),
     ],
 )
@@ -554,7 +452,7 @@ def test_settings_that_notify_nobody_are_refused_without_what_is_secret(
     tmp_path: Path, wrong: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValidationError, match=said) as refused:
-        CoordinatorSettings(**{**post(tmp_path, 1), **hook(tmp_path, 1), **wrong})
+        CoordinatorSettings(**{**hook(tmp_path, 1), **wrong})
     assert "path-secret" not in str(refused.value)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from tessera.shared.client.notice_channels import Command
 from tessera.worker.governance.airlock import Airlock, HeldTask
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, Request
-from tessera.worker.governance.notices import PAUSE_SECONDS, RETRY_SECONDS, Command, Notices
+from tessera.worker.governance.notices import PAUSE_SECONDS, RETRY_SECONDS, Notices
 from tests.worker.governance.test_airlock import BYTES, DIGEST, summary
 
 

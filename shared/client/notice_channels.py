@@ -1,30 +1,28 @@
-"""Notices to a webhook: each travels over TLS, to an address that was checked, in bounded time."""
+"""The channels of notices to people: a webhook, and a command of the operator."""
 
 import base64
 import hashlib
 import hmac
 import json
+import os
 import re
-import smtplib
 import socket
 import ssl
+import subprocess
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, SecretStr
 
-from tessera.shared.urls import is_public
 from tessera.shared.version import VERSION
 
 MAX_PORT = 65_535
 CONNECT_SECONDS = 5.0
-MAX_ADDRESSES = 3
-"""Addresses of a host that are tried."""
 SEND_SECONDS = 20.0
 """Maximum time from the connection to the receiver's answer, however slowly it sends that."""
 MIN_KEY_BYTES = 24
@@ -45,30 +43,29 @@ class Undelivered(Exception):
     """The receiver did not take a notice. The text has no secret and may be logged."""
 
 
-@contextmanager
-def connected(host: str, port: int, private_hosts: Collection[str]) -> Iterator[socket.socket]:
-    """Yield a connection to a host, which is cut after SEND_SECONDS. Raise Undelivered for every fault within `with`.
+class Channel(Protocol):
+    @property
+    def name(self) -> str: ...
+    def send(self, notice: Mapping[str, str] | None, now: float) -> None:
+        """Send a notice, or only check the channel if there is none. Raises Undelivered."""
 
-    The name is resolved once, and the addresses that it has then are checked and connected to: an answer of DNS that
-    changes in between (DNS rebinding) reaches nothing else.
-    """
+
+@contextmanager
+def connected(host: str, port: int, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+    """Yield a TLS connection, which is cut after SEND_SECONDS. Raise Undelivered for every fault within `with`."""
     try:
-        found = _addresses(host, port)
-        allowed = [address for address in found if host in private_hosts or is_public(address)]
-        if not allowed:
-            remedy = "if it is meant to have a private one, name it in TESSERA_NOTICE_PRIVATE_HOSTS"
-            raise Undelivered(f"{host} has no public address ({', '.join(found)}); {remedy}")
         # The copy shares the connection, and stays when TLS takes the socket over.
-        with _first(allowed[:MAX_ADDRESSES], port) as opened, opened.dup() as copy:
+        with socket.create_connection((host, port), CONNECT_SECONDS) as plain, plain.dup() as copy:
+            plain.settimeout(SEND_SECONDS)
             timer = threading.Timer(SEND_SECONDS, _cut, (copy,))
             timer.daemon = True
             timer.start()
             try:
-                yield opened
+                with context.wrap_socket(plain, server_hostname=host) as secured:
+                    yield secured
             finally:
                 timer.cancel()
-    # ValueError: a user that SMTP cannot carry.
-    except (OSError, HTTPException, ValueError) as fault:
+    except (OSError, HTTPException, UnicodeError) as fault:
         raise Undelivered(_reason(host, fault)[:300]) from fault
 
 
@@ -79,39 +76,11 @@ def _reason(host: str, fault: Exception) -> str:
             return f"{host} has no trusted certificate ({fault.verify_message}); for your own CA, set SSL_CERT_FILE"
         case ssl.SSLError():
             return f"{host} does not speak TLS as expected ({fault.reason}); check the port"
-        case socket.gaierror():
+        case socket.gaierror() | UnicodeError():
             return f"{host} has no address in DNS; correct the name, or check this machine's DNS"
-        case smtplib.SMTPAuthenticationError():
-            return (
-                f"{host} refuses the user or the password ({fault.smtp_code}); correct TESSERA_SMTP_URL or the file "
-                "that TESSERA_SMTP_PASSWORD_FILE names"
-            )
-        case UnicodeError():
-            return f"{host} cannot receive the user of TESSERA_SMTP_URL: a sign-in carries ASCII characters alone"
-        case smtplib.SMTPNotSupportedError():
-            return f"{host} offers no STARTTLS or no sign-in; use its port for TLS, smtps://"
         case OSError(filename=str() as path):
             return f"{path} cannot be read: {fault.strerror}"
     return f"{host}: {type(fault).__name__}: {fault}"
-
-
-def _addresses(host: str, port: int) -> list[str]:
-    """Return the addresses of a host. Raise gaierror if DNS has none, or cannot have such a name."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError:
-        raise socket.gaierror from None
-    return list(dict.fromkeys(str(place[0]) for *_, place in found))
-
-
-def _first(addresses: Collection[str], port: int) -> socket.socket:
-    """Return a connection to the first of these addresses that accepts one."""
-    for address in addresses:
-        with suppress(OSError):
-            opened = socket.create_connection((address, port), CONNECT_SECONDS)
-            opened.settimeout(SEND_SECONDS)
-            return opened
-    raise ConnectionError(f"no connection to {' or '.join(addresses)}, port {port}")
 
 
 def _cut(connection: socket.socket) -> None:
@@ -124,22 +93,17 @@ class Webhook:
 
     name = "webhook"
 
-    def __init__(self, url: SecretStr, secret_file: Path | None, private_hosts: Collection[str] | None) -> None:
-        """Only `private_hosts` may have a private address; any host if None."""
+    def __init__(self, url: SecretStr, secret_file: Path | None) -> None:
         # Its path may contain a secret: nothing but the host is ever shown.
         parts = urlsplit(url.get_secret_value())
         self._host, self._port = parts.hostname or "", parts.port or 443
         self._target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         self._secret_file = secret_file
-        self._private_hosts = (self._host,) if private_hosts is None else private_hosts
 
     def send(self, notice: Mapping[str, str] | None, now: float) -> None:
         """Send a notice, or only connect if there is none. Raise Undelivered."""
         context = ssl.create_default_context()
-        with (
-            connected(self._host, self._port, self._private_hosts) as plain,
-            context.wrap_socket(plain, server_hostname=self._host) as secured,
-        ):
+        with connected(self._host, self._port, context) as secured:
             headers, body = self._signed(notice or {"id": ""}, int(now))
             if notice is None:
                 return
@@ -168,3 +132,43 @@ class Webhook:
             "webhook-timestamp": str(now),
             "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
         }, body
+
+
+class Command:
+    """A command of the operator, which gets each notice as JSON on its standard input."""
+
+    name = "command"
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+
+    def send(self, notice: Mapping[str, str] | None, now: float) -> None:
+        # Settings of Tessera may be secrets, such as a worker's token.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
+        if notice is None:
+            return
+        try:
+            ended = subprocess.run(  # noqa: S603  (the operator's own)
+                self._command,
+                input=json.dumps(dict(notice)).encode(),
+                timeout=SEND_SECONDS,
+                env=environment,
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise Undelivered(f"{self._command[0]} did not end within {SEND_SECONDS:g} s") from None
+        except (OSError, ValueError) as fault:
+            raise Undelivered(f"{self._command[0]} cannot be started: {fault}") from fault
+        if ended.returncode:
+            raise Undelivered(f"{self._command[0]} ended with {ended.returncode}")
+
+
+def channels(webhook: SecretStr | None, secret_file: Path | None, command: Sequence[str]) -> list[Channel]:
+    """Return the channels that are set."""
+    found: list[Channel] = []
+    if webhook:
+        found.append(Webhook(webhook, secret_file))
+    return [*found, Command(command)] if command else found
