@@ -92,7 +92,6 @@ system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
 
 test-long: install ## the tests that take long or need a quiet machine
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
 	$(MAKE) soak ROUNDS=150
 	$(MAKE) evidence

@@ -39,8 +39,7 @@ from tessera.coordinator.notify.wakeup import PostgresWakeups, SocketWakeups, Wa
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
-from tessera.shared.rounds.versions import MergeEngine, States, materialize
-from tessera.shared.version import install_line
+from tessera.shared.rounds.versions import States, materialize
 
 if TYPE_CHECKING:
     from tessera.coordinator.auth.oidc import OIDCLogin, OIDCVerifier
@@ -108,7 +107,8 @@ def assemble(
     blobs = Blobs(database, settings.blob_url, settings.staging_dir, *sizes)
     blobs.require_same_disk()
     disk = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
-    states = States(blobs, _engine(settings) if duty != "serve" else None)
+    engine = partial(materialize, threads=len(os.sched_getaffinity(0)))
+    states = States(blobs, engine if duty != "serve" else None)
     inspector = Inspector(blobs, states)
     last_seen, waiters = LastSeen(), LongPollWaiters()
     wakeups: WakeupChannel = (
@@ -220,17 +220,3 @@ def _open_id(settings: CoordinatorSettings) -> tuple[OIDCVerifier | None, OIDCLo
     oidc = importlib.import_module("tessera.coordinator.auth.oidc")
     people = oidc.OIDCVerifier(settings)
     return people, oidc.OIDCLogin(settings, people) if settings.oidc_client_id is not None else None
-
-
-def _engine(settings: CoordinatorSettings) -> MergeEngine:
-    """Return the merge engine: threads on all cores of this machine, or a Ray cluster."""
-    if settings.merge_engine == "threads":
-        return partial(materialize, threads=len(os.sched_getaffinity(0)))
-    # Ray is an extra, and slow to import.
-    try:
-        ray_engine = importlib.import_module("tessera.coordinator.conductor.ray_engine")
-    except ModuleNotFoundError as fault:
-        remedy = install_line("ray")
-        raise ImportError(f"TESSERA_MERGE_ENGINE=ray needs {fault.name}, which is not installed: {remedy}") from fault
-    engine: MergeEngine = ray_engine.RayEngine(settings.ray_address)
-    return engine

@@ -253,16 +253,8 @@ class CoordinatorSettings(BaseSettings):
     merge_readahead_bytes: Bytes = Field(
         default=128 << 20,
         ge=8 << 20,
-        description="memory for reading ahead in an object store; a merge in threads divides it among its updates, "
+        description="memory for reading ahead in an object store; a merge divides it among its updates, "
         "and reads 256 KiB to 8 MiB of each at a time",
-    )
-    merge_engine: Literal["threads", "ray"] = Field(
-        default="threads",
-        description="threads: threads of the conductor, one per core; ray: tasks on a Ray cluster (requires the "
-        "extra ray)",
-    )
-    ray_address: str | None = Field(
-        default=None, description="Ray cluster for merging; if unset, the coordinator starts one on this machine"
     )
     keep_updates_seconds: PositiveFloat = Field(
         default=3_600.0, ge=60, description="time to keep an update after the end of its round"
