@@ -35,7 +35,7 @@ from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import SettingsError, WorkerSettings
-from tessera.worker.training.optimization.bfloat16_products import is_native
+from tessera.worker.training.optimization.precision import multiplies_bfloat16
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values
 from tests.support.pretrained import bert_tokenizer
@@ -88,8 +88,8 @@ def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoord
     told = re.match(r"approximately (\d+) examples, 10 classes, (\d+) held out", detail)
     assert told
     assert sum(map(int, told.groups())) == 1437
-    (half,) = (found["detail"] for found in findings if "bfloat16 matrices" in found["detail"])
-    assert ("no instructions" in half) != is_native()
+    (half,) = (found["detail"] for found in findings if "bfloat16" in found["detail"])
+    assert ("no instructions" in half) != multiplies_bfloat16()
     assert named(findings, "compute")["detail"] == "TF32 is off, compilation is off (compute)"
 
 

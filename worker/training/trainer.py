@@ -20,7 +20,6 @@ from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.input_mismatch import InputMismatch, count_labelled, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
-from tessera.worker.training.optimization.bfloat16_products import bfloat16_products
 from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.optimization.short_attention import short_attention
@@ -149,10 +148,8 @@ class Trainer(LocalTraining):
     @contextmanager
     def _computed_again(self) -> Iterator[None]:
         """Let layers that the backward pass computes again be computed as in the forward pass."""
-        with ExitStack() as stack:
-            if not self.setup.compute.compile:
-                stack.enter_context(short_attention(self.training, self.setup.device))
-            stack.enter_context(bfloat16_products(self.training, self.setup.device))
+        is_compiled = self.setup.compute.compile
+        with nullcontext() if is_compiled else short_attention(self.training, self.setup.device):
             yield
 
     def _rehearse(self, dataset: Dataset) -> None:

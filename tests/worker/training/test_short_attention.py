@@ -18,6 +18,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization import precision as precisions
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.optimization.short_attention import MOST_KEYS, attention, short_attention
 from tessera.worker.training.setup import TrainingSetup
@@ -44,6 +45,23 @@ def parts(queries: int = 5, keys: int = 7, heads: int = 4, key_heads: int = 4) -
 
 SEEN = torch.rand(3, 1, 5, 7, generator=torch.Generator().manual_seed(2)) > 0.4
 SEEN[..., 0] = True
+
+
+@pytest.fixture(autouse=True)
+def _has_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on all CPUs."""
+    monkeypatch.setattr(precisions, "multiplies_bfloat16", lambda: True)
+
+
+def test_a_cpu_without_instructions_for_bfloat16_computes_a_run_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, words = instantiate(BERT, "text-classification", seed=0), torch.randint(0, 50, (2, 9))
+    exact, half = model(input_ids=words).logits, Training(precision="bfloat16")
+    with autocast(half, CPU):
+        assert not torch.equal(model(input_ids=words).logits, exact)
+    monkeypatch.setattr(precisions, "multiplies_bfloat16", lambda: False)
+    with autocast(half, CPU), short_attention(half, CPU), Fused() as found:
+        assert torch.equal(model(input_ids=words).logits, exact)
+    assert found.count == 2
 
 
 @pytest.mark.parametrize(
@@ -132,8 +150,8 @@ def test_a_task_in_bfloat16_has_gradients_near_those_of_float32(again: bool) -> 
     mask[0, 5:] = 0
     data = Dataset({"input_ids": words, "attention_mask": mask, "labels": torch.tensor([0, 1, 1, 0])})
     steps, passes = [], []
-    precisions: tuple[Precision, ...] = ("float32", "bfloat16")
-    for precision in precisions:
+    both: tuple[Precision, ...] = ("float32", "bfloat16")
+    for precision in both:
         model = instantiate(BERT, "text-classification", seed=0)
         before = weights(model)
         context = LocalTaskContext(model, "text-classification", Plan(), block_table(model))

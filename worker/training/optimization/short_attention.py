@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tessera.shared.run_settings import Training
+from tessera.worker.training.optimization.precision import half_of
 
 MOST_KEYS = 128
 """The most keys for which the fused kernel is slower."""
@@ -25,7 +26,7 @@ def short_attention(training: Training, device: torch.device) -> AbstractContext
 
     It holds for this thread. Results differ by rounding.
     """
-    return _Unfused() if device.type == "cpu" and training.precision != "float32" else nullcontext()
+    return _Unfused() if device.type == "cpu" and half_of(training, device) else nullcontext()
 
 
 class _Unfused(TorchFunctionMode):
