@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     calls = QUICK_CALLS if given.quick else CALLS
     results = Results("guards", "the coordinator's limits, processor time for each request")
-    admission = Admission(1e9, 1_000_000_000, 60, 60, 60)
+    admission = Admission(1e9, 60, 60)
     room, memory = DiskSpace([Path(tempfile.gettempdir())], 0), Memory(None)
     results.add(guard="rate of a token", us=microseconds(lambda: admission.count_request("token"), calls))
     results.add(guard="trace id", us=asyncio.run(asynchronously(tracing, calls)))

@@ -103,8 +103,7 @@ def assemble(
     A process with both duties wakes itself; others wake each other by `wakeups`.
     """
     database = Database(settings.database_url, clock, connections=settings.database_connections)
-    sizes = settings.inline_bytes, settings.merge_readahead_bytes
-    blobs = Blobs(database, settings.blob_url, settings.staging_dir, *sizes)
+    blobs = Blobs(database, settings.blob_url, settings.staging_dir, settings.inline_bytes)
     blobs.require_same_disk()
     disk = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
     engine = partial(materialize, threads=len(os.sched_getaffinity(0)))
@@ -129,7 +128,7 @@ def assemble(
         heartbeat_file=settings.heartbeat_file,
         notify=wake_workers,
     )
-    quota = Quota(_bytes_per_day(settings, blobs), settings.site_unfinished_uploads)
+    quota = Quota(_bytes_per_day(settings, blobs))
     uploads = Uploads(
         database, blobs, disk, quota, settings.idle_timeout_seconds, FairThreadPool("upload", UPLOAD_THREADS)
     )
@@ -162,13 +161,11 @@ def assemble(
         memory=memory,
         admission=Admission(
             settings.requests_per_second,
-            settings.request_burst,
             settings.auth_failures_per_minute,
             settings.enrolments_per_minute,
-            settings.declarations_per_hour,
             clock or time.monotonic,
         ),
-        answers=ResponseMemory(settings.response_bytes_per_token),
+        answers=ResponseMemory(),
         bodies=BodyMemory(settings.body_memory_bytes),
         blobs=blobs,
         states=states,

@@ -181,13 +181,9 @@ class CoordinatorSettings(BaseSettings):
     idle_timeout_seconds: PositiveFloat = Field(
         default=120.0, description="maximum pause within an upload or a response before the connection is closed"
     )
-    max_header_bytes: Bytes = Field(
-        default=16_384, description="maximum size of a request's head, in which each header counts 128 bytes more"
-    )
     header_timeout_seconds: PositiveFloat = Field(
         default=10.0, description="maximum time for a request's head; maximum pause within a JSON body"
     )
-    body_timeout_seconds: PositiveFloat = Field(default=60.0, description="maximum time for a JSON body")
     body_memory_bytes: Bytes = Field(
         default=128 << 20,
         ge=16 << 20,
@@ -201,18 +197,11 @@ class CoordinatorSettings(BaseSettings):
         "all of them have",
     )
     requests_per_second: PositiveFloat = Field(
-        default=1_000.0, description="sustained request rate per token and process"
+        default=1_000.0, description="sustained request rate per token and process; ten seconds' worth at once"
     )
-    request_burst: PositiveInt = Field(default=10_000, description="request burst per token and process")
     auth_failures_per_minute: PositiveInt = Field(
         default=60,
         description="requests without a valid token per address and minute, and sign-ins per token, per process",
-    )
-    response_bytes_per_token: Bytes = Field(
-        default=1 << 30,
-        ge=2 << 20,
-        description="maximum memory for concurrent responses with blobs per token and process; each counts 2 MiB, "
-        "or its length if that is less",
     )
     session_seconds: PositiveFloat = Field(
         default=28_800.0, le=7 * 86_400, description="duration of a session on the dashboard"
@@ -232,16 +221,10 @@ class CoordinatorSettings(BaseSettings):
     max_workers_per_site: PositiveInt = Field(
         default=1_000, description="maximum number of worker names that a site uses within 30 days"
     )
-    declarations_per_hour: PositiveInt = Field(
-        default=10_000, description="changes of the workers' declarations per site and hour, per process"
-    )
     site_bytes_per_day: Bytes | None = Field(
         default=None,
         description="bytes that a site may announce within 24 hours; if unset, half of the disk if the blobs are "
         "in a folder",
-    )
-    site_unfinished_uploads: PositiveInt = Field(
-        default=1_000, description="maximum number of a site's unfinished uploads"
     )
     disk_reserve_bytes: BytesOrZero = Field(
         default=1 << 30, description="disk space to keep free; an upload or merge that would use it does not start"
@@ -249,12 +232,6 @@ class CoordinatorSettings(BaseSettings):
     memory_limit_bytes: Bytes | None = Field(
         default=None,
         description="memory of this process; if unset, the limit of its control group. Above 85 % no upload starts",
-    )
-    merge_readahead_bytes: Bytes = Field(
-        default=128 << 20,
-        ge=8 << 20,
-        description="memory for reading ahead in an object store; a merge divides it among its updates, "
-        "and reads 256 KiB to 8 MiB of each at a time",
     )
     keep_updates_seconds: PositiveFloat = Field(
         default=3_600.0, ge=60, description="time to keep an update after the end of its round"

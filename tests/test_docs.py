@@ -57,7 +57,7 @@ def test_every_setting_of_the_coordinator_is_described_with_its_default(monkeypa
 def test_every_limit_names_settings_that_exist() -> None:
     cells = re.findall(r"^\|[^|]*\|([^|]*)\|", text("docs/operating/limits.md"), re.MULTILINE)
     named = re.findall(r"`([A-Z_]+)`", "".join(cells))
-    assert "REQUEST_BURST" in named
+    assert "REQUESTS_PER_SECOND" in named
     assert [name for name in named if name.lower() not in CoordinatorSettings.model_fields] == []
 
 

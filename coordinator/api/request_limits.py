@@ -20,6 +20,9 @@ from tessera.shared.api.framing import MEDIA_TYPE, unpack, unpack_head
 from tessera.shared.json_limits import MAX_ERRORS, check_document, count_values
 from tessera.shared.problems import BadRequest, Fault, Invalid, Problem, TooLarge, TooSlow, faults_of
 
+BODY_SECONDS = 60.0
+"""Maximum time for a JSON body."""
+
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
@@ -69,7 +72,7 @@ class BoundedRequest(Request):
     async def _read(self, before: int = 0, lines: int | None = None) -> bytes:
         """Return the rest of the body, of which `before` bytes were read, or as much of it as has that many lines."""
         settings, received = self._serving.settings, bytearray()
-        async with in_time(settings.body_timeout_seconds, settings.header_timeout_seconds) as came:
+        async with in_time(BODY_SECONDS, settings.header_timeout_seconds) as came:
             async for piece in self.pieces:
                 came()
                 self._require_size(before + len(received) + len(piece))
@@ -139,8 +142,8 @@ async def in_time(most_seconds: float, idle_timeout_seconds: float) -> AsyncIter
         if not silence.expired():
             raise
         raise TooSlow(
-            f"no byte of the body was received for {idle_timeout_seconds:g} s, or not all within {most_seconds:g} s "
-            "(settings header_timeout_seconds, body_timeout_seconds)",
+            f"no byte of the body was received for {idle_timeout_seconds:g} s (setting header_timeout_seconds), "
+            f"or not all within {most_seconds:g} s",
             # The rest of the body would be read as the next request.
             headers={"Connection": "close"},
         ) from None

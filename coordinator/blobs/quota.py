@@ -10,6 +10,9 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db.tables import AnnouncedRow
 from tessera.shared.problems import QuotaExceeded
 
+UNFINISHED_UPLOADS = 1_000
+"""Of a site."""
+
 FINISHING_SECONDS = 30.0
 """Time after which a site with too many unfinished uploads may retry."""
 
@@ -19,13 +22,12 @@ class Quota:
     """Limits on what a site announces, counted in the tables so that several coordinators agree."""
 
     bytes_per_day: int | None
-    unfinished: int
 
     def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
         """Count the bytes that a new upload, or a new length of one, adds. Raises QuotaExceeded."""
-        if unfinished >= self.unfinished:
+        if unfinished >= UNFINISHED_UPLOADS:
             raise QuotaExceeded(
-                f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
+                f"{unfinished} uploads of this site are unfinished; finish them, or let them expire",
                 retry_after_seconds=FINISHING_SECONDS,
             )
         if self.bytes_per_day is None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import BinaryIO, Self, cast
 
 import obstore
 from anyio import to_thread
@@ -37,6 +37,9 @@ from tessera.coordinator.limits.disk import is_full
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.mmap_file import MappedFile, mapped
+
+READAHEAD_BYTES = 128 << 20
+"""Memory for reading ahead in an object store, which a merge divides among its updates."""
 
 PIECE_BYTES = 1 << 18
 
@@ -71,11 +74,15 @@ class StagingOnOtherDisk(RuntimeError):
 
 class Blobs:
     def __init__(
-        self, database: Database, url: str, staging_dir: Path, inline_bytes: int, readahead_bytes: int
+        self,
+        database: Database,
+        url: str,
+        staging_dir: Path,
+        inline_bytes: int,
+        readahead_bytes: int = READAHEAD_BYTES,
     ) -> None:
         self._database = database
         self.inline_bytes = inline_bytes
-        self._readahead_bytes = readahead_bytes
         self._url = url if "://" in url else Path(url).absolute()
         self.staging_dir = staging_dir.absolute()
         # Closed to other users of the machine: it holds sites' updates and restricted models. The folder around it is
@@ -96,12 +103,6 @@ class Blobs:
         self._root = Path(url)
         if self._objects is None:
             self._root.mkdir(mode=0o700, exist_ok=True)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The receiving process opens the same database and store once for all tensors that it receives.
-        url = self._database.url.render_as_string(hide_password=False)
-        arguments = (str(self._url), self.staging_dir, self.inline_bytes, self._readahead_bytes)
-        return _reopened, (url, arguments, self.began_at)
 
     def require_same_disk(self) -> None:
         """Raise StagingOnOtherDisk unless finished files can be renamed into the store. Reading needs no staging."""
@@ -456,14 +457,6 @@ class Blobs:
                 known = self.find(session, digest)
             self._rows.keep(digest, known)
         return known
-
-
-@lru_cache(maxsize=4)
-def _reopened(database_url: str, arguments: tuple[Any, ...], began_at: float) -> Blobs:
-    blobs = Blobs(Database(database_url), *arguments)
-    # Blobs that the sending process need not hash again are sound here too.
-    blobs.began_at = began_at
-    return blobs
 
 
 class BlobWriter:

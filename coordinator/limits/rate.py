@@ -21,13 +21,20 @@ ANONYMOUS = 10
 an address."""
 
 
+BURST_SECONDS = 10
+"""Requests that a token may send at once, in seconds of `requests_per_second`."""
+
+DECLARATIONS_PER_HOUR = 10_000
+"""Changes of the declarations of a site's workers."""
+
+
 class Rate:
     """A bucket of `burst` requests for each key, refilled with `per_second`.
 
     Stored as the instant when the bucket is full again (the 'generic cell rate algorithm' of ITU-T I.371).
     """
 
-    def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval = 1 / per_second
         self._slack = (burst - 1) / per_second
         self._clock = clock
@@ -68,22 +75,20 @@ class Admission:
     def __init__(
         self,
         per_second: float,
-        burst: int,
         auth_failures_per_minute: int,
         enrolments_per_minute: int,
-        declarations_per_hour: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tokens = Rate(per_second, burst, clock)
+        self._tokens = Rate(per_second, max(1.0, BURST_SECONDS * per_second), clock)
         self._sign_ins = Rate(auth_failures_per_minute / 60, auth_failures_per_minute, clock)
-        self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour, clock)
+        self._declarations = Rate(DECLARATIONS_PER_HOUR / 3600, DECLARATIONS_PER_HOUR, clock)
         self._failures = AddressRate(auth_failures_per_minute, clock)
         self._anonymous = AddressRate(ANONYMOUS * auth_failures_per_minute, clock)
         self._enrolments = AddressRate(enrolments_per_minute, clock)
 
     def count_request(self, token_id: str) -> None:
         """Raise TooManyRequests if the token sends too many requests."""
-        detail = "this token sends too many requests (settings requests_per_second, request_burst)"
+        detail = "this token sends too many requests (setting requests_per_second)"
         _require(self._tokens.take(token_id), TooManyRequests, detail)
 
     def count_sign_in(self, token_id: str) -> None:
@@ -94,7 +99,7 @@ class Admission:
 
     def count_declaration(self, site_id: str) -> None:
         """Raise QuotaExceeded if the site's workers change their declarations too often."""
-        detail = "the workers of this site change their declarations too often (setting declarations_per_hour)"
+        detail = f"the workers of this site change their declarations more than {DECLARATIONS_PER_HOUR} times an hour"
         _require(self._declarations.take(site_id), QuotaExceeded, detail)
 
     def count_failure(self, address: str) -> None:

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from tessera.shared.problems import Busy, TooManyRequests
 from tessera.shared.urls import networks_of
 
+RESPONSE_BYTES = 1 << 30
+"""Maximum memory of the responses with blobs that a token receives at once."""
+
 HELD_BYTES = 2 << 20
 """Most bytes of a response in memory: the piece being sent and the next one."""
 
@@ -60,17 +63,13 @@ class MemoryShares:
 class ResponseMemory(MemoryShares):
     """Memory of the responses with blobs that this process sends, by token."""
 
-    def __init__(self, most_bytes: int) -> None:
-        super().__init__()
-        self._most = most_bytes
-
     @contextmanager
     def reserve(self, token_id: str, length: int) -> Iterator[None]:
         """Reserve memory for a response of `length` bytes while it is sent. Raise TooManyRequests."""
-        with self.reserving({token_id: self._most}) as reserve:
+        with self.reserving({token_id: RESPONSE_BYTES}) as reserve:
             if not reserve(min(length, HELD_BYTES)):
                 raise TooManyRequests(
-                    "too many responses with blobs are in progress for this token (setting response_bytes_per_token)",
+                    "too many responses with blobs are in progress for this token",
                     remedy="Wait as long as Retry-After says, and read fewer blobs at a time.",
                     retry_after_seconds=RETRY_SECONDS,
                 )

@@ -38,6 +38,9 @@ from tessera.shared.diagnostics import pem_fault, reason_of
 from tessera.shared.problems import MEDIA_TYPE, BadRequest, HeadersTooLarge, Problem, TooSlow, Unavailable
 from tessera.shared.urls import is_loopback
 
+MAX_HEADER_BYTES = 16_384
+"""Of a request's head, in which each header counts 128 bytes more."""
+
 log = structlog.get_logger()
 
 GRACE_SECONDS = 5
@@ -198,7 +201,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         if not self._parsed and self._answered:
             # Line breaks between two requests would keep a connection open forever.
             self._start_deadline()
-        if self._head_bytes > self._settings.max_header_bytes and not self._refused:
+        if self._head_bytes > MAX_HEADER_BYTES and not self._refused:
             self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
@@ -236,7 +239,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._parsed = True
         self._in_head = False
         self._cancel_deadline()
-        too_large = self._head_bytes > self._settings.max_header_bytes
+        too_large = self._head_bytes > MAX_HEADER_BYTES
         refusal = self._too_large() if too_large else self._turned_away or self._bad_host()
         if refusal:
             self._refused = True
@@ -269,8 +272,7 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         self._unparsed_bytes = 0
 
     def _too_large(self) -> Problem:
-        most = self._settings.max_header_bytes
-        return HeadersTooLarge(f"the head of the request is longer than {most} bytes (setting max_header_bytes)")
+        return HeadersTooLarge(f"the head of the request is longer than {MAX_HEADER_BYTES} bytes")
 
     def _bad_host(self) -> Problem | None:
         """Refuse a request with two hosts, or one of HTTP/1.1 with none (RFC 9112, section 3.2)."""

@@ -68,8 +68,8 @@ def test_a_size_may_have_its_unit_in_each_setting_of_bytes(tmp_path: Path, monke
     assert len(policy) >= 3
     own = [name for name in CoordinatorSettings.model_fields if name.endswith("_bytes")]
     for name in own:
-        # Of these, less is refused.
-        value = "16 MiB" if name in ("body_memory_bytes", "merge_readahead_bytes") else "128 KiB"
+        # Of the memory of bodies, less is refused.
+        value = "16 MiB" if name == "body_memory_bytes" else "128 KiB"
         monkeypatch.setenv(f"TESSERA_{name.upper()}", value)
     assert {getattr(CoordinatorSettings(), name) for name in own} == {1 << 17, 1 << 24}
 

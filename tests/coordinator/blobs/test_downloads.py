@@ -13,6 +13,7 @@ from sqlalchemy import update
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.tables import BlobRow
+from tessera.coordinator.limits import request_memory
 from tessera.coordinator.limits.cache import Recent
 from tessera.coordinator.limits.request_memory import HELD_BYTES
 from tessera.shared.rounds.blob_store import Stored
@@ -212,9 +213,10 @@ def test_a_blob_whose_file_has_changed_is_hashed_again(tmp_path: Path, hashed: C
         assert digest in refused(live.http("admin").get(f"/v1/blobs/{digest}"), 500, "store-spoilt").detail
 
 
-def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path) -> None:
+def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(8 << 20)
-    with LiveCoordinator(tmp_path, response_bytes_per_token=2 * HELD_BYTES) as live:
+    monkeypatch.setattr(request_memory, "RESPONSE_BYTES", 2 * HELD_BYTES)
+    with LiveCoordinator(tmp_path) as live:
         http, other = live.http("orchestrator"), live.http("orchestrator")
         live.client("orchestrator").put_bytes(data)
         wanted = {"digests": [digest_of(data)]}
@@ -224,7 +226,7 @@ def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path) -> None:
         ):
             assert (first.status_code, second.status_code) == (200, 200)
             third = http.post("/v1/blobs/read", json=wanted)
-            assert "response_bytes_per_token" in refused(third, 429, "too-many-requests").detail
+            assert "responses with blobs are in progress" in refused(third, 429, "too-many-requests").detail
             assert third.headers["Retry-After"] == "1"
             assert other.post("/v1/blobs/read", json=wanted).content == data
         # Both were hung up on.

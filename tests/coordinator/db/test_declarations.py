@@ -17,6 +17,7 @@ from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, SiteRow, WorkerRow, declared_text
 from tessera.coordinator.db.views import PAGE_BYTES
 from tessera.coordinator.domain.workers import LiveWorker
+from tessera.coordinator.limits import rate
 from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim
 from tessera.shared.model.dataset_schema import DatasetSchema
@@ -111,12 +112,13 @@ def test_the_workers_of_a_site_declare_only_so_much_together(tmp_path: Path) -> 
         assert claim(http, worker="v").status_code == 204
 
 
-def test_a_site_changes_what_it_declares_only_so_often(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), declarations_per_hour=3) as live:
+def test_a_site_changes_what_it_declares_only_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate, "DECLARATIONS_PER_HOUR", 3)
+    with LiveCoordinator(tmp_path, clock=Clock()) as live:
         http = live.http("site", "a")
         assert [claim(http, device=f"d{number}").status_code for number in range(3)] == [204, 204, 204]
         answer = claim(http, device="d3")
-        assert "declarations_per_hour" in refused(answer, 429, "quota-exceeded").detail
+        assert "more than 3 times an hour" in refused(answer, 429, "quota-exceeded").detail
         # 3600 / 3 s from the first on.
         assert answer.headers["Retry-After"] == "1200"
         assert claim(http, device="d2").status_code == 204

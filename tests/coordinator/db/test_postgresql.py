@@ -84,7 +84,7 @@ def test_sites_that_announce_at_several_coordinators_at_once_keep_to_their_quota
     """Eight threads, each with twenty uploads of a site that may announce fifty, at one of two coordinators."""
     each_bytes, most, threads, wishes = 1000, 50, 8, 20
     barrier = threading.Barrier(threads)
-    limits = {"site_bytes_per_day": most * each_bytes, "site_unfinished_uploads": 10_000, "request_burst": 10_000}
+    limits = {"site_bytes_per_day": most * each_bytes}
     with LiveCoordinator(tmp_path, **limits) as one, LiveCoordinator(tmp_path, **limits) as other:
         replicas = [one, other] * (threads // 2)
         tokens = [one.token("site", site) for site in "ab"]

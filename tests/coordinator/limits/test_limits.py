@@ -19,6 +19,7 @@ from sqlalchemy import delete
 from structlog.testing import capture_logs
 
 from tessera.coordinator.api import errors
+from tessera.coordinator.blobs import quota
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.conductor.conductor import FULL_SECONDS
 from tessera.coordinator.db.tables import RunRow, UploadRow
@@ -73,12 +74,12 @@ def test_buckets_do_not_fill_the_memory() -> None:
 
 
 def test_a_token_that_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), requests_per_second=0.1, request_burst=3) as live:
+    with LiveCoordinator(tmp_path, clock=Clock(), requests_per_second=0.3) as live:
         http, other = live.http("viewer"), live.http("viewer")
         assert [http.get("/v1/runs").status_code for _ in range(3)] == [200, 200, 200]
         answer = http.get("/v1/runs")
         assert "requests_per_second" in refused(answer, 429, "too-many-requests").detail
-        assert answer.headers["Retry-After"] == "10"
+        assert answer.headers["Retry-After"] == "4"
         assert other.get("/v1/runs").status_code == 200
 
 
@@ -121,7 +122,7 @@ def test_a_site_may_announce_so_many_bytes_a_day(tmp_path: Path) -> None:
 
 
 def test_what_a_site_announced_by_a_clock_that_was_ahead_does_not_count(tmp_path: Path) -> None:
-    hour, quota = 3600.0, Quota(bytes_per_day=100, unfinished=1)
+    hour, quota = 3600.0, Quota(bytes_per_day=100)
     database = migrated(tmp_path)
     with database.transaction() as session:
         add_worker(session)
@@ -143,12 +144,13 @@ def test_another_length_of_the_same_announcement_is_judged_anew(tmp_path: Path) 
         refused(site.post("/v1/uploads", headers={**headers, "Upload-Length": "101"}), 429, "quota-exceeded")
 
 
-def test_a_site_may_have_so_many_unfinished_uploads(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, site_unfinished_uploads=2) as live:
+def test_a_site_may_have_so_many_unfinished_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "UNFINISHED_UPLOADS", 2)
+    with LiveCoordinator(tmp_path) as live:
         site = live.http("site", "a")
         first, _ = (site.post("/v1/uploads", headers=announced(bytes([n]))) for n in range(2))
         answer = site.post("/v1/uploads", headers=announced(b"third"))
-        assert "site_unfinished_uploads" in refused(answer, 429, "quota-exceeded").detail
+        assert "2 uploads of this site are unfinished" in refused(answer, 429, "quota-exceeded").detail
         assert "Retry-After" in answer.headers
         assert append(site, first.headers["Location"], 0, bytes([0])).status_code == 204
         assert site.post("/v1/uploads", headers=announced(b"third")).status_code == 201

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -308,12 +307,6 @@ def test_blocks_of_one_shape_get_different_noise_and_each_reading_the_same() -> 
     np.testing.assert_array_equal(first, again)
     assert KEY.hex() not in repr(noise)
     assert str(KEY) not in repr(noise)
-
-
-def test_a_merge_can_be_sent_to_other_machines(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    tensor = run.state([run.update("x", 1.0)]).model["head.weight"]
-    np.testing.assert_array_equal(to_array(pickle.loads(pickle.dumps(tensor))), to_array(tensor))  # noqa: S301 (ours)
 
 
 def test_a_merge_without_a_key_is_refused(tmp_path: Path) -> None:
