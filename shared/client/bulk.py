@@ -1,9 +1,8 @@
 """An httpx transport that sends and receives large bodies without copying them within the process.
 
 httpx's own transport passes bodies through h11, which copies each byte several times. Requests marked as bulk go
-through `http.client` instead: a body is received straight into the piece that is handed out, and a file is sent by
-the kernel (`sendfile`), or from one recycled buffer under TLS. All else about a request stays httpx's: its URL,
-headers, authentication, timeouts and errors.
+through `http.client` instead: a body is received straight into the piece that is handed out, and a file is sent from
+one recycled buffer. All else about a request stays httpx's: its URL, headers, authentication, timeouts and errors.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import http.client
 import select
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import httpx
 
 BULK = "tessera.bulk"
-"""The request's extension that marks it; its value is the body's `FilePart`, if it has one."""
+"""The request's extension that marks it."""
 
 PIECE_BYTES = 1 << 18
 """Bytes received or sent at once: few system calls, and still in a core's second cache when they are hashed."""
@@ -51,20 +50,6 @@ class FilePart:
             _require_bytes(got, left)
             left -= got
             yield buffer[:got]
-            self.sent(got)
-
-    def send(self, sock: Any) -> None:
-        """Send the bytes on a connected socket."""
-        if isinstance(sock, ssl.SSLSocket) or not _has_descriptor(self.file):
-            for piece in self:
-                sock.sendall(piece)
-            return
-        sock.sendall(self.head)
-        self.file.seek(self.offset)
-        end = self.offset + self.count
-        while (start := self.file.tell()) < end:
-            got = sock.sendfile(self.file, start, min(PIECE_BYTES, end - start))
-            _require_bytes(got, end - start)
             self.sent(got)
 
 
@@ -121,15 +106,11 @@ def _send(connection: http.client.HTTPConnection, request: httpx.Request) -> Non
     )
     for name, value in request.headers.raw:
         connection.putheader(name, value)
-    part = request.extensions[BULK]
     try:
         with _errors(httpx.WriteTimeout, httpx.WriteError):
             connection.endheaders()
-            if isinstance(part, FilePart):
-                part.send(connection.sock)
-            else:
-                for piece in cast("httpx.SyncByteStream", request.stream):
-                    connection.send(piece)
+            for piece in cast("httpx.SyncByteStream", request.stream):
+                connection.send(piece)
     except httpx.WriteError:
         # The server may have refused the body and closed the connection; its answer says why.
         return
@@ -187,9 +168,3 @@ def _errors(timeout: type[httpx.TimeoutException], broken: type[httpx.NetworkErr
 def _require_bytes(got: int, left: int) -> None:
     if not got:
         raise httpx.LocalProtocolError(f"the file ended {left} bytes before the part that is to be sent")
-
-
-def _has_descriptor(file: BinaryIO) -> bool:
-    with suppress(OSError):
-        return file.fileno() >= 0
-    return False

@@ -256,14 +256,14 @@ class Transport:
     def send_file(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
         """Send a request once, with a part of a file as its body. Raises as `once`."""
         headers = {**headers, "Content-Length": str(len(part))}
-        return self.once(method, path, headers=headers, content=part, extensions={BULK: part})
+        return self.once(method, path, headers=headers, content=part, extensions={BULK: True})
 
     @contextmanager
     def stream(
         self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
     ) -> Iterator[httpx.Response]:
         """Send a request once, and yield the response with its body unread: one that may be large."""
-        options = {"headers": headers, "content": content, "extensions": {BULK: None}}
+        options = {"headers": headers, "content": content, "extensions": {BULK: True}}
         with self._sent(method, path, options) as response:
             if not response.is_success:
                 raise problem_of(self._read(response))
