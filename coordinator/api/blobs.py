@@ -7,9 +7,7 @@ responses, which the server cannot send.
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -22,7 +20,6 @@ from tessera.coordinator.api.dependencies import Callers, Serving
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.portions import Portion
-from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, BulkBody, bulk_of
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
@@ -165,28 +162,12 @@ class BlobAnswer(StreamingResponse):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._serving, self._caller, self._length = serving, caller, stop - start
-        self._part = portions, start, stop
-        self._bulk: BulkBody | None = None
-        body = _counted(serving.blobs.stream_all(*self._part))
+        body = _counted(serving.blobs.stream_all(portions, start, stop))
         super().__init__(body, status, {**(headers or {}), "Content-Length": str(self._length)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._length >= BULK_BYTES and self._serving.blobs.in_files:
-            self._bulk = bulk_of(scope)
         with self._serving.answers.reserve(self._caller.token_id, self._length):
             await super().__call__(scope, receive, send)
-
-    async def stream_response(self, send: Send) -> None:
-        if self._bulk is None:
-            await super().stream_response(send)
-            return
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            run = partial(self._serving.uploads.threads.run_to_end, self._caller.owner)
-            await self._bulk.send(self._serving.blobs.pieces(*self._part), run)
-        finally:
-            SENT_BYTES.inc(self._bulk.sent)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _counted(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -238,8 +219,7 @@ async def create_upload(
     """Announce a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
     upload = await announced(serving, caller, _digest(repr_digest), length)
     if complete == "?1" and not upload.complete and serving.uploads.offset(upload) == 0:
-        with bulk_counted(request) as bulk:
-            await serving.uploads.whole(upload, received(request.stream()), bulk)
+        await serving.uploads.whole(upload, received(request.stream()))
         upload = await serving.uploads.threads.run(upload.owner, serving.uploads.find, upload.id, upload.owner)
     return Response(
         status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(serving.uploads, upload)}
@@ -285,20 +265,9 @@ async def append_upload(
     owner = caller.owner
     await serving.uploads.threads.run(owner, serving.memory.require)
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
-    with bulk_counted(request) as bulk:
-        await serving.uploads.append(upload, offset, received(request.stream()), bulk)
+    await serving.uploads.append(upload, offset, received(request.stream()))
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
     return Response(status_code=204, headers=_progress(serving.uploads, upload))
-
-
-@contextmanager
-def bulk_counted(request: Request) -> Iterator[BulkBody | None]:
-    """Yield the server's bulk body, if it offers one, and count the bytes received by it."""
-    bulk = bulk_of(request.scope)
-    try:
-        yield bulk
-    finally:
-        RECEIVED_BYTES.inc(bulk.received if bulk else 0)
 
 
 async def received(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

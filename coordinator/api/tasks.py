@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
-from tessera.coordinator.api.blobs import announced, bulk_counted, received
+from tessera.coordinator.api.blobs import announced, received
 from tessera.coordinator.api.dependencies import Anyone, Callers, Cursor, Limit, Serving, SiteCaller
 from tessera.coordinator.api.request_limits import BoundedRequest, BoundedRoute, FollowingBlob
 from tessera.coordinator.domain.principal import Principal
@@ -144,8 +144,7 @@ async def _receive(
     if upload.complete:
         return
     RECEIVED_BYTES.inc(len(following.begun))
-    with bulk_counted(request) as bulk:
-        end = await serving.uploads.whole(upload, received(request.pieces), bulk, following.begun)
+    end = await serving.uploads.whole(upload, received(request.pieces), following.begun)
     if end < upload.length:
         raise BadRequest(f"{end} of {upload.length} bytes of the update were received", remedy="Upload the others.")
 

@@ -27,7 +27,6 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.object_store import Objects, key_of
 from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut, require_all
-from tessera.coordinator.blobs.socket_transfer import FilePart, Piece
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
@@ -316,11 +315,6 @@ class Blobs:
         with self.open(digest) as file:
             return file.read()
 
-    @property
-    def in_files(self) -> bool:
-        """True if large blobs are files of this machine."""
-        return self._objects is None
-
     async def stream_all(self, portions: Sequence[Portion], start: int, stop: int) -> AsyncIterator[bytes]:
         """Yield bytes `start` to `stop` of the portions, piece by piece, as fast as the receiver reads them."""
         small = InlineReader(portions, self._read_inline)
@@ -350,15 +344,6 @@ class Blobs:
                 ):
                     start += len(piece)
                     yield piece
-
-    def pieces(self, portions: Sequence[Portion], start: int, stop: int) -> Iterator[Piece]:
-        """Yield the same bytes as parts of files, and small blobs from memory. Only for a store in files."""
-        small = InlineReader(portions, self._read_inline)
-        for portion, first, last in cut(portions, start, stop):
-            if portion.inline:
-                yield memoryview(small.read(portion))[first:last]
-            else:
-                yield FilePart(self._path(portion.blobs[0].digest), first, last)
 
     def find(self, session: Session, digest: str) -> Stored:
         """Return a blob's row. Raises NotFound."""

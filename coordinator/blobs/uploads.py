@@ -22,13 +22,6 @@ from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.quota import Quota
-from tessera.coordinator.blobs.socket_transfer import (
-    BULK_BYTES,
-    LEAST_BYTES_PER_SECOND,
-    RATE_SECONDS,
-    BulkBody,
-    require_rate,
-)
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_or_update
@@ -47,6 +40,10 @@ from tessera.shared.problems import (
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 
+LEAST_BYTES_PER_SECOND = 1024
+"""Minimum rate of a sender: a slower one would keep its reservations and its connection for ever."""
+RATE_SECONDS = 120.0
+"""Time over which the rate is measured."""
 WRITE_BYTES = 1 << 20
 STAGED = "upload-"
 """Prefix of a staging file's name; the upload's id follows."""
@@ -166,13 +163,11 @@ class Uploads:
 
     # ------------------------------------------------------------ the bytes
 
-    async def whole(
-        self, upload: Upload, body: AsyncIterator[bytes], bulk: BulkBody | None = None, begun: bytes = b""
-    ) -> int:
+    async def whole(self, upload: Upload, body: AsyncIterator[bytes], begun: bytes = b"") -> int:
         """Receive a blob in the request that announces it, and return how many bytes came; a small one is not staged.
         `begun` has those that were read already."""
         if upload.length > WRITE_BYTES:
-            return await self.append(upload, 0, body, bulk, begun)
+            return await self.append(upload, 0, body, begun)
         if end := self.offset(upload):
             raise _elsewhere(upload, end, 0)
         received = bytearray(begun)
@@ -210,16 +205,9 @@ class Uploads:
         if not upload.complete:
             self._complete(upload, self.blobs.put([data]))
 
-    async def append(
-        self,
-        upload: Upload,
-        offset: int,
-        body: AsyncIterator[bytes],
-        bulk: BulkBody | None = None,
-        begun: bytes = b"",
-    ) -> int:
-        """Append bytes at `offset` and return the new offset; complete the upload when all are received. A large body
-        is taken from `bulk` if the server offers one, behind the bytes that were read already.
+    async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes], begun: bytes = b"") -> int:
+        """Append bytes at `offset` and return the new offset; complete the upload when all are received. `begun` has
+        those that were read already.
 
         Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
@@ -239,15 +227,11 @@ class Uploads:
                     piece = piece[count:]
                     written(count)
 
-            if offset + len(begun) + (bulk.length if bulk else 0) > upload.length:
+            if offset + len(begun) > upload.length:
                 raise _longer(upload)
             if begun:
                 await self.threads.run_to_end(upload.owner, partial(write, memoryview(begun)))
-            if bulk and bulk.length >= BULK_BYTES:
-                with self._in_time():
-                    await bulk.receive(write, partial(self.threads.run_to_end, upload.owner))
-            else:
-                await self._write_pieces(upload, offset + len(begun), body, write)
+            await self._write_pieces(upload, offset + len(begun), body, write)
             if file.tell() == upload.length:
                 received = received or await self._hashed(upload.owner, file)
                 await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
@@ -282,27 +266,26 @@ class Uploads:
         arrived, waited = 0, 0.0
         while True:
             began_at = time.monotonic()
-            with self._in_time():
+            try:
                 async with asyncio.timeout(self.idle_timeout_seconds):
                     piece = await anext(body, None)
-                if piece is None:
-                    return
-                arrived, waited = arrived + len(piece), waited + time.monotonic() - began_at
-                if require_rate(arrived, waited):
-                    arrived, waited = 0, 0.0
+            except TimeoutError:
+                raise self._too_slow() from None
+            if piece is None:
+                return
+            arrived, waited = arrived + len(piece), waited + time.monotonic() - began_at
+            if waited >= RATE_SECONDS:
+                if arrived < LEAST_BYTES_PER_SECOND * waited:
+                    raise self._too_slow()
+                arrived, waited = 0, 0.0
             yield piece
 
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """Raise BadRequest for a TimeoutError: the sender was silent or too slow."""
-        try:
-            yield
-        except TimeoutError:
-            raise BadRequest(
-                f"no byte was received for {self.idle_timeout_seconds:g} s, or fewer than {LEAST_BYTES_PER_SECOND} a "
-                f"second within {RATE_SECONDS:g} s",
-                remedy="Resume the upload at its offset.",
-            ) from None
+    def _too_slow(self) -> BadRequest:
+        return BadRequest(
+            f"no byte was received for {self.idle_timeout_seconds:g} s, or fewer than {LEAST_BYTES_PER_SECOND} a "
+            f"second within {RATE_SECONDS:g} s",
+            remedy="Resume the upload at its offset.",
+        )
 
     async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:
         """Return the hash of a file, computed in short turns so that other owners do not wait."""

@@ -19,10 +19,9 @@ from typing import Any
 import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tessera.coordinator.api.errors import headers_of
-from tessera.coordinator.server.bulk_bodies import BulkHTTPProtocol
 from tessera.coordinator.server.connections import (
     BODY_READ_BYTES,
     HEAD_READ_BYTES,
@@ -145,7 +144,7 @@ def raise_file_limit(connections: int) -> None:
             log.warning("coordinator.few_files", allowed=allowed, wanted=wanted)
 
 
-class LimitedHTTPProtocol(BulkHTTPProtocol):
+class LimitedHTTPProtocol(HttpToolsProtocol):
     """One connection with limits on the bytes and time of a request's head, and on how long a receiver may read
     nothing of a response."""
 
@@ -156,7 +155,6 @@ class LimitedHTTPProtocol(BulkHTTPProtocol):
         super().__init__(**uvicorns)
         self._limiter, self._address = limiter, address
         self._settings = limiter.settings
-        self.idle_timeout_seconds = limiter.settings.idle_timeout_seconds
         self._turned_away = turned_away
         self._refused = False
         # The head of the current request: bytes that the parser reported, and bytes fed to it since.

@@ -85,7 +85,7 @@ def test_an_accepted_update_survives_the_coordinator(
 
 
 def test_the_bytes_of_a_large_upload_that_arrived_survive_the_coordinator(live: CoordinatorProcess) -> None:
-    data, admin = bytes(range(256)) * 65_536, live.admin()  # 16 MiB: they bypass the HTTP server
+    data, admin = bytes(range(256)) * 65_536, live.admin()  # 16 MiB
     token = (live.folder / "admin.token").read_text().strip()
     with httpx.Client(base_url=live.url, headers={"Authorization": f"Bearer {token}"}) as http:
         location = http.post("/v1/uploads", headers=announced(data)).headers["Location"]

@@ -117,9 +117,11 @@ def test_what_arrived_of_an_interrupted_update_is_not_sent_again(coordinator: Li
     with coordinator.services.database.snapshot() as session:
         (row,) = [row for row in session.query(UploadRow) if row.digest == report.update]
     staged = coordinator.services.blobs.staging_dir / f"upload-{row.id}"
-    assert until(lambda: staged.stat().st_size) == len(data) // 2
+    # Uvicorn drops what it had read and not handed over yet.
+    kept = len(data) // 2 - (1 << 19)
+    until(lambda: staged.stat().st_size > kept)
     worker.client.put_stream(report.update, io.BytesIO(data), len(data), sent.append)
-    assert sum(sent) == len(data) - len(data) // 2
+    assert len(data) // 2 <= sum(sent) < len(data) - kept
     assert worker.client.submit(task.id, report).state == "accepted"
 
 
