@@ -13,9 +13,10 @@ from typing import Any
 from tessera.shared.api.admin import Enrolment, EnrolmentSpec, Rotated
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
+from tessera.shared.client.transport import may_pass
 from tessera.shared.diagnostics import reason_of, toml_of
 from tessera.shared.near_names import unread
-from tessera.shared.problems import Unauthenticated
+from tessera.shared.problems import Problem, Unauthenticated
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import replace, write_secret
 
@@ -128,10 +129,18 @@ def request(client: Client, registration: Registration, site: str | None, device
 
 
 def wait_for(client: Client, enrolment: Enrolment, sleep: Callable[[float], None] = time.sleep) -> Enrolment:
-    """Return the enrolment once it is decided. `client` authenticates with the secret."""
+    """Return the enrolment once it is decided. `client` authenticates with the secret.
+
+    Answers that no coordinator wrote end the wait no earlier than the enrolment expires. Raises Problem.
+    """
+    expires_at = time.monotonic() + enrolment.expires_in_seconds
     while enrolment.state == "pending":
         sleep(enrolment.poll_seconds)
-        enrolment = client.enrolment(enrolment.id)
+        try:
+            enrolment = client.enrolment(enrolment.id)
+        except Problem as problem:
+            if not may_pass(problem) or time.monotonic() > expires_at:
+                raise
     return enrolment
 
 

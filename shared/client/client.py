@@ -56,7 +56,6 @@ from tessera.shared.api.versions import Manifest, Version
 from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.transfers import Progress, Transfers
 from tessera.shared.client.transport import (
-    Answer,
     Credential,
     NotUnderstood,
     Transport,
@@ -187,7 +186,7 @@ class Client:
             etag = self._transport.request("GET", _run_path(run_id)).header("ETag")
         else:
             etag = f'"{revision}"'
-        return _read(Run, self._send("PATCH", _run_path(run_id), patch, {"If-Match": etag}).content)
+        return self._send(Run, "PATCH", _run_path(run_id), patch, {"If-Match": etag})
 
     def rounds(self, run_id: str) -> Iterator[Round]:
         """Yield every attempt at every round, with its tasks, oldest first."""
@@ -355,7 +354,7 @@ class Client:
         """Submit a finished `train` task with its update, or after that. It is accepted when this returns."""
         path = f"/v1/tasks/{task_id}/update"
         body, headers = pack_submission(submission), {"Content-Type": MEDIA_TYPE}
-        return _read(TaskView, self._transport.request("POST", path, content=body, headers=headers).content)
+        return self._asked(TaskView, "POST", path, content=body, headers=headers)
 
     def submit_file(
         self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
@@ -457,16 +456,20 @@ class Client:
     # ------------------------------------------------------------ plumbing
 
     def _get(self, path: str, kind: type[T]) -> T:
-        return _read(kind, self._transport.request("GET", path).content)
+        return self._asked(kind, "GET", path)
 
     def _post(self, path: str, body: BaseModel | None, kind: type[T], headers: dict[str, str] | None = None) -> T:
-        return _read(kind, self._send("POST", path, body, headers or {}).content)
+        return self._send(kind, "POST", path, body, headers or {})
 
-    def _send(self, method: str, path: str, body: BaseModel | None, headers: dict[str, str]) -> Answer:
+    def _send(self, kind: type[T], method: str, path: str, body: BaseModel | None, headers: dict[str, str]) -> T:
         if body is None:
-            return self._transport.request(method, path, headers=headers)
+            return self._asked(kind, method, path, headers=headers)
         headers = {"Content-Type": "application/json", **headers}
-        return self._transport.request(method, path, content=body.model_dump_json(), headers=headers)
+        return self._asked(kind, method, path, content=body.model_dump_json(), headers=headers)
+
+    def _asked(self, kind: type[T], method: str, path: str, **options: Any) -> T:
+        """Send a request, with retries, also of answers that are not of this kind, and return its answer."""
+        return self._transport.patiently(lambda: _read(kind, self._transport.once(method, path, **options).content))
 
     def _create(self, path: str, body: BaseModel, kind: type[T], key: str | None = None) -> T:
         return self._post(path, body, kind, {"Idempotency-Key": key or uuid.uuid4().hex})
@@ -475,7 +478,7 @@ class Client:
         page_of: type[Page[T]] = Page[kind]  # type: ignore[valid-type]
         params = {name: str(value) for name, value in query.items()}
         for _ in range(MAX_PAGES):
-            page = _read(page_of, self._transport.request("GET", path, params=params).content)
+            page = self._asked(page_of, "GET", path, params=params)
             yield from page.items
             if page.next_cursor is None:
                 return

@@ -55,6 +55,7 @@ class Transfers:
                     raise Unreachable("the rest of a blob was requested, but the coordinator sent all of it")
                 if not is_wanted(response.headers):
                     return False
+                _require_octets(response)
                 _pour(response, file, progress)
             return True
 
@@ -69,6 +70,7 @@ class Transfers:
                 wanted = BlobRequest(digests=some, start=file.tell() - before).model_dump_json()
                 headers = {"Content-Type": "application/json"}
                 with self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted) as response:
+                    _require_octets(response)
                     _pour(response, file, progress)
 
             self._transport.patiently(attempt, moved=file.tell)
@@ -146,6 +148,13 @@ def _upload_path(location: str) -> str:
     if not _UPLOAD.fullmatch(location):
         raise NotUnderstood(f"the coordinator gave {location[:200]!r} as the path of an upload")
     return location
+
+
+def _require_octets(response: httpx.Response) -> None:
+    # A sign-in service's JSON, or an answer without a body, would be stored in place of a blob.
+    kind = response.headers.get("Content-Type", OCTETS)
+    if kind != OCTETS or response.status_code == httpx.codes.NO_CONTENT:
+        raise NotUnderstood(f"HTTP {response.status_code} with content of type {kind[:60]!r} came in place of a blob")
 
 
 def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> None:

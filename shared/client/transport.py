@@ -301,7 +301,6 @@ class Transport:
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if response.is_success and encoding != "identity":
                     raise NotUnderstood(f"the answer has Content-Encoding {encoding[:40]!r}, which was not asked for")
-                self._is_known = self._is_known or response.is_success
                 yield response
 
     def _read(self, response: httpx.Response) -> Answer:
@@ -320,8 +319,9 @@ class Transport:
 
         The time runs from the first failure, and restarts at each failure before which `moved` (bytes transferred)
         has grown, so that a transfer may take any time while it advances. A refused token is read again, once.
-        Until a coordinator has answered, the URL may be wrong: nothing is repeated for a page, nor without
-        `awaits_start` for no answer. Later, a page may pass, unless it refuses the method or the size.
+        Until a coordinator has answered, the URL may be wrong: nothing is repeated for a page or an answer of another
+        kind, nor without `awaits_start` for no answer. Later, both may pass, unless a page refuses the method or the
+        size.
         """
         give_up_at, before = math.inf, -1
         pause = 0.1
@@ -329,7 +329,9 @@ class Transport:
         while True:
             sent = self._credential.secret if self._credential else ""
             try:
-                return attempt()
+                result = attempt()
+                self._is_known = True
+                return result
             except Problem as problem:
                 if isinstance(problem, Unauthenticated) and not renewed and self._credential:
                     renewed = self._credential.renewed(sent)
@@ -340,8 +342,8 @@ class Transport:
                 asked = problem.retry_after_seconds
                 wait = asked if asked is not None else random.uniform(pause / 2, pause)  # noqa: S311 (jitter)
                 self._is_known = self._is_known or problem.from_document
-                if self._is_known and isinstance(problem, IntermediaryFault):
-                    lasts = problem.is_rule
+                if self._is_known and isinstance(problem, IntermediaryFault | NotUnderstood):
+                    lasts = isinstance(problem, IntermediaryFault) and problem.is_rule
                 else:
                     may_start = self._is_known or self._awaits_start
                     lasts = not problem.retryable or (isinstance(problem, Unreachable) and not may_start)

@@ -119,6 +119,17 @@ def test_one_that_is_declined_says_so_and_may_ask_again(live: LiveCoordinator, t
     assert secret_in(tmp_path) == secret
 
 
+@pytest.mark.parametrize("odd", [Answer(204, b""), Answer(302, b"", {"Location": "http://sign.in"}), Answer()])
+def test_a_sign_in_page_does_not_end_the_wait_for_an_administrator(odd: Answer) -> None:
+    pending = Enrolment(
+        id="e", code="WDJB-MJHT", state="pending", site="north", worker="w", created_at=0, expires_in_seconds=60
+    )
+    approved = pending.model_copy(update={"state": "approved"}).model_dump_json().encode()
+    with answering(odd, odd, Answer(200, approved)) as (url, asked), Client(url, "t", verify=False) as client:
+        assert wait_for(client, pending, sleep=lambda _: None).state == "approved"
+    assert len(asked) == 3
+
+
 def test_an_enrolment_token_in_a_file_admits_without_anybody(live: LiveCoordinator, tmp_path: Path) -> None:
     if "south" not in [site.name for site in live.client().sites()]:
         live.client().create_site("south")

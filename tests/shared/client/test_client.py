@@ -68,6 +68,31 @@ def test_bytes_that_are_not_those_of_their_name_are_refused() -> None:
         client.read_blob(digest_of(DATA))
 
 
+AS_JSON = {"Content-Type": "application/json"}
+ODD = [Answer(200, b'{"status": "ok"}', AS_JSON), Answer(200, b"[]", AS_JSON), Answer(204, b"")]
+"""Answers of something on the way that takes every request for a success."""
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_foreign_success_amid_a_coordinators_answers_ends_nothing(odd: Answer) -> None:
+    with answering(Answer(200, ACCEPTED), odd, Answer(200, ACCEPTED)) as (url, asked), client_of(url) as client:
+        assert client.task("t") == client.task("t")
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_foreign_success_is_not_stored_as_a_blob(odd: Answer) -> None:
+    answers = Answer(200, ACCEPTED), odd, Answer(200, DATA)
+    file = io.BytesIO()
+    with answering(*answers) as (url, _), client_of(url) as client:
+        client.task("t")
+        client.copy_blob(digest_of(DATA), file)
+    with answering(*answers) as (url, _), client_of(url) as client:
+        client.task("t")
+        client.copy_blobs([digest_of(DATA)], file)
+    assert file.getvalue() == 2 * DATA
+
+
 @pytest.mark.parametrize("size", [0, 1, ONE_REQUEST_BYTES, ONE_REQUEST_BYTES + 1, len(DATA)])
 def test_what_is_put_is_what_is_read(standing_coordinator: LiveCoordinator, size: int, tmp_path: Path) -> None:
     client = standing_coordinator.client("orchestrator")
