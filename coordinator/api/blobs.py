@@ -169,6 +169,18 @@ class BlobAnswer(StreamingResponse):
         with self._serving.answers.reserve(self._caller.token_id, self._length):
             await super().__call__(scope, receive, send)
 
+    async def stream_response(self, send: Send) -> None:
+        # Before the head: a store that does not answer is a problem of its own, and no broken answer.
+        pieces = aiter(self.body_iterator)
+        self.body_iterator = _after(await anext(pieces, b""), pieces)
+        await super().stream_response(send)
+
+
+async def _after(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for piece in rest:
+        yield piece
+
 
 async def _counted(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for piece in pieces:

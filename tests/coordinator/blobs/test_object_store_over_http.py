@@ -114,7 +114,11 @@ def test_a_store_that_is_away_is_503_until_it_is_back(live: LiveCoordinator, buc
     http = live.http()
     client = live.client(patience_seconds=0.0)
     large = bytes(range(256)) * 8192
+    stored = client.put_bytes(b"bytes that were hashed at their upload")
     with bucket.away():
+        # Its head is not sent before the store has answered.
+        assert "Retry-After" in http.get(f"/v1/blobs/{stored}").headers
+        refused(http.get(f"/v1/blobs/{stored}"), 503, "store-away")
         assert "Retry-After" in _sent(http, b"some bytes").headers
         refused(_sent(http, b"some bytes"), 503, "store-away")
         with refusing("store-away"):
