@@ -117,7 +117,9 @@ def serve(
         migrate()
     services = _opened("serve")
     _hand_over_first_token(services)
-    load("tessera.coordinator.server.serve").serve(services, child_process.ChildConductor() if conducting else None)
+    settings = services.settings
+    child = child_process.ChildConductor(settings.heartbeat, settings.tick_seconds) if conducting else None
+    load("tessera.coordinator.server.serve").serve(services, child)
 
 
 @app.command()

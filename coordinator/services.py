@@ -88,6 +88,8 @@ class Services:
     """Has the conductor, in any process, look at once: at the runs that are named, or at all."""
     wake_workers: Callable[[Sequence[str]], None]
     """Wakes these workers in every process where they may wait."""
+    conducts: Callable[[], bool] = lambda: True
+    """Returns False if this process has a child that conducts, and it has stopped."""
 
     def release_waiters(self) -> None:
         """End every long poll and event stream, so that the server can stop."""
@@ -125,7 +127,7 @@ def assemble(
         last_seen,
         patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds, settings.lease_seconds),
         tick_seconds=settings.tick_seconds,
-        heartbeat_file=settings.heartbeat_file,
+        heartbeat_file=settings.heartbeat,
         notify=wake_workers,
     )
     quota = Quota(_bytes_per_day(settings, blobs))

@@ -164,7 +164,7 @@ class CoordinatorSettings(BaseSettings):
     heartbeat_file: Path | None = Field(
         default=None,
         description="file that the conducting process touches at every check; for health checks, because it has "
-        "no port",
+        "no port; by default `conductor` in the staging folder",
     )
     evaluation_seconds: PositiveFloat = Field(
         default=600.0, description="time that a finished run waits for live workers to evaluate its last version"
@@ -249,6 +249,10 @@ class CoordinatorSettings(BaseSettings):
     @property
     def notice_channels(self) -> list[Channel]:
         return channels(self.webhook_url, self.webhook_secret_file, self.notice_command)
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.heartbeat_file or self.staging_dir / "conductor"
 
     @property
     def most_per_address(self) -> int | None:

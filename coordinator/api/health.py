@@ -23,7 +23,7 @@ async def ready(serving: Serving, response: Response) -> Readiness:
     """Return 200 if the database's schema is at head or later and the blob store accepts bytes, else 503.
 
     A coordinator with a full disk is ready: it can do everything but accept uploads, and routing callers elsewhere
-    would not free space.
+    would not free space. So is one that does not conduct: it accepts updates, and merges them later.
     """
     # Not in the threads of the handlers, all of which may wait.
     report = await asyncio.to_thread(readiness, serving)

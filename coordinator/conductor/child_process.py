@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import structlog
 
@@ -14,13 +16,18 @@ FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 5.0
 GOODBYE_SECONDS = 3.0
 
+SILENT_SECONDS = 60.0
+"""Time after a missed tick at which a conductor counts as stopped."""
+
 COMMAND = (sys.executable, "-m", "tessera.coordinator", "conduct", "--attached")
 
 
 class ChildConductor:
-    """Runs between `start` and `stop`."""
+    """Runs between `start` and `stop`. It touches `heartbeat` at each look at the runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: Path, tick_seconds: float) -> None:
+        self._heartbeat = heartbeat
+        self._silent_seconds = SILENT_SECONDS + tick_seconds
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -44,9 +51,18 @@ class ChildConductor:
             child.kill()
             child.wait()
 
+    def is_alive(self) -> bool:
+        """Return whether the child has looked at the runs lately, or is starting."""
+        try:
+            return time.time() - self._heartbeat.stat().st_mtime < self._silent_seconds
+        except OSError:
+            return False
+
     def _begin(self) -> None:
         with self._lock:
             if not self._stopping.is_set():
+                with suppress(OSError):
+                    self._heartbeat.touch()
                 # The pipe is never written to: its end tells the child of its parent's, however that came about.
                 # A group of its own, so that Ctrl-C in a terminal reaches it by way of `stop` alone.
                 self._child = subprocess.Popen(  # noqa: S603 (our own program)

@@ -66,7 +66,7 @@ class Conductor:
     presence: LastSeen
     patience: Timeouts
     tick_seconds: float
-    heartbeat_file: Path | None
+    heartbeat_file: Path
     notify: Callable[[Sequence[str]], None]
     # Forgetting it costs one more try.
     _failed: dict[tuple[str, Action], float] = field(default_factory=dict)
@@ -117,8 +117,7 @@ class Conductor:
 
     def _note_alive(self) -> None:
         try:
-            if self.heartbeat_file:
-                self.heartbeat_file.touch()
+            self.heartbeat_file.touch()
         except OSError as fault:
             log.warning("conductor.heartbeat_failed", detail=str(fault))
 

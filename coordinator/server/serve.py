@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import socket
+from dataclasses import replace
 from types import FrameType
 
 import structlog
@@ -29,6 +30,8 @@ def serve(services: Services, child: ChildConductor | None) -> None:
     settings = services.settings
     raise_file_limit(settings.max_connections)
     spans.begin("tessera-coordinator")
+    if child:
+        services = replace(services, conducts=child.is_alive)
     config = configuration(create_app(services, conduct=False), settings)
     freeze_imports()
     scheme = "https" if settings.tls_cert else "http"

@@ -187,4 +187,5 @@ def readiness(services: Services) -> Readiness:
         schema_at_head=schema,
         store_writable=writable,
         store_has_space=services.disk.has(),
+        conducts=services.conducts(),
     )

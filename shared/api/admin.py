@@ -255,3 +255,5 @@ class Readiness(Message):
     store_writable: bool
     store_has_space: bool = True
     """True if the disk has more free space than the reserve."""
+    conducts: bool = True
+    """False if the child process that moves rounds on has not looked at them for a minute."""

@@ -146,6 +146,21 @@ def test_no_conductor_outlives_a_coordinator_that_is_killed(live: CoordinatorPro
     assert live.conductor().pid != conductor.pid
 
 
+def test_a_conductor_that_is_stopped_does_not_look_as_if_it_conducted(live: CoordinatorProcess) -> None:
+    def conducts() -> bool:
+        answer: bool = httpx.get(f"{live.url}/healthz/ready").json()["conducts"]
+        return answer
+
+    conductor = live.conductor()
+    conductor.suspend()
+    # The state of a stopped process changes a moment after the signal.
+    until(lambda: conductor.status() == psutil.STATUS_STOPPED)
+    os.utime(live.folder / "staging" / "conductor", (0, 0))
+    assert not conducts()
+    conductor.resume()
+    until(conducts)
+
+
 def test_told_to_stop_both_end(live: CoordinatorProcess) -> None:
     conductor = live.conductor()
     assert live.process.terminate() in (0, -signal.SIGTERM)

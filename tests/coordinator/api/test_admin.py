@@ -33,6 +33,7 @@ def test_health_and_version_answer_anybody(standing: LiveCoordinator) -> None:
             "database_intact": True,
             "store_writable": True,
             "store_has_space": True,
+            "conducts": True,
         },
     )
     assert http.get("/version").json() == {"version": "0.1.0", "protocol_min": PROTOCOL, "protocol_max": PROTOCOL}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,11 +13,13 @@ from tessera.coordinator.conductor.child_process import ChildConductor
 from tests.support.coordinator import until
 
 
-def test_a_conductor_that_cannot_be_started_for_a_while_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conductor_that_cannot_be_started_for_a_while_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits_for_its_parent = (sys.executable, "-c", "import sys; sys.stdin.read()")
     monkeypatch.setattr(child_process, "COMMAND", waits_for_its_parent)
     monkeypatch.setattr(child_process, "MAX_PAUSE_SECONDS", 0.05)
-    child = ChildConductor()
+    child = ChildConductor(tmp_path / "heartbeat", 1.0)
     with capture_logs() as logs:
         child.start()
         first = child._child
