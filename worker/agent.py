@@ -122,6 +122,8 @@ class Agent:
         self._runner = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
+        self._declined = False
+        """True once the coordinator knows that the settings are unusable."""
         self._outage = Outage(stop, self._show_alive)
         self._disk = Disk(own_folders(settings))
         self._rolled_back = settings.state_dir / ROLLED_BACK_FILE
@@ -216,8 +218,10 @@ class Agent:
         """Return a task, or None if there is none yet."""
         self._show_alive()
         if self._is_closed():
+            self._decline()
             self._stop.sleep(CLOSED_SECONDS)
             return None
+        self._declined = False
         asked_at, began_at = time.monotonic(), time.time()
         self._figures.asking(began_at)
         try:
@@ -248,6 +252,16 @@ class Agent:
             # The task that the claim returned is known only now.
             spans.past("claim", traceparent_of(task.run, task.round), began_at, time.time(), _about(task))
         return task
+
+    def _decline(self) -> None:
+        """Show the coordinator once that unusable settings let this worker take no tasks, and give back one."""
+        if self._declined or not self._unusable:
+            return
+        claim = self._claim.model_copy(update={"kinds": ()})
+        with suppress(Problem):
+            task = self._stop.interruptible(lambda: self._claims.claim(claim, 0), self._give_back)
+            self._declined = True
+            self._give_back(task, "settings-unusable", "the settings file cannot be used; the worker's log says why")
 
     def _show_alive(self) -> None:
         # Without it a watchdog acts, and no task fails.

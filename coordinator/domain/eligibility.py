@@ -81,7 +81,8 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
     if "train" not in declared["kinds"]:
-        yield "kinds", "it does not train"
+        silent = "it takes no tasks at present; its own log says why"
+        yield "kinds", "it does not train" if declared["kinds"] else silent
     if spec.method.name not in declared["methods"]:
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     if spec.training.augments and not declared.get("augments"):
