@@ -164,7 +164,7 @@ class CoordinatorSettings(BaseSettings):
     heartbeat_file: Path | None = Field(
         default=None,
         description="file that the conducting process touches at every check; for health checks, because it has "
-        "no port; by default `conductor` in the staging folder",
+        "no port; by default conductor in the staging folder",
     )
     evaluation_seconds: PositiveFloat = Field(
         default=600.0, description="time that a finished run waits for live workers to evaluate its last version"
