@@ -187,6 +187,15 @@ def test_image_of_a_table_that_is_spelt_otherwise_is_named_with_its_path(tmp_pat
         propose(file)
 
 
+def test_one_odd_cell_does_not_make_a_column_of_images_one_of_texts(tmp_path: Path) -> None:
+    pictures(tmp_path, "1.png", "2.png")
+    with pytest.raises(DataError, match=r"3\.pngx"):
+        propose(table(tmp_path / "a.csv", "scan,label", "1.png,0", "2.png,1", "3.pngx,0"))
+    rows = ('{"note": "a mass is seen", "label": "0"}', '{"note": "nothing is seen", "label": "1"}')
+    empty = '{"note": null, "label": "1"}'
+    assert propose(table(tmp_path / "b.jsonl", *rows, empty)).options["text"] == "note"
+
+
 def test_names_numbers_and_dates_are_no_texts_unless_they_are_named(tmp_path: Path) -> None:
     rows = ("p-01,2024-01-03 10:15,12.5,1", "p-02,2024-02-01 09:30,8.0,0")
     file = table(tmp_path / "a.csv", "sample,taken,dose,label", *rows)

@@ -70,20 +70,22 @@ def shown_columns(table: DataTable) -> str:
 
 
 def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[object], bool]) -> str | None:
-    """Return the column whose values fit: one with a known name, or else the only one."""
+    """Return the column of which most values fit: one with a known name, or else the only one. Reading it names the
+    others, of which one would otherwise make a column of images one of texts."""
     names = [name for name in table.columns.names if name not in table.columns.classes]
-    fitting = [name for name in names if _all(table.cells(what, name)[:SAMPLE], fits)]
+    cells = {name: table.cells(what, name)[:SAMPLE] for name in names}
+    fitting = [name for name in names if 2 * sum(map(fits, cells[name])) > len(cells[name])]
     by_plain = {plain(name): name for name in reversed(fitting)}
     if usual := next((by_plain[name] for name in known if name in by_plain), None):
         return usual
     likely = [name for name in fitting if plain(name) not in (*LABEL_NAMES, "group") and not is_person(name)]
-    long = [name for name in likely if what == "text" and _is_long(table.cells(what, name)[:SAMPLE])]
+    long = [name for name in likely if what == "text" and _is_long(list(filter(None, cells[name])))]
     if len(long) == 1:
         return long[0]
     if what == "text":
         if not long:
             _refuse_names_of_images(table, fitting)
-        likely = [name for name in likely if not _all(table.cells(what, name)[:SAMPLE], _is_code)]
+        likely = [name for name in likely if not _all(cells[name], _is_code)]
     if len(likely) > 1:
         remedy = "name it with --text" if what == "text" else f"write `{what}` by hand"
         raise DataError(f"{table.where}: {', '.join(likely)} may all be the {what}: {remedy}")
