@@ -186,8 +186,13 @@ class Server(uvicorn.Server):
         )
         seconds = config.limiter.settings.header_timeout_seconds if tls else None
         try:
+            # At its end as at its begin: a silent client would hold its connection for 30 s more.
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=seconds
+                lambda: protocol,
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=seconds,
+                ssl_shutdown_timeout=seconds,
             )
             if self.should_exit:
                 # `shutdown` may have told the others already.

@@ -138,6 +138,18 @@ def test_connections_that_begin_no_handshake_count_and_end_soon(tmp_path: Path, 
         assert reached(live, authority.ca)
 
 
+def test_a_client_that_does_not_answer_the_end_of_tls_does_not_hold_its_connection(
+    tmp_path: Path, authority: Authority
+) -> None:
+    settings = {"tls_cert": authority.server, "header_timeout_seconds": 1.0}
+    with LiveCoordinator(tmp_path, **settings) as live, connected(live) as line:
+        silent = tls_context(authority.ca).wrap_socket(line, server_hostname="127.0.0.1")
+        with socket.socket(fileno=silent.detach()) as below:
+            # Less than the 30 s that TLS waits for an answer by default.
+            below.settimeout(25)
+            assert rest(below)
+
+
 NOW = datetime(2030, 6, 1, tzinfo=UTC)
 
 
