@@ -44,7 +44,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             services.retention.start(sweep_only=True)
         yield
         services.release_waiters()
-        services.conductor.end()
+        services.conductor.wakeups.end()
         for notifier in services.notifiers:
             notifier.end()
         if conduct:

@@ -143,7 +143,7 @@ def conduct(
     log.info("coordinator.conducting")
     signal.sigwait(endings)
     services.retention.end()
-    services.conductor.end()
+    services.conductor.wakeups.end()
     thread.join(child_process.GOODBYE_SECONDS)
     spans.end()
 
@@ -262,9 +262,9 @@ def _copying(what: str, folder: Path, work: Callable[[], backup.CopyCounts], *, 
 def _listen(services: serving.Services) -> None:
     """Call the conductor on every wakeup, for the runs that it names."""
     with services.wakeups.listener(wakeup.CONDUCTOR) as listener:
-        services.conductor.call()
+        services.conductor.wakeups.call()
         while True:
-            services.conductor.call(*listener.wait())
+            services.conductor.wakeups.call(*listener.wait())
 
 
 def _exit(message: str, code: int = 2) -> typer.Exit:

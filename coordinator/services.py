@@ -21,11 +21,13 @@ from tessera.coordinator.blobs.uploads import Uploads
 from tessera.coordinator.blobs.version_diffs import Differences
 from tessera.coordinator.conductor.actions import Actions
 from tessera.coordinator.conductor.conductor import Conductor
+from tessera.coordinator.conductor.failures import Failures
 from tessera.coordinator.conductor.liveness import Liveness
-from tessera.coordinator.conductor.merge import RoundMerger
+from tessera.coordinator.conductor.round_actions import RoundActions
 from tessera.coordinator.conductor.secure_sums import SecureRounds
+from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.domain.decide import Timeouts
+from tessera.coordinator.domain.snapshot import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
@@ -122,12 +124,12 @@ def assemble(
     conductor = Conductor(
         database,
         liveness,
-        Actions(database, states, liveness, secure),
-        RoundMerger(database, blobs, states, Aggregation(states, inspector), disk, liveness, secure),
+        RoundActions(database, blobs, states, Aggregation(states, inspector), disk, liveness, secure),
+        Actions(database, liveness, secure),
+        Failures(database),
+        ConductorWakeups(settings.tick_seconds, settings.heartbeat),
         last_seen,
-        patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds, settings.lease_seconds),
-        tick_seconds=settings.tick_seconds,
-        heartbeat_file=settings.heartbeat,
+        Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds, settings.lease_seconds),
         notify=wake_workers,
     )
     quota = Quota(_bytes_per_day(settings, blobs))
@@ -151,7 +153,7 @@ def assemble(
 
     def wake_conductor(*run_ids: str) -> None:
         if duty == "both":
-            conductor.call(*run_ids)
+            conductor.wakeups.call(*run_ids)
         else:
             wakeups.wake_conductor(run_ids)
         change_feed.notify()

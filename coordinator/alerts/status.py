@@ -7,8 +7,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert
+from tessera.coordinator.alerts.failures import Failures, alike, failed_tasks
 from tessera.coordinator.db import views
-from tessera.coordinator.db.failures import Failures, alike, failed_tasks
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.limits.disk import DiskSpace

@@ -44,12 +44,10 @@ class Liveness:
     def workers(self, session: Session) -> list[LiveWorker]:
         return live_workers(session, self._database.now() - self._liveness_seconds)
 
-    def willing(self, run_id: str, invited: RunTerms) -> tuple[list[LiveWorker], list[LiveWorker]]:
-        """Return the live workers, and those that could take part in a round with what decides who does for its
-        site."""
+    def willing(self, run_id: str, invited: RunTerms) -> list[LiveWorker]:
+        """Return the live workers that could take part in a round, with what decides who does for its site."""
         with self._database.snapshot() as session:
-            live = self.workers(session)
-            return live, remembering(session, run_id, candidates(session, invited, live))
+            return remembering(session, run_id, candidates(session, invited, self.workers(session)))
 
     def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
         """Return whether all planned workers are still live: planning and waiting to write take time."""

@@ -13,8 +13,8 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
 from tessera.coordinator.db import helper_tasks, rounds
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.helper_tasks import RoundSums
 from tessera.coordinator.db.inserts import insert_missing
-from tessera.coordinator.db.rounds import RoundSums
 from tessera.coordinator.db.snapshots import DECLARATIONS
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.workers import LiveWorker, ids
@@ -133,11 +133,12 @@ class SecureRounds:
                     continue
                 if set(of_run.spec["secure_sums"]["helpers"]) != helpers:
                     continue
-                # A version that is about to be merged is asked about when it is the run's.
-                require(run.version_number == terms.round - 1, "the version is not the run's yet")
+                require(run.version_number == terms.round - 1, "the run has moved on")
                 by_site = helper_tasks.abandonments(tasks, former)
                 for site in sorted(helpers - set(by_site)):
-                    rounds.offer_helper(session, now, run, "abandon", workers[site], site, SumTask(terms=former))
+                    helper_tasks.offer_helper(
+                        session, now, run, "abandon", workers[site], site, SumTask(terms=former)
+                    )
                     asked.append(workers[site])
                 failed = sorted(site for site, task in by_site.items() if task.state == "failed")
                 if len(helpers) - len(failed) < terms.signatures:
@@ -184,9 +185,9 @@ class SecureRounds:
             insert_missing(session, RunBlobRow, [{"run_id": run_id, "digest": document.digest}])
             run = session.get_one(RunRow, run_id)
             if kind == "open":
-                rounds.withdraw_helpers(session, now, run_id, ["open"])
+                helper_tasks.withdraw_helpers(session, now, run_id, ["open"])
             for site, request in requests.items():
-                rounds.offer_helper(session, now, run, kind, known[site], site, request)
+                helper_tasks.offer_helper(session, now, run, kind, known[site], site, request)
         return [known[site] for site in requests]
 
     def _shares(

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from tessera.coordinator.alerts.failures import alike, failed_tasks
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.charts.run_charts import download
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -21,7 +22,6 @@ from tessera.coordinator.dashboard.sorting import Sorted
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
-from tessera.coordinator.db.failures import alike, failed_tasks
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     AuditRow,

@@ -13,10 +13,13 @@ from sqlalchemy import Row, select
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, new_task
 from tessera.coordinator.domain.snapshot import SumsSnapshot, TaskSnapshot
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.api.secure_sums import HELPER_KINDS, SumTask
+from tessera.shared.api.secure_sums import HELPER_KINDS, HelperKind, SumTask
+from tessera.shared.methods.base import Plan
 from tessera.shared.schema import ACCEPTED, TaskState
 from tessera.shared.secure_sums.committee import check_abandonment
 from tessera.shared.secure_sums.errors import SumRefused
@@ -45,10 +48,36 @@ _ENVELOPES = (
 )
 
 
+@dataclass(frozen=True)
+class RoundSums:
+    """The secure sums of a round that is about to open."""
+
+    terms: str
+    """The blob of their terms."""
+    values: str | None
+    """The values of the model that the sites train from; None unless the sums are exact."""
+
+
 def helper_tasks(session: Session, run: RunRow) -> Sequence[Row[TaskRow, str]]:
     """Return the helpers' tasks of the run's present round that count, each with its site."""
     about = {"run": run.id, "version": run.version_number, "since": run.resumed_at}
     return session.execute(_HELPER_TASKS, about).all()
+
+
+def offer_helper(
+    session: Session, now: float, run: RunRow, kind: HelperKind, worker_id: str, site: str, request: SumTask
+) -> None:
+    """Offer a task of the run's present round to a helper of its secure sums."""
+    task = new_task(
+        session, now, run, worker_id, Plan(stage=kind), kind=kind, seed=0, sums=request.model_dump(mode="json")
+    )
+    noted = {"version": run.version_number, "site": site, "seeds": list(request.seeds)}
+    audit.record(session, now, ACTOR, f"task.{kind}", task.id, run_id=run.id, **noted)
+
+
+def withdraw_helpers(session: Session, now: float, run_id: str, kinds: Sequence[HelperKind] = HELPER_KINDS) -> None:
+    """Cancel the unfinished tasks of a run's helpers."""
+    cancel_tasks(session, now, (TaskRow.run_id == run_id) & TaskRow.kind.in_(kinds), {})
 
 
 def sums_snapshot(session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None) -> SumsSnapshot:

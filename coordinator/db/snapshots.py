@@ -94,7 +94,6 @@ _TASKS = (
         TaskRow.token,
         TaskRow.attempts,
         TaskRow.lease_expires_at,
-        TaskRow.upload_bytes,
         TaskRow.worker_id,
         TaskRow.kind,
     )
@@ -247,6 +246,8 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         round=_round_snapshot(session, run, round_, spec, tasks, here) if round_ else None,
         abandoned=abandoned,
         abandoned_because=because,
+        # An attempt that does not count as abandoned has a reason all the same.
+        goes_on=ended is not None and ended > run.resumed_at and not because,
         eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
         idle_since=max(run.resumed_at, ended or 0.0),
         evaluations=evaluations,
@@ -273,9 +274,9 @@ def _task_snapshots(
 ) -> tuple[tuple[TaskSnapshot, ...], tuple[TaskSnapshot, ...]]:
     """Return the tasks of rounds, and the evaluations."""
     found: dict[bool, list[TaskSnapshot]] = {True: [], False: []}
-    for id_, site, state, token, attempts, expires_at, nbytes, worker_id, kind in rows:
+    for id_, site, state, token, attempts, expires_at, worker_id, kind in rows:
         present = here is None or worker_id in here
-        found[kind == "train"].append(TaskSnapshot(id_, site, state, token, attempts, expires_at, present, nbytes))
+        found[kind == "train"].append(TaskSnapshot(id_, site, state, token, attempts, expires_at, present))
     return tuple(found[True]), tuple(found[False])
 
 

@@ -1,19 +1,25 @@
-"""Guarded writes: each is one UPDATE that must match a row in a state that its event may start from."""
+"""New tasks, and guarded writes: each is one UPDATE that must match a row in a state which its event starts from."""
 
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Update, update
+from sqlalchemy import ColumnElement, Update, select, update
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, WorkerRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, WorkerRow, new_id
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle, Move
+from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict
 
+ACTOR = "conductor"
+
+_OPEN_TASKS = (
+    select(TaskRow).where(TaskRow.state.in_(TASK["cancel"].sources)).order_by(TaskRow.created_at, TaskRow.id)
+)
 _Movable = RunRow | RoundRow | TaskRow
 
 
@@ -87,6 +93,20 @@ def move_tasks(
     """
     session.flush()
     return session.connection().execute(_tasks_statement(event, which), {**values, **parameters}).rowcount
+
+
+def cancel_tasks(session: Session, now: float, which: ColumnElement[bool], parameters: Mapping[str, Any]) -> None:
+    """Cancel those of these tasks that are open; `parameters` are for the parameters of the condition."""
+    for task in session.scalars(_OPEN_TASKS.where(which), parameters).all():
+        move_task(session, now, ACTOR, task, "cancel")
+
+
+def new_task(session: Session, now: float, run: RunRow, worker_id: str, plan: Plan, **columns: Any) -> TaskRow:
+    """Offer a task to a worker, from the run's latest version unless `columns` has another; return its row."""
+    about = {"run_id": run.id, "worker_id": worker_id, "version_number": run.version_number, **columns}
+    task = TaskRow(id=new_id(), created_at=now, plan=plan.model_dump(mode="json"), **about)
+    session.add(task)
+    return task
 
 
 def _move(

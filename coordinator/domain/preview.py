@@ -12,10 +12,9 @@ from tessera.coordinator.domain.eligibility import (
     misfit,
     objections,
     policy_warnings,
-    refused_plans,
     unsuited,
 )
-from tessera.coordinator.domain.workers import LiveWorker
+from tessera.coordinator.domain.workers import LiveWorker, plan_willing
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
@@ -28,7 +27,6 @@ from tessera.shared.near_names import nearest
 from tessera.shared.rounds.planning import (
     bounds_of,
     largest_weights,
-    plan_round,
     run_facts,
     warnings_of,
     weight_warnings,
@@ -55,16 +53,10 @@ def preview(
     run. Raises what the method raises.
     """
     found = {worker.name: _before_planning(invited, model, vocabulary, worker, live, now) for worker in known}
-    plans: dict[str, Plan] = {}
-    while pool := [worker for worker in known if not _but_for_approval(found[worker.name])]:
-        plans = plan_round(invited.spec, model, state, [worker.participant(invited.spec.dataset) for worker in pool])
-        planned = [worker for worker in pool if worker.name in plans]
-        refused = refused_plans(invited.spec, model, plans, {w.name: w.advertised_policy for w in planned})
-        if not refused:
-            break
-        plans = {}
-        for name, said in refused.items():
-            found[name] = [*found[name], said]
+    pool = [worker for worker in known if not _but_for_approval(found[worker.name])]
+    plans, refused = plan_willing(invited.spec, model, state, pool)
+    for name, said in refused.items():
+        found[name] = [*found[name], said]
     half = coordinator_half(invited.spec.method, run_facts(invited.spec, model))
     asked = {name: _ask(plan, model, half.largest_update(plan)) for name, plan in plans.items()}
     pool = [worker for worker in known if not _but_for_approval(found[worker.name])]

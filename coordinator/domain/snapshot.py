@@ -1,4 +1,4 @@
-"""Frozen records of a run's state at one moment, from which `decide` decides."""
+"""Frozen records from which `decide` decides: a run's state at one moment, and time limits."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,6 @@ class TaskSnapshot:
     lease_expires_at: float | None
     present: bool = True
     """Its worker was seen recently, or may still appear."""
-    upload_bytes: int = 0
-    """The size of its accepted update."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ class RoundSnapshot:
     tasks: tuple[TaskSnapshot, ...]
     sums: SumsSnapshot | None = None
     """For a run with secure sums."""
-
-    @property
-    def update_bytes(self) -> int:
-        """The size of all accepted updates together."""
-        return sum(task.upload_bytes for task in self.tasks if task.state == "accepted")
 
 
 @dataclass(frozen=True)
@@ -86,3 +79,17 @@ class RunSnapshot:
     """Unfinished tasks of helpers, to sign before the next round that they sign no set of an abandoned attempt."""
     abandoned_because: str = ""
     """The reason of the last abandoned attempt at the next round, with the workers that failed; empty without one."""
+    goes_on: bool = False
+    """Its last change was the commit of a round, whose cohort was here a moment ago."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits of waiting for workers, in seconds."""
+
+    cohort_wait_seconds: float
+    """For the full cohort, or for further sites, once there is a quorum."""
+    evaluation_seconds: float
+    """For the last evaluations, once all rounds are done."""
+    lease_seconds: float
+    """The length of a lease, which its worker renews."""

@@ -1,12 +1,15 @@
 """Live workers, as planning sees them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.coordinator.domain.eligibility import policy_of
+from tessera.coordinator.domain.eligibility import policy_of, refused_plans
+from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
-from tessera.shared.methods.base import Participant
+from tessera.shared.methods.base import Participant, Plan, State
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.planning import plan_round
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,18 @@ def ids(workers: Sequence[LiveWorker]) -> set[str]:
 
 def sites_of(workers: Iterable[LiveWorker]) -> set[str]:
     return {worker.site for worker in workers}
+
+
+def plan_willing(
+    spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker], quorum: int = 1
+) -> tuple[Mapping[str, Plan], dict[str, Ineligibility]]:
+    """Return plans for the workers whose sites would send what is planned, as far as they advertise their policies,
+    and why the others would not; no plans for fewer sites than the quorum. Raises what the method raises."""
+    refused: dict[str, Ineligibility] = {}
+    while len(sites_of(left := [worker for worker in willing if worker.name not in refused])) >= quorum:
+        plans = plan_round(spec, model, state, [worker.participant(spec.dataset) for worker in left])
+        more = refused_plans(spec, model, plans, {w.name: w.advertised_policy for w in left if w.name in plans})
+        if not more:
+            return plans, refused
+        refused |= more
+    return {}, refused

@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.permissions import readable_blobs
-from tessera.coordinator.db import audit, rounds, views
+from tessera.coordinator.db import audit, versions, views
 from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, new_id, one_of
@@ -61,7 +61,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
             session.add(run)
             session.flush()
             first = VersionRef(number=0, digest=new[-1].digest if new else spec.version)
-            rounds.add_version(session, now, run.id, first, started, warnings)
+            versions.add_version(session, now, run.id, first, started, warnings)
             # A hostile model may name one blob in two places.
             for digest in sorted({spec.model, *(ref.digest for ref in model.preprocessing.values())}):
                 session.merge(RunBlobRow(run_id=run.id, digest=digest))

@@ -8,6 +8,7 @@ before they are judged, weighed or averaged.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -23,7 +24,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.client_privacy import Release, SummedRelease, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
-from tessera.shared.rounds.planning import run_facts
+from tessera.shared.rounds.planning import run_facts, warnings_of
 from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
@@ -55,15 +56,25 @@ Merged = Mapping[str, tuple[str, ...]]
 leaves a block alone that too few workers sent."""
 
 
-def with_selection(
-    spec: RunSpec, state: State, earlier: Sequence[Choices], accepted: Sequence[Accepted], merged: Merged
-) -> State:
-    """Return the state of a new version with the scalars of its sites' selection of layers, if its method chooses
-    blocks. They follow from the rounds on record: the next merge does not read them."""
-    if not chooses_blocks(spec.method):
-        return state
-    now = choices((one.site, one.layers) for one in accepted if one.worker in merged)
-    return replace(state, scalars={**state.scalars, **selection_scalars(earlier, now)})
+@dataclass(frozen=True)
+class NextVersion:
+    """The result of merging a round's updates."""
+
+    ref: VersionRef
+    manifest: Manifest
+    blobs: Sequence[Stored]
+    """Its new blobs, made safe; the last is the manifest's own."""
+    kept: AbstractSet[str]
+    """The blobs of the version before it."""
+    scalars: Mapping[str, float]
+    """Of the manifest, and of its sites' selection of layers if its method chooses blocks. The latter follow from the
+    rounds on record: the next merge does not read them."""
+    warnings: Sequence[str]
+    merged: Merged
+    scores: Mapping[str, Mapping[str, float]]
+    """By worker, from the norms of their updates."""
+    bounds: Bounds
+    """Of the rounds after it."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +90,32 @@ class Aggregation:
         accepted: Sequence[Accepted],
         sums: Sums | None = None,
         noise_key: bytes = b"",
-    ) -> tuple[Manifest, list[Stored], Merged]:
-        """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged.
+        earlier: Sequence[Choices] = (),
+    ) -> NextVersion:
+        """Compute and store the next version. `earlier` has the sites' selections for the versions before.
 
         Raises ValueError for a run with client-level privacy without the round's key.
         """
         with self.inspector.blobs.reading_ahead([entry.digest for entry in accepted]):
             state, merged = self.next_state(spec, bounds, current, accepted, sums, noise_key)
-            return *self.states.store(state, current.digest), merged
+            manifest, blobs = self.states.store(state, current.digest)
+        model, ref = self.states.model(spec.model), VersionRef(number=current.number + 1, digest=blobs[-1].digest)
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        shown, aside = self.states.load(model, manifest, ref.number), outlying(half, bounds, accepted)
+        if chooses_blocks(spec.method):
+            now = choices((one.site, one.layers) for one in accepted if one.worker in merged)
+            shown = replace(shown, scalars={**shown.scalars, **selection_scalars(earlier, now)})
+        return NextVersion(
+            ref,
+            manifest,
+            blobs,
+            self.states.manifest(current.digest).digests,
+            shown.scalars,
+            warnings_of(spec, model, shown, bounds, aside, examples_by_site(accepted, aside)),
+            merged,
+            norm_scores(half, bounds, accepted),
+            observed(half, bounds, accepted),
+        )
 
     def next_state(
         self,

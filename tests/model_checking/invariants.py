@@ -390,12 +390,12 @@ class Watch:
 
     # ------------------------------------------------------------ in time
 
-    def after_step(self, began_at: float, merging: bool) -> None:
-        """A look of the conductor that began at a time has dealt with all that was due then, or is merging (I14)."""
+    def after_step(self, began_at: float) -> None:
+        """A look of the conductor that began at a time has dealt with all that was due then (I14)."""
         for row in self._db.execute(LEASED):
             late = began_at - row["lease_expires_at"]
             _hold(late < 0, "I14", f"the lease of {row['id']} ran out {late:.1f} s before a look, and lasts")
-        for row in () if merging else self._db.execute("SELECT id, deadline_at FROM rounds WHERE state = 'open'"):
+        for row in self._db.execute("SELECT id, deadline_at FROM rounds WHERE state = 'open'"):
             late = began_at - row["deadline_at"]
             _hold(
                 late < 0, "I14", f"the deadline of round {row['id']} was {late:.1f} s before a look, and it is open"

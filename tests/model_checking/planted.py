@@ -14,7 +14,7 @@ from sqlalchemy import select, update
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
 from tessera.coordinator.conductor import actions, liveness
-from tessera.coordinator.db import rounds, snapshots, tasks, transitions
+from tessera.coordinator.db import rounds, snapshots, tasks, transitions, versions
 from tessera.coordinator.db.tables import AuditRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
 from tessera.coordinator.domain.lifecycle import Move
@@ -31,12 +31,12 @@ Change = tuple[Any, str, Any]
 
 # As they are before anything is planted.
 REFUSAL = acceptance.refusal
-ASSIGNED = rounds.assigned_updates
+ASSIGNED = versions.assigned_updates
 CLOSE = rounds.close_round
 LEASE = tasks.lease
 LIVE = snapshots.live_workers
 MOVE = transitions._move
-ROUND = decide._round
+ROUND = decide._end_of
 RECORD = transitions.audit.record
 SETTLE = tasks.settle
 STAGE = vault.Vault.stage
@@ -106,10 +106,10 @@ def taken_as_they_are(self: Any, upload: Any, data: bytes) -> None:
         self._complete(upload, replace(self.blobs.put([data]), digest=upload.digest))
 
 
-def in_two_transactions(session: Any, now: float, run: Any, round_: Any, result: Any) -> Any:
+def in_two_transactions(session: Any, now: float, run: Any, round_: Any, made: Any) -> Any:
     """The version, and then the round's end and the run's number."""
-    version = result.version
-    news = rounds.add_version(session, now, run.id, version, result.manifest, result.warnings)
+    version = made.ref
+    news = versions.add_version(session, now, run.id, version, made.manifest, made.warnings)
     session.flush()
     session.connection().exec_driver_sql("COMMIT")
     session.connection().exec_driver_sql("BEGIN IMMEDIATE")
@@ -128,31 +128,30 @@ def unmeasured(self: Any, digest: str, model: Any, manifest: Any, plan: Any, max
     return {}, tuple(self.open(digest, model, manifest, plan, data))
 
 
-def leaking(session: Any, now: float, round_: Any, reason: str) -> Any:
+def leaking(session: Any, now: float, round_: Any, reason: str) -> None:
     """Assigns what earlier attempts at the round had accepted, too."""
-    digests = CLOSE(session, now, round_, reason)
+    CLOSE(session, now, round_, reason)
     attempts = (TaskRow.run_id == round_.run_id) & (TaskRow.version_number == round_.number - 1)
     accepted = TaskRow.state.in_(("accepted", "left_out"))
     session.execute(update(TaskRow).where(attempts, accepted).values(merged_in=round_.number))
-    return digests
 
 
-def by_arrival(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
+def by_arrival(session: Any, run_id: str, number: int) -> Any:
     seq = select(AuditRow.subject).where(AuditRow.action == "task.accept").order_by(AuditRow.seq)
     accepted = TaskRow.state.in_(("accepted", "merged"))
     digests = select(TaskRow.id, TaskRow.update_digest).where(TaskRow.run_id == run_id, accepted)
     of_task = dict(session.execute(digests).all())
     order = [of_task[task] for task in session.scalars(seq) if task in of_task]
-    return sorted(ASSIGNED(session, run_id, number, *open_round), key=lambda one: order.index(one.digest))
+    return sorted(ASSIGNED(session, run_id, number), key=lambda one: order.index(one.digest))
 
 
-def twice(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
-    found = ASSIGNED(session, run_id, number, *open_round)
+def twice(session: Any, run_id: str, number: int) -> Any:
+    found = ASSIGNED(session, run_id, number)
     return [*found, replace(found[0], worker=f"{found[0].worker}-again")]
 
 
-def one_lost(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
-    found = ASSIGNED(session, run_id, number, *open_round)
+def one_lost(session: Any, run_id: str, number: int) -> Any:
+    found = ASSIGNED(session, run_id, number)
     return found[:-1] if len(found) > 1 else found
 
 
@@ -161,8 +160,8 @@ def one_less(round_: Any, run: Any, *more: Any) -> Any:
     return ROUND(round_, replace(run, cohort=cohort), *more)
 
 
-def endless(round_: Any, run: Any, now: float, patience: Any) -> Any:
-    return ROUND(replace(round_, deadline_at=now + 1), run, now, patience)
+def endless(round_: Any, run: Any, now: float) -> Any:
+    return ROUND(replace(round_, deadline_at=now + 1), run, now)
 
 
 def lapse_unseen(session: Any, now: float, task_id: str, token: int) -> None:
@@ -240,21 +239,21 @@ FAULTS: dict[str, Fault] = {
     "a folder is not flushed after a rename": Fault(((blobs.Blobs, "flush_names", lambda self, digests: None),)),
     "a blob is in the table before it has its name": Fault(((uploads.Uploads, "_finish", table_first),)),
     "a round is committed in two transactions": Fault(((rounds, "commit_round", in_two_transactions),)),
-    "leases do not run out": Fault(((decide, "_leases", lambda run, now, patience: iter(())),)),
+    "leases do not run out": Fault(((decide, "_leases", lambda *arguments: iter(())),)),
     "a lapse is entered though the lease was renewed": Fault(((actions, "expire", lapse_unseen),)),
     "a cancelled task is accepted": Fault(
         ((tasks, "refusal", any_state), (transitions, "TASK", _sourced("accept", "cancelled")))
     ),
     "an update leaks into the next attempt": Fault(((rounds, "close_round", leaking),)),
-    "the quorum is off by one": Fault(((decide, "_round", one_less),)),
+    "the quorum is off by one": Fault(((decide, "_end_of", one_less),)),
     "updates are merged in the order of arrival": Fault(
         (
-            (rounds, "assigned_updates", by_arrival),
+            (versions, "assigned_updates", by_arrival),
             (aggregation, "sorted", lambda entries, key: list(entries)),
         )
     ),
-    "an update counts twice": Fault(((rounds, "assigned_updates", twice),)),
-    "an accepted update is left out": Fault(((rounds, "assigned_updates", one_lost),)),
+    "an update counts twice": Fault(((versions, "assigned_updates", twice),)),
+    "an accepted update is left out": Fault(((versions, "assigned_updates", one_lost),)),
     "a repeated report is not recognised": Fault(((tasks, "was_accepted", lambda *arguments: False),)),
     "a repeated creation creates again": Fault(((run_operations, "once", lambda *arguments: arguments[-1]()),)),
     "digests are not verified": Fault(
@@ -265,7 +264,7 @@ FAULTS: dict[str, Fault] = {
     "whoever was ever here is present": Fault(((liveness, "live_workers", lambda session, since: LIVE(session, 0)),)),
     "a lapse is not audited": Fault(((transitions.audit, "record", unaudited),)),
     "the tasks of a closed round live on": Fault(((rounds, "cancel_tasks", lambda *arguments: None),)),
-    "a round never reaches its deadline": Fault(((decide, "_round", endless),)),
+    "a round never reaches its deadline": Fault(((decide, "_end_of", endless),)),
     "a site reaches the tasks of others": Fault(((tasks, "find_task", of_any_site),)),
     "what is not finite is taken": Fault(((inspection.Inspector, "checked", unmeasured),)),
     "the sweep takes blobs that are being made": Fault(((blobs.Blobs, "sweep", everything_swept),)),

@@ -157,7 +157,7 @@ class World:
     cut_off: dict[str, float] = field(default_factory=dict)
     """Until when a worker is on the other side of a partition."""
     after_request: Callable[[str, Problem | None, set[str]], None] = lambda label, problem, wrote: None
-    after_step: Callable[[float, bool], None] = lambda began_at, merging: None
+    after_step: Callable[[float], None] = lambda began_at: None
     after_start: Callable[[bool], None] = lambda power_cut: None
     after_report: Callable[..., None] = lambda *report, garbled: None
 
@@ -200,9 +200,7 @@ class World:
             services.conductor.step()
             # Between two jumps of the clock nobody knows what was due.
             if jumps == self.schedule.jumps:
-                # A small round is closed by the thread that merges it, which may still be at it.
-                running = [each.services.conductor for each in self.replicas if each.services]
-                self.after_step(began_at, any(each._merging.locked() for each in running))
+                self.after_step(began_at)
             self.schedule.sleep(services.settings.tick_seconds)
 
     def _instrument(self, services: Services) -> None:
@@ -366,7 +364,7 @@ class World:
             ensure_future=lambda steps: steps,
             shield=lambda steps: steps,
         )
-        threads = SimpleNamespace(Thread=FiberThread, Lock=threading.Lock, Event=threading.Event)
+        threads = SimpleNamespace(Thread=FiberThread, Lock=threading.Lock)
         with ExitStack() as stack:
             for where, name, virtual in (
                 (conductor, "threading", threads),

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.acceptance import refusal
-from tessera.coordinator.domain.decide import Timeouts, decide
+from tessera.coordinator.domain.decide import Abandon, Action, Close, Complete, Merge, Open, decide
+from tessera.coordinator.domain.leases import Expire, Offer
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
-from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot, Timeouts
+from tessera.coordinator.domain.sum_helpers import Pause
 from tessera.shared.api.runs import Cohort
 from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
@@ -188,6 +189,7 @@ class Rules:
             ),
             eligible=len(here),
             idle_since=max(run.resumed_at, ended),
+            goes_on=bool(run.attempts) and run.attempts[-1].state == "committed" and ended > run.resumed_at,
             evaluations=(),
             unevaluated=(),
             evaluators=0,
@@ -204,27 +206,27 @@ class Rules:
             except Overtaken:
                 continue
 
-    def _do(self, action: todo.Action) -> None:
+    def _do(self, action: Action) -> None:
         run = self.run
         match action:
-            case todo.Expire(task_id, token):
+            case Expire(task_id, token):
                 task = self._task(task_id)
                 if task.token != token or (task.expires_at or 0) > self.now:
                     raise Overtaken
                 move(task, TASK, "task", "expire")
-            case todo.Offer(task_id):
+            case Offer(task_id):
                 move(self._task(task_id), TASK, "task", "offer")
-            case todo.Close(round_id, _):
+            case Close(round_id, _):
                 self._end(self._round(round_id), "close")
-            case todo.Abandon(round_id, _):
+            case Abandon(round_id, _):
                 self._end(self._round(round_id), "abandon")
-            case todo.Merge(round_id):
+            case Merge(round_id):
                 self._merge(self._round(round_id))
-            case todo.Open(number):
+            case Open(number):
                 self._open(number)
-            case todo.Pause(_):
+            case Pause(_):
                 move(run, RUN, "run", "pause")
-            case todo.Complete():
+            case Complete():
                 move(run, RUN, "run", "complete")
             case _:
                 raise Violated(f"decide: {action} without evaluations")

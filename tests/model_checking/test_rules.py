@@ -36,7 +36,7 @@ def _from_merging() -> dict[str, Move]:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | dict[str, Move]]] = {
     "the token is not checked": (rules, "refusal", planted.no_token),
     "a cancelled task may be reported on": (rules, "refusal", planted.any_state),
-    "the quorum is off by one": (decide, "_round", planted.one_less),
+    "the quorum is off by one": (decide, "_end_of", planted.one_less),
     "an expired task of a closed round lives on": (rules, "TASK", _without_cancelling()),
     "an abandoned round closes": (rules, "ROUND", _from_merging()),
 }

@@ -28,7 +28,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.db import audit, rounds
+from tessera.coordinator.db import audit, versions
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
 from tessera.shared.api.runs import Run, RunSpec
@@ -44,7 +44,7 @@ from tessera.shared.tensors.lazy import as_bytes, digest_of, to_array
 
 # What is to be found wrong must not judge itself: simulations plant faults in the code that merges.
 NEXT_STATE = Aggregation.next_state
-ASSIGNED = rounds.assigned_updates
+ASSIGNED = versions.assigned_updates
 STATES = ("accepted", "merged", "left_out")
 """Of a task whose report was accepted."""
 
@@ -293,7 +293,7 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     ref = VersionRef(number=base.number, digest=base.digest)
     accepted = sorted(ASSIGNED(session, run.id, made.number), key=lambda entry: entry.worker)
     accepted = [replace(entry, base=ref) for entry in accepted]
-    wanted, _ = NEXT_STATE(aggregation, spec, rounds.bounds_in_force(run), ref, accepted)
+    wanted, _ = NEXT_STATE(aggregation, spec, versions.bounds_in_force(run), ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [
         name

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from types import MappingProxyType
 from typing import Any, Literal
 
 from tessera.shared.api.runs import Bounds, Round, RunSpec
@@ -19,15 +18,7 @@ from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.selections import RECENT, choices_of
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.aggregate import (
-    Aggregation,
-    Merged,
-    examples_by_site,
-    norm_scores,
-    outlying,
-    stretched_norm,
-    with_selection,
-)
+from tessera.shared.rounds.aggregate import Aggregation, Merged, stretched_norm
 from tessera.shared.rounds.client_privacy import simulated_key
 from tessera.shared.rounds.outliers import median_norm
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
@@ -125,7 +116,8 @@ class Simulation:
         given = self.states.load(self.model, self.states.manifest(self.spec.version), 0)
         state = begun(self.spec, self.model, given)
         digest = self.spec.version if state == given else self.states.store(state, self.spec.version)[1][-1].digest
-        return self._commit(digest, state, ())
+        ref = VersionRef(number=0, digest=digest)
+        return self._commit(ref, state.scalars, warnings_of(self.spec, self.model, state))
 
     def _merge(self, attempts: Sequence[Round]) -> Round:
         """Merge and commit the last attempt, and return it with the scores of its updates."""
@@ -133,17 +125,12 @@ class Simulation:
         bounds, base = self.bounds, _ref(self.latest)
         accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
         key, sums = simulated_key(self.spec.seed, base.number + 1), self._sums(reports)
-        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted, sums, key)
         before = choices_of(entry.attempts[-1] for entry in self.versions[-RECENT:] if entry.attempts)
-        state = self.states.load(self.model, manifest, self.latest.number + 1)
-        state = with_selection(self.spec, state, before, accepted, merged)
+        new = self.aggregation.merge(self.spec, bounds, base, accepted, sums, key, before)
         # Empty for secure sums, which go with no robust rule.
         scores = self.aggregation.scores(self.spec, bounds, base, accepted)
-        found = [norm_scores(self._half, bounds, accepted), scores]
-        made = _ended(_scored(attempts[-1], found), merged)
-        aside = outlying(self._half, bounds, accepted)
-        merged_examples = examples_by_site(accepted, aside)
-        self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside, merged_examples))
+        made = _ended(_scored(attempts[-1], [new.scores, scores]), new.merged)
+        self.versions.append(self._commit(new.ref, new.scalars, new.warnings, [*attempts[:-1], made]))
         self.processes.end(made)
         self.records.keep_downloads(self.coordinator.held)
         updates = self._open_updates()
@@ -157,19 +144,13 @@ class Simulation:
 
     def _commit(
         self,
-        digest: str,
-        state: State,
-        attempts: Sequence[Round],
-        left_out: Sequence[str] = (),
-        merged: Mapping[str, int] = MappingProxyType({}),
+        ref: VersionRef,
+        scalars: Mapping[str, float],
+        warnings: Sequence[str],
+        attempts: Sequence[Round] = (),
     ) -> CommittedVersion:
-        version = Version(
-            number=state.round,
-            digest=digest,
-            created_at=datetime.now(UTC),
-            scalars=dict(state.scalars),
-            warnings=warnings_of(self.spec, self.model, state, self.bounds if attempts else None, left_out, merged),
-        )
+        about = {"scalars": dict(scalars), "warnings": tuple(warnings)}
+        version = Version(number=ref.number, digest=ref.digest, created_at=datetime.now(UTC), **about)
         entry = CommittedVersion(version=version, attempts=tuple(attempts))
         self.records.commit(entry)
         return entry

@@ -13,7 +13,7 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.conductor.conductor import REFUSED_SECONDS
+from tessera.coordinator.conductor.failures import REFUSED_SECONDS
 from tessera.coordinator.db.tables import RoundRow, TaskRow
 from tessera.shared.api.runs import Cohort, Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums

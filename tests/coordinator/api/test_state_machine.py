@@ -170,7 +170,7 @@ class Api(RuleBasedStateMachine):
     def versions_and_rounds_agree(self) -> None:
         if not hasattr(self, "run"):
             return
-        self.live.services.conductor.call()
+        self.live.services.conductor.wakeups.call()
         rounds = list(self.client.rounds(self.run.id))
         live = [r for r in rounds if r.state in ("open", "merging")]
         assert len(live) <= 1

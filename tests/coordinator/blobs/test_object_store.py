@@ -221,8 +221,8 @@ def test_a_merge_does_not_ask_the_store_for_each_block_of_an_update(
         return get(store, path, **given)
 
     monkeypatch.setattr(obstore, "get", counting)
-    manifest, *_ = Aggregation(states, Inspector(blobs, states)).merge(spec, Bounds(), ref, accepted)
-    assert manifest.blocks.keys() == version.keys()
+    made = Aggregation(states, Inspector(blobs, states)).merge(spec, Bounds(), ref, accepted)
+    assert made.manifest.blocks.keys() == version.keys()
     for digest, nbytes in sizes.items():
         # One that is larger was hashed before.
         times = 2 if nbytes > WINDOW_BYTES else 1

@@ -105,7 +105,7 @@ def test_a_look_from_before_the_last_merge_merges_nothing(coordinator: LiveCoord
     with capture_logs() as logs:
         conductor._merge_aside(old, Merge(merged))
         until(lambda: not conductor._merging.locked())
-    assert "conductor.overtaken" not in {line["event"] for line in logs}
+    assert "conductor.acted" not in {line["event"] for line in logs}
     assert [round_.state for round_ in client.rounds(run.id)] == ["committed"]
 
 
@@ -182,7 +182,7 @@ def test_a_heartbeat_file_that_cannot_be_touched_stops_no_round(tmp_path: Path) 
 
 
 @pytest.mark.sqlite
-def test_a_small_merge_waits_while_the_database_s_disk_is_full(tmp_path: Path) -> None:
+def test_a_round_waits_while_the_database_s_disk_is_full(tmp_path: Path) -> None:
     clock, pages = Clock(), [1 << 30]
     with LiveCoordinator(tmp_path, clock=clock) as live:
         client, model = live.client(), small_model(width=64)
@@ -205,8 +205,8 @@ def test_a_small_merge_waits_while_the_database_s_disk_is_full(tmp_path: Path) -
             clock.advance(11)
             until(lambda: client.run(run.id).state == "completed")
         found = [line["event"] for line in logs]
-        # Computed once while there was no room, and not again at every look.
-        assert (found.count("conductor.closes_first"), found.count("conductor.merge_failed")) == (1, 0)
+        # Tried once while there was no room, and not again at every look.
+        assert (found.count("conductor.disk_full"), found.count("conductor.action_failed")) == (1, 0)
 
 
 SPEC = {"name": "run", "method": {"name": "fedavg"}, "model": f"sha256:{'0' * 64}", "version": f"sha256:{'0' * 64}",
@@ -236,7 +236,7 @@ def test_wakeups_for_one_run_keep_no_tick_from_the_others(coordinator: LiveCoord
 
     def call() -> None:
         while not ended.wait(0.01):
-            coordinator.services.conductor.call(busy.id)
+            coordinator.services.conductor.wakeups.call(busy.id)
 
     threading.Thread(target=call, daemon=True).start()
     with coordinator.services.database.transaction() as session:

@@ -11,20 +11,15 @@ from hypothesis import strategies as st
 
 from tessera.coordinator.domain.decide import (
     Abandon,
-    AskHelpers,
     CancelEvaluations,
     Close,
     Complete,
     Evaluate,
-    Expire,
     Merge,
-    Offer,
     Open,
-    Pause,
-    Shorten,
-    Timeouts,
     decide,
 )
+from tessera.coordinator.domain.leases import Expire, Offer, Shorten
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.snapshot import (
     PendingEvaluation,
@@ -32,7 +27,9 @@ from tessera.coordinator.domain.snapshot import (
     RunSnapshot,
     SumsSnapshot,
     TaskSnapshot,
+    Timeouts,
 )
+from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 from tessera.shared.api.runs import Cohort
 from tessera.shared.schema import RunState, TaskState
 
@@ -282,6 +279,14 @@ def test_without_a_cohort_size_whoever_may_still_come_is_given_the_time_to() -> 
     assert decided(run(cohort=Cohort(quorum=2), eligible=1), NOW + 99) == []
 
 
+def test_a_run_that_goes_on_waits_for_no_further_sites() -> None:
+    going = run(cohort=Cohort(quorum=2), version=1, eligible=2, goes_on=True)
+    assert decided(going) == [Open(2)]
+    assert decided(replace(going, eligible=1), NOW + 99) == []
+    # Of a cohort with a size, all are known.
+    assert decided(replace(going, cohort=Cohort(size=3, quorum=2))) == []
+
+
 def test_a_task_whose_worker_is_gone_is_not_waited_for() -> None:
     gone = replace(task("offered", "t1"), present=False)
     left = replace(a_round("accepted"), tasks=(task("accepted", "t0"), gone))
@@ -329,18 +334,18 @@ def test_a_run_that_is_not_running_opens_nothing(state: str) -> None:
 
 def test_due_versions_are_offered_to_evaluators_if_there_are_any() -> None:
     due = run(unevaluated=(PendingEvaluation(0), PendingEvaluation(2)), evaluators=1)
-    assert decided(due) == [Evaluate(PendingEvaluation(0)), Evaluate(PendingEvaluation(2))]
+    assert decided(due) == [Evaluate((PendingEvaluation(0), PendingEvaluation(2)))]
     assert decided(replace(due, evaluators=0)) == []
 
 
 def test_a_site_is_offered_a_version_whether_or_not_anybody_evaluates_centrally() -> None:
     due = run(unevaluated=(PendingEvaluation(1), PendingEvaluation(2, "a"), PendingEvaluation(2, "b")), evaluators=0)
-    assert decided(due) == [Evaluate(PendingEvaluation(2, "a")), Evaluate(PendingEvaluation(2, "b"))]
+    assert decided(due) == [Evaluate((PendingEvaluation(2, "a"), PendingEvaluation(2, "b")))]
 
 
 def test_what_is_due_is_offered_before_the_next_round_changes_what_sites_keep() -> None:
     due = run(unevaluated=(PendingEvaluation(0, "a"),), cohort=Cohort(size=2, quorum=2), eligible=2)
-    assert decided(due) == [Evaluate(PendingEvaluation(0, "a")), Open(1)]
+    assert decided(due) == [Evaluate((PendingEvaluation(0, "a"),)), Open(1)]
 
 
 def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> None:
@@ -348,7 +353,7 @@ def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> 
     assert decided(run(evaluations=(gone,))) == []
     # Its version is then due again, for another worker.
     assert decided(run(evaluations=(gone,), unevaluated=(PendingEvaluation(1),), evaluators=1)) == [
-        Evaluate(PendingEvaluation(1))
+        Evaluate((PendingEvaluation(1),))
     ]
 
 
@@ -371,9 +376,11 @@ def test_a_finished_run_does_not_wait_for_a_site_that_is_gone() -> None:
 
 def test_a_finished_run_offers_its_last_version_before_it_completes() -> None:
     assert decided(run(version=3, unevaluated=(PendingEvaluation(3),), evaluators=1)) == [
-        Evaluate(PendingEvaluation(3))
+        Evaluate((PendingEvaluation(3),))
     ]
-    assert decided(run(version=3, unevaluated=(PendingEvaluation(3, "a"),))) == [Evaluate(PendingEvaluation(3, "a"))]
+    assert decided(run(version=3, unevaluated=(PendingEvaluation(3, "a"),))) == [
+        Evaluate((PendingEvaluation(3, "a"),))
+    ]
 
 
 def test_a_finished_run_does_not_wait_for_evaluators_that_are_not_there() -> None:

@@ -80,7 +80,7 @@ def test_metrics_tell_of_rounds_that_are_late(coordinator: LiveCoordinator) -> N
     conductor, looked = coordinator.services.conductor, threading.Event()
     # When this is called, the last look has ended.
     conductor.step = lambda _: looked.set()
-    conductor.call()
+    conductor.wakeups.call()
     until(looked.is_set)
     with database.transaction() as session:
         session.connection().exec_driver_sql("UPDATE rounds SET deadline_at = deadline_at - 3700")

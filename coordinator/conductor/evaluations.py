@@ -1,0 +1,71 @@
+"""Offers of evaluations, of versions on workers' held-out data or on the central data set."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.conductor.liveness import Liveness, require
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.snapshots import central_due, evaluators, sites_due, terms_of
+from tessera.coordinator.db.tables import RunRow, TaskRow
+from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, new_task
+from tessera.coordinator.domain.snapshot import PendingEvaluation
+from tessera.coordinator.domain.workers import LiveWorker, ids
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.base import Plan
+from tessera.shared.rounds.planning import evaluation_seed
+
+
+def offer_evaluations(
+    session: Session, now: float, run_id: str, due: Sequence[PendingEvaluation], liveness: Liveness
+) -> list[str]:
+    """Offer versions to the named workers, or each to the central worker with the fewest tries. Return the workers.
+
+    Raises Conflict if none of them is to be evaluated any more.
+    """
+    run = session.get_one(RunRow, run_id)
+    invited, live = terms_of(session, run.id, run.changes), liveness.workers(session)
+    here = ids(live) if liveness.is_settled() else None
+    still = {*central_due(session, run, invited.spec, here), *sites_due(session, run, invited, live)}
+    central, by_id = evaluators(invited, live), {worker.id: worker for worker in live}
+    asked = []
+    for one in due:
+        if one in still and (one.worker or central):
+            tries = _tries_by_worker(session, run_id, one.version)
+            worker = by_id[one.worker] if one.worker else min(central, key=lambda member: tries[member.id])
+            _offer(session, now, run, one, worker)
+            asked.append(worker.id)
+    require(bool(asked), "the versions are no longer to be evaluated, or by no worker that is live")
+    return asked
+
+
+def _tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]:
+    """Return the number of each worker's attempts to evaluate a version on the central data set."""
+    kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
+    return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
+
+
+def _offer(session: Session, now: float, run: RunRow, due: PendingEvaluation, worker: LiveWorker) -> None:
+    """Offer an evaluation to a worker in place of an obsolete one: on the central data set another worker's of this
+    version, at a site that of an earlier version."""
+    spec = RunSpec.model_validate(run.spec)
+    held_out = due.worker is not None
+    kin = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.held_out == held_out)
+    if held_out:
+        kin &= TaskRow.worker_id == worker.id
+    same = kin & (TaskRow.version_number == due.version)
+    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
+    cancel_tasks(session, now, replaced, {})
+    plan, seed = Plan(stage="evaluate"), evaluation_seed(spec, due.version)
+    attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
+    columns: dict[str, Any] = {"held_out": held_out, "seed": seed, "attempts": attempts}
+    task = new_task(session, now, run, worker.id, plan, kind="evaluate", version_number=due.version, **columns)
+    about = {"version": due.version, "worker": worker.name, "held_out": held_out}
+    audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
+
+
+def cancel_evaluations(session: Session, now: float, run_id: str) -> None:
+    cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate"), {})

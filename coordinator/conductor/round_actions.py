@@ -1,0 +1,130 @@
+"""Opening, closing and merging a round. Each computes outside of any transaction and commits in one, guarded by the
+state that was decided upon. None of them does another's part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+from sqlalchemy import bindparam as given
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
+from tessera.coordinator.conductor.secure_sums import SecureRounds
+from tessera.coordinator.db import rounds, versions
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.snapshots import terms_of
+from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, VersionRow
+from tessera.coordinator.db.transitions import ACTOR, move_run
+from tessera.coordinator.domain.eligibility import unsuited
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.workers import LiveWorker, plan_willing, sites_of
+from tessera.coordinator.limits.disk import DiskSpace
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Plan, State
+from tessera.shared.methods.registry import chooses_blocks
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.aggregate import Aggregation
+from tessera.shared.rounds.versions import States
+
+log = structlog.get_logger()
+
+_LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
+
+
+@dataclass(frozen=True)
+class RoundActions:
+    """The actions that move a round. Each raises Conflict if the state decided upon has changed."""
+
+    database: Database
+    blobs: Blobs
+    states: States
+    aggregation: Aggregation
+    room: DiskSpace
+    liveness: Liveness
+    secure: SecureRounds
+
+    def open(self, run_id: str, number: int) -> list[str]:
+        """Open the run's next round, or end the run if the method plans nothing more. Return the workers with a new
+        task.
+
+        Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
+        """
+        with self.database.snapshot() as session:
+            invited, base = terms_of(session, run_id), _latest(session, run_id)
+        require(base.number + 1 == number, "the run has moved on")
+        spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
+        state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
+        require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
+        plans = self._plans(spec, model, state, willing)
+        terms = self.secure.terms(run_id, spec, model, state, base, manifest.values, willing, plans)
+        with self.database.transaction() as session:
+            now, run = self.database.now(), session.get_one(RunRow, run_id)
+            require(run.state == "running" and run.version_number == base.number, "the run has moved on")
+            require(terms_of(session, run_id, run.changes).spec == spec, "the run's settings have changed")
+            require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
+            if not plans:
+                move_run(session, now, ACTOR, run_id, "complete", "the method planned nothing more")
+                return []
+            return rounds.open_round(session, now, run, willing, plans, self.secure.record(session, terms))
+
+    def _plans(self, spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:
+        """Plan for the workers whose sites would do what is planned. Raises TooFewWilling."""
+        refused = {w.name: no for w in willing if (no := unsuited(spec, w.declared, model, self.states.vocabulary))}
+        suited = [worker for worker in willing if worker.name not in refused]
+        plans, more = plan_willing(spec, model, state, suited, spec.cohort.quorum)
+        refused |= more
+        sites = sites_of(worker for worker in willing if worker.name not in refused)
+        if len(sites) < spec.cohort.quorum:
+            said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
+            raise TooFewWilling(f"{len(sites)} sites would do what the round asks: {said}")
+        return plans
+
+    def close(self, round_id: str, reason: str) -> None:
+        """Close a round to updates, and assign the accepted ones to the next version."""
+        with self.database.transaction() as session:
+            rounds.close_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
+
+    def merge(self, run_id: str, round_id: str, committed: Callable[[], object]) -> None:
+        """Compute the next version from a closed round's updates, and commit it with the round's end (I3). Call
+        `committed`; then score the updates, which no round waits for."""
+        with self.database.snapshot() as session:
+            run, round_ = session.get_one(RunRow, run_id), session.get_one(RoundRow, round_id)
+            require(round_.state == "merging", "the round was moved on already")
+            spec, base = terms_of(session, run_id, run.changes).spec, _latest(session, run_id)
+            accepted = versions.assigned_updates(session, run_id, round_.number)
+            # The sites' selections for the versions before.
+            earlier = versions.earlier_choices(session, run_id, round_.number) if chooses_blocks(spec.method) else []
+            bounds, noise_key = versions.bounds_in_force(run), round_.noise_key or b""
+        sums = self.secure.sums(run_id, round_id)
+        self.room.require(self.states.model(spec.model).stored_bytes)
+        made = self.aggregation.merge(spec, bounds, base, accepted, sums, noise_key, earlier)
+        with self.database.transaction() as session:
+            now, run = self.database.now(), session.get_one(RunRow, run_id)
+            require(run.version_number == base.number, "the round was merged already")
+            require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
+            self.blobs.record(session, now, made.blobs)
+            news = rounds.commit_round(session, now, run, session.get_one(RoundRow, round_id), made)
+        for warning in news:
+            log.warning("version.warning", run=run_id, number=made.ref.number, warning=warning)
+        committed()
+        if sums is None:
+            self._score(run_id, made.ref.number, partial(self.aggregation.scores, spec, bounds, base, accepted))
+
+    def _score(self, run_id: str, number: int, scores: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Store each update's distance from the merged ones; a process that ends before it leaves them out, and what
+        was committed stands without them."""
+        try:
+            if found := scores():
+                with self.database.transaction() as session:
+                    versions.note_scores(session, run_id, number, found)
+        except Exception:  # a method is anybody's code
+            log.exception("conductor.not_scored", run=run_id, number=number)
+
+
+def _latest(session: Session, run_id: str) -> VersionRef:
+    """Return the latest version of a run."""
+    number, digest = session.execute(_LATEST, {"run": run_id}).one()
+    return VersionRef(number=number, digest=digest)

@@ -1,0 +1,131 @@
+"""Versions, and the accepted updates that each is made of: read for its merge, and marked with its outcome."""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import groupby
+from operator import itemgetter
+
+from sqlalchemy import Row, select
+from sqlalchemy import bindparam as given
+from sqlalchemy.orm import Session, load_only
+
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.tables import WORKER_NAME, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.transitions import ACTOR, move_tasks
+from tessera.shared.api.runs import Bounds
+from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.methods.base import Plan
+from tessera.shared.metrics.selections import RECENT, Choices, choices
+from tessera.shared.rounds.aggregate import Accepted, NextVersion
+
+ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("number"))
+"""The tasks whose updates were assigned to a version."""
+
+_ANY_OF = TaskRow.id.in_(given("ids", expanding=True))
+_UPDATES = (
+    select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+    .where(ASSIGNED)
+)
+_CHOSEN = (
+    select(TaskRow.merged_in, SiteRow.name, TaskRow.layers)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .where(TaskRow.run_id == given("run"), TaskRow.merged_in.between(given("first"), given("last")))
+    .where(TaskRow.state == "merged")
+    .order_by(TaskRow.merged_in)
+)
+_OUTCOMES = (
+    select(TaskRow, WORKER_NAME)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .where(ASSIGNED)
+    .options(load_only(TaskRow.metrics, TaskRow.unmerged))
+)
+
+
+def add_version(
+    session: Session,
+    now: float,
+    run_id: str,
+    ref: VersionRef,
+    manifest: Manifest,
+    warnings: Sequence[str],
+    kept: AbstractSet[str] = frozenset(),
+    scalars: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Add a version whose blobs are recorded; those that are `kept` from the version before are the run's already.
+
+    Return the warnings that the previous version did not have, which are also audited.
+    """
+    before = session.get(VersionRow, (run_id, ref.number - 1)) if warnings else None
+    row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
+    row.scalars, row.warnings = dict(manifest.scalars if scalars is None else scalars), list(warnings)
+    session.add(row)
+    news = [warning for warning in warnings if not before or warning not in before.warnings]
+    if news:
+        about = {"number": ref.number, "warnings": news}
+        audit.record(session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, **about)
+    wanted = {ref.digest, *manifest.digests} - kept
+    insert_missing(session, RunBlobRow, [{"run_id": run_id, "digest": digest} for digest in sorted(wanted)])
+    return news
+
+
+def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepted]:
+    """Return the updates that were assigned to a version."""
+    # An accepted task has a digest and a count: they are written together with that state.
+    return [
+        Accepted(
+            site=site,
+            worker=worker,
+            digest=task.update_digest or "",
+            examples=task.examples or 0,
+            metrics=task.metrics,
+            plan=Plan.model_validate(task.plan),
+            base=VersionRef(number=task.version_number, digest=base),
+            layers=task.layers,
+        )
+        for task, worker, site, base in session.execute(_UPDATES, {"run": run_id, "number": number})
+    ]
+
+
+def earlier_choices(session: Session, run_id: str, number: int) -> list[Choices]:
+    """Return the layers that each site chose for each of the `RECENT` versions before this one, in order."""
+    rows = session.execute(_CHOSEN, {"run": run_id, "first": number - RECENT, "last": number - 1})
+    return [choices((site, layers) for _, site, layers in of_one) for _, of_one in groupby(rows, itemgetter(0))]
+
+
+def bounds_in_force(run: RunRow) -> Bounds:
+    """Return what was fixed when the run's first round opened."""
+    return Bounds.model_validate(run.bounds)
+
+
+def note_outcomes(session: Session, run_id: str, made: NextVersion) -> list[str]:
+    """Record the scores of a version's updates, and which were merged in part or left out; return the tasks left
+    out."""
+    left_out = []
+    for task, worker in _outcomes(session, run_id, made.ref.number):
+        if worker in made.scores:
+            task.metrics = {**task.metrics, **made.scores[worker]}
+        unmerged = made.merged.get(worker)
+        if unmerged is None:
+            left_out.append(task.id)
+        elif unmerged:
+            task.unmerged = list(unmerged)
+    if left_out:
+        move_tasks(session, "leave_out", _ANY_OF, {"ids": left_out})
+    return sorted(left_out)
+
+
+def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the scores of each update that was assigned to a version to its numbers."""
+    for task, worker in _outcomes(session, run_id, number):
+        task.metrics = {**task.metrics, **scores.get(worker, {})}
+
+
+def _outcomes(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str]]:
+    """Return the tasks assigned to a version, without their plans, and their workers."""
+    return session.execute(_OUTCOMES, {"run": run_id, "number": number}).all()
