@@ -40,6 +40,12 @@ def test_the_diagrams_are_those_of_the_tables(title: str, table: dict[str, tuple
     assert diagram(title, table) in text("docs/architecture.md")
 
 
+def test_a_stranger_reads_a_round_in_the_four_files_that_the_architecture_names() -> None:
+    named = re.findall(r"^\| `(coordinator/\S+\.py)` \|", text("docs/architecture.md"), re.MULTILINE)
+    assert len(named) == 4
+    assert sum(len((ROOT / path).read_text().splitlines()) for path in named) <= 600
+
+
 def test_every_setting_of_the_coordinator_is_described_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tessera.coordinator.settings.data_dir", lambda: Path("STATE"))
     rows = re.findall(r"\| `TESSERA_([A-Z_]+)` \| (\S+) \| (.*) \|", text("docs/operating/settings.md"))

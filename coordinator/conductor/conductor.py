@@ -4,9 +4,8 @@
     decide    name the actions that are due (`domain.decide`, a pure function)
     act       do each: a round opens, closes and is merged in `round_actions`, the rest is in `actions`
 
-and again, until nothing is due. The loop keeps nothing that matters in memory, so it may be killed between any two
-actions: what was committed stands, and the next look says what is still to be done. A merge may take long, so it runs
-in a thread, and leases and deadlines go on.
+and again, until nothing is due. It may be killed at any moment: what was committed stands, and the next look finds
+what is left to do. A merge may take long, so it runs in a thread, and leases and deadlines go on.
 """
 
 import threading

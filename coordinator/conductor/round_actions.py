@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
-from sqlalchemy import bindparam as given
-from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
@@ -15,14 +13,13 @@ from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds, versions
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import terms_of
-from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, VersionRow
+from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
 from tessera.coordinator.domain.eligibility import unsuited
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, plan_willing, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import chooses_blocks
 from tessera.shared.model.spec import Model
@@ -30,8 +27,6 @@ from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.versions import States
 
 log = structlog.get_logger()
-
-_LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class RoundActions:
         Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
         """
         with self.database.snapshot() as session:
-            invited, base = terms_of(session, run_id), _latest(session, run_id)
+            invited, base = terms_of(session, run_id), versions.latest_version(session, run_id)
         require(base.number + 1 == number, "the run has moved on")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
@@ -93,7 +88,7 @@ class RoundActions:
         with self.database.snapshot() as session:
             run, round_ = session.get_one(RunRow, run_id), session.get_one(RoundRow, round_id)
             require(round_.state == "merging", "the round was moved on already")
-            spec, base = terms_of(session, run_id, run.changes).spec, _latest(session, run_id)
+            spec, base = terms_of(session, run_id, run.changes).spec, versions.latest_version(session, run_id)
             accepted = versions.assigned_updates(session, run_id, round_.number)
             # The sites' selections for the versions before.
             earlier = versions.earlier_choices(session, run_id, round_.number) if chooses_blocks(spec.method) else []
@@ -122,9 +117,3 @@ class RoundActions:
                     versions.note_scores(session, run_id, number, found)
         except Exception:  # a method is anybody's code
             log.exception("conductor.not_scored", run=run_id, number=number)
-
-
-def _latest(session: Session, run_id: str) -> VersionRef:
-    """Return the latest version of a run."""
-    number, digest = session.execute(_LATEST, {"run": run_id}).one()
-    return VersionRef(number=number, digest=digest)

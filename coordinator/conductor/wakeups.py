@@ -1,4 +1,4 @@
-"""When the conductor looks: whenever it is called, and at every tick; and the file that shows that it does."""
+"""The conductor's wakeups, by calls and at every tick, and the file that shows that it is alive."""
 
 import threading
 import time

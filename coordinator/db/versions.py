@@ -11,7 +11,16 @@ from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.inserts import insert_missing
-from tessera.coordinator.db.tables import WORKER_NAME, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import (
+    RUNS,
+    WORKER_NAME,
+    RunBlobRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+)
 from tessera.coordinator.db.transitions import ACTOR, move_tasks
 from tessera.shared.api.runs import Bounds
 from tessera.shared.api.versions import Manifest, VersionRef
@@ -22,6 +31,7 @@ from tessera.shared.rounds.aggregate import Accepted, NextVersion
 ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("number"))
 """The tasks whose updates were assigned to a version."""
 
+_LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
 _ANY_OF = TaskRow.id.in_(given("ids", expanding=True))
 _UPDATES = (
     select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
@@ -45,6 +55,12 @@ _OUTCOMES = (
     .where(ASSIGNED)
     .options(load_only(TaskRow.metrics, TaskRow.unmerged))
 )
+
+
+def latest_version(session: Session, run_id: str) -> VersionRef:
+    """Return the latest version of a run."""
+    number, digest = session.execute(_LATEST, {"run": run_id}).one()
+    return VersionRef(number=number, digest=digest)
 
 
 def add_version(

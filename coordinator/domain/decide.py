@@ -153,11 +153,9 @@ def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator
 
 
 def _sites_awaited(run: RunSnapshot, waited: float, timeouts: Timeouts) -> float:
-    """Return the eligible sites with which the next round opens now."""
+    """Return the number of eligible sites with which the next round opens now."""
     quorum, size = run.cohort.quorum, run.cohort.size
-    if waited >= timeouts.cohort_wait_seconds:
+    if waited >= timeouts.cohort_wait_seconds or (size is None and run.goes_on):
         return quorum
-    if size is None:
-        # The number of sites is unknown, so further ones get time to appear, but for a run that goes on.
-        return quorum if run.goes_on else inf
-    return max(size, quorum)
+    # Without a size the number of sites is unknown, so further ones get time to appear.
+    return inf if size is None else max(size, quorum)

@@ -5,7 +5,11 @@ What is killed starts again on what it left; then the round must end as it would
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 from tests.model_checking.actors import POLITE
 from tests.model_checking.federation import Federation, Outcome, Shape, workplace
@@ -13,6 +17,8 @@ from tests.model_checking.schedule import NONE
 
 SEED = 7
 POINTS = {"transaction", "commit", "committed", "fsync", "synced", "rename", "renamed", "vault", "piece"}
+
+STATES = "SELECT state FROM rounds ORDER BY number, attempt"
 
 MOMENTUM = {"kind": "sgd", "momentum": 0.9}
 
@@ -29,12 +35,29 @@ SHAPES = {
 def undisturbed(shape: Shape) -> tuple[Outcome, list[int]]:
     """How it goes if nothing is killed, and the points at which something may be."""
     found: list[int] = []
+    return _watched(shape, lambda point, what, _: found.append(point) if what in POINTS else None), found
+
+
+def between_actions(shape: Shape) -> tuple[Outcome, dict[tuple[str, ...], int]]:
+    """How it goes if nothing is killed, and the point after each action that moves a round, by the rounds' states."""
+    found: dict[tuple[str, ...], int] = {}
+
+    def look(point: int, what: str, folder: Path) -> None:
+        if what == "committed":
+            with closing(sqlite3.connect(folder / "tessera.db")) as raw:
+                found.setdefault(tuple(state for (state,) in raw.execute(STATES)), point)
+
+    return _watched(shape, look), found
+
+
+def _watched(shape: Shape, look: Callable[[int, str, Path], None]) -> Outcome:
+    """How it goes if nothing is killed; `look` is called at each point, with its number."""
     with workplace() as folder:
         federation = Federation(SEED, folder, NONE, POLITE, shape)
         schedule = federation.schedule
-        schedule.on_point = lambda what: found.append(schedule.points) if what in POINTS else None
+        schedule.on_point = lambda what: look(schedule.points, what, folder)
         try:
-            return federation.run(0), found
+            return federation.run(0)
         finally:
             federation.close()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from tests.model_checking.crash_points import SHAPES, killed, undisturbed
+from tests.model_checking.crash_points import SHAPES, between_actions, killed, undisturbed
 from tests.model_checking.federation import simulate
 from tests.model_checking.planted import hunt, seeds_of
 from tests.support.variants import variants
@@ -83,3 +84,13 @@ def test_a_round_that_is_killed_anywhere_ends_with_the_same_bits(name: str) -> N
     for number, point in enumerate(points[3 :: len(points) // CRASHES]):
         found = killed(SHAPES[name], point, power_cut=number % 2 == 0)
         assert (found.state, found.digest) == ("completed", calm.digest), f"killed at point {point}"
+
+
+def test_a_conductor_that_is_killed_between_two_actions_of_a_round_goes_on_with_the_next() -> None:
+    shape = replace(SHAPES["one worker, all in the database"], rounds=2)
+    calm, points = between_actions(shape)
+    one, two = "committed", ("open", "merging", "committed")
+    assert [*points] == [(), *((state,) for state in two), *((one, state) for state in two)]
+    for number, (states, point) in enumerate(points.items()):
+        found = killed(shape, point, power_cut=number % 2 == 0)
+        assert (found.state, found.digest) == ("completed", calm.digest), f"killed when rounds were {states}"
