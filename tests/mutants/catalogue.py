@@ -188,15 +188,15 @@ FENCING = (
         ACCESS,
     ),
     Mutant(
-        "coordinator/domain/decide.py",
+        "coordinator/domain/leases.py",
         'if task.state == "leased" and expires_at <= now:',
         'if task.state == "leased" and expires_at < now:',
         DECIDE,
     ),
     Mutant(
-        "coordinator/domain/decide.py",
-        'elif task.state == "expired" and task.attempts < most_attempts:',
-        'elif task.state == "expired" and task.attempts <= most_attempts:',
+        "coordinator/domain/leases.py",
+        'elif task.state == "expired" and task.attempts < max_attempts:',
+        'elif task.state == "expired" and task.attempts <= max_attempts:',
         DECIDE,
     ),
     Mutant(
@@ -433,10 +433,13 @@ SECURE_SUMS = (
         "worker/state/site_keys.py", "if len(chain.entries) < self._known:", "if len(chain.entries) < 0:", AGREEMENTS
     ),
     Mutant(
-        "coordinator/domain/decide.py", "if signed >= sums.signatures:", "if signed + 1 >= sums.signatures:", DECIDE
+        "coordinator/domain/sum_helpers.py",
+        "if signed >= sums.signatures:",
+        "if signed + 1 >= sums.signatures:",
+        DECIDE,
     ),
     Mutant(
-        "coordinator/domain/decide.py",
+        "coordinator/domain/sum_helpers.py",
         "elif sums.helpers - failed < sums.signatures:",
         "elif failed and sums.helpers - failed <= sums.signatures:",
         DECIDE,
