@@ -7,9 +7,9 @@ DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak fresh-check test-long test-gpu image-check deploy-check \
-  evidence evidence-core evidence-full evidence-gpu migrate image clean docs
+  bench bench-quick simulation mutants chaos soak fresh-check test-long test-gpu image-check deploy-check migrate image clean docs
 
+# The targets that a contributor needs often. Others have a comment, and their pages: own-data.md, testing.md, deploying.md.
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -50,13 +50,16 @@ demo: $(DEMO_INSTALLED) ## four institutions train one transformer without shari
 demo-secure: $(DEMO_INSTALLED) ## six sites train with secure sums: the coordinator can read no update
 	$(BIN)/python -m examples.secure
 
-demo-reports: $(DEMO_INSTALLED) ## three hospitals learn from synthetic notes with SAFL: half the layers travel
+# Three hospitals learn from synthetic notes with SAFL: half the layers travel.
+demo-reports: $(DEMO_INSTALLED)
 	$(BIN)/python -m examples.reports
 
-demo-pairs: $(DEMO_INSTALLED) ## four sites adapt a small CLIP with pFedDC: prompts alone travel
+# Four sites adapt a small CLIP with pFedDC: prompts alone travel.
+demo-pairs: $(DEMO_INSTALLED)
 	$(BIN)/python -m examples.pairs
 
-demo-llm: $(DEMO_INSTALLED) ## three offices fine-tune a small Llama with LoRA; MODEL=FOLDER fine-tunes another
+# Three offices fine-tune a small Llama with LoRA; MODEL=FOLDER fine-tunes another.
+demo-llm: $(DEMO_INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lora]'
 	$(BIN)/python -m examples.llm $(if $(MODEL),--model "$(MODEL)")
 
@@ -64,7 +67,8 @@ demo-llm: $(DEMO_INSTALLED) ## three offices fine-tune a small Llama with LoRA; 
 wheel: install ## build the wheel and the source archive into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-notebook: install ## execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it
+# Execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it.
+notebook: install
 	$(BIN)/python -m examples.notebook
 
 # Side by side, one more than there are cores, since tests also wait, and at most four; each computes in one thread.
@@ -73,7 +77,8 @@ test: install ## run every test but the long ones
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(SIDE_BY_SIDE) --dist worksteal \
 	  --durations 40 --durations-min 3
 
-test-postgresql: install ## the tests of storage, API and processes, all on PostgreSQL
+# The tests of storage, API and processes, all on PostgreSQL.
+test-postgresql: install
 	TESSERA_TEST_DATABASE=postgresql OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/coordinator tests/system \
 	  --numprocesses $(SIDE_BY_SIDE) --dist worksteal
 
@@ -88,24 +93,28 @@ fix: install ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-system: install ## the tests with real processes and real crashes alone
+# The tests with real processes and real crashes alone.
+system: install
 	$(BIN)/python -m pytest tests/system
 
-test-long: install ## the tests that take long or need a quiet machine
+test-long: install ## the tests that take long or need a quiet machine, and those of research/
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
 	$(MAKE) soak ROUNDS=150
-	$(MAKE) evidence
+	TESSERA_TEST_LONG=1 $(MAKE) -C research test evidence
 
-test-gpu: install ## training, privacy and evaluation on a GPU, compared with the CPU; then steps of a ViT-B/16
+# Training, privacy and evaluation on a GPU, compared with the CPU; then steps of a ViT-B/16.
+test-gpu: install
 	TESSERA_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu tests/shared/methods/test_over_http.py \
 	  tests/worker/task/test_four_bit_base.py
 	$(BIN)/python -m benchmarks.steps --device cuda
 
-image-check: install ## what the images install and start, as nobody on a read-only tree; as root, some minutes
+# What the images install and start, as nobody on a read-only tree; as root, some minutes.
+image-check: install
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest tests/deploy/test_images.py
 
 # Debian's release and mirrors are those of this system. FRESH: further options of mmdebstrap, such as a hook that sets up pip.
-fresh-check: ## both commands of the README on a bare Debian; as root, with mmdebstrap, an hour and 10 GB
+# Both commands of the README on a bare Debian; as root, with mmdebstrap, an hour and 10 GB.
+fresh-check:
 	@command -v mmdebstrap >/dev/null && test "$$(id -u)" = 0 || { echo "this needs root, and: apt-get install mmdebstrap"; exit 1; }
 	mmdebstrap --variant=apt --format=null --include=python3,python3-venv,make,git $(FRESH) \
 	  --customize-hook='mount -o remount,rw "$$1/proc"; echo 127.0.0.1 localhost > "$$1/etc/hosts"' \
@@ -114,99 +123,48 @@ fresh-check: ## both commands of the README on a bare Debian; as root, with mmde
 	  "$$(. /etc/os-release && echo "$$VERSION_CODENAME")" /dev/null \
 	  $(wildcard /etc/apt/sources.list /etc/apt/sources.list.d/*.sources)
 
-deploy-check: install ## lint and render what is deployed, by Helm itself; installs 300 MB
+# Lint and render what is deployed, by Helm itself; installs 300 MB.
+deploy-check: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[deploy]'
 	$(BIN)/python -m pytest tests/deploy
 
-chaos: install ## two hundred faults at real processes, a quarter of an hour; FAULTS=, SEED=
+# Two hundred faults at real processes, a quarter of an hour; FAULTS=, SEED=.
+chaos: install
 	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),200) --seed $(or $(SEED),0)
 
-soak: install ## five hundred rounds, and whether anything grows with them, ten minutes; ROUNDS=
+# Five hundred rounds, and whether anything grows with them, ten minutes; ROUNDS=.
+soak: install
 	$(BIN)/python -m tests.soak --rounds $(or $(ROUNDS),500)
 
-simulation: install ## a federation on one seed after the other; STEPS=, SEED=, HOURS= say how long
+# A federation on one seed after the other; STEPS=, SEED=, HOURS= say how long.
+simulation: install
 	$(BIN)/python -m tests.model_checking --seed $(or $(SEED),0) $(if $(HOURS),--hours $(HOURS),--steps $(or $(STEPS),1000000))
 	$(BIN)/python -m tests.model_checking --rules --seed $(or $(SEED),0) --steps 100000000
 	$(BIN)/python -m tests.model_checking --crash-points
 	$(BIN)/python -m tests.model_checking --planted
 
-mutants: install ## faults of one line in a copy of the tree, each caught by the tests beside it; a quarter of an hour
+# Faults of one line in a copy of the tree, each caught by the tests beside it; a quarter of an hour.
+mutants: install
 	$(BIN)/python -m tests.mutants
 
-fuzz: install ## a million hostile updates, a quarter of an hour on one core; prints its seed
+# A million hostile updates, a quarter of an hour on one core; prints its seed.
+fuzz: install
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),1000000) $(if $(SEED),--seed $(SEED))
 
 docs: install ## the documents as a site, in docs-site/, with references made from the code
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-bench: install ## what rounds, waiting workers and cut uploads cost; half an hour on two cores
-	$(BIN)/python -m benchmarks.rounds
-	$(BIN)/python -m benchmarks.idle
-	$(BIN)/python -m benchmarks.guards
-	$(BIN)/python -m benchmarks.strangers
-	$(BIN)/python -m benchmarks.growth
+BENCHMARKS := rounds idle guards strangers images checkpoints steps texts uploads stages page large_base simulations
+bench: install ## what rounds, waiting workers, steps, data and pages cost on this machine; half an hour on two cores
 	$(BIN)/python -m benchmarks.memory --sizes 100
-	$(BIN)/python -m benchmarks.images
-	$(BIN)/python -m benchmarks.checkpoints
-	$(BIN)/python -m benchmarks.steps
-	$(BIN)/python -m benchmarks.texts
-	$(BIN)/python -m benchmarks.uploads
-	$(BIN)/python -m benchmarks.stages
-	$(BIN)/python -m benchmarks.compression
-	$(BIN)/python -m benchmarks.page
-	$(BIN)/python -m benchmarks.large_base
-	$(BIN)/python -m benchmarks.simulations
-	$(BIN)/python -m benchmarks.attacks
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-bench-results: install ## the methods side by side on digits, three seeds each; hours
-	$(BIN)/python -m benchmarks.results --csv bench-output/digits.csv
-
-bench-quick: install ## the same on tiny sizes, in minutes: to see that it works; BASE=COMMIT compares CPU and bytes with it
+bench-quick: install ## the same on tiny sizes; BASE=COMMIT compares CPU and bytes of rounds with it
 ifdef BASE
 	$(BIN)/python -m benchmarks.regression $(BASE)
 else
-	for name in rounds lines idle guards growth memory images texts checkpoints steps uploads stages compression page large_base simulations; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in memory $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 endif
-
-bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE; three hours
-	$(BIN)/python -m benchmarks.lines
-
-bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
-	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw
-	$(BIN)/python -m benchmarks.servers
-	$(BIN)/python -m benchmarks.simulations --rivals
-
-bench-attention: install ## FedFrozen's simulation: bias and drift by length of warm-up; some minutes
-	$(BIN)/python -m benchmarks.linear_attention
-
-PROCESSES = $(shell nproc)
-define prepare-evidence
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[evidence]'
-	$(BIN)/python -m benchmarks.evidence.sources.prepare
-endef
-
-evidence: install ## the papers' claims on real data, in short (aim: 25 minutes); fails if a known direction flips
-	$(call prepare-evidence)
-	$(BIN)/python -m benchmarks.evidence --check --processes $(PROCESSES)
-
-evidence-core: install ## one setting of each table, main arms, five seeds; the convex study; hours, resumes after a kill
-	$(call prepare-evidence)
-	$(BIN)/python -m benchmarks.evidence.convex --processes $(PROCESSES)
-	$(BIN)/python -m benchmarks.evidence --scope core --processes $(PROCESSES)
-
-evidence-full: install ## every setting of every table, ten seeds for headlines, and the other studies; days, resumes after a kill
-	$(call prepare-evidence)
-	$(BIN)/python -m benchmarks.evidence.transfer
-	$(BIN)/python -m benchmarks.evidence.planted --processes $(PROCESSES)
-	$(BIN)/python -m benchmarks.evidence.client_drift --processes $(PROCESSES)
-	$(BIN)/python -m benchmarks.evidence.frontier --processes $(PROCESSES)
-	$(BIN)/python -m benchmarks.evidence --processes $(PROCESSES)
-
-evidence-gpu: install ## the larger settings on a GPU that several runs share; PROCESSES=
-	$(call prepare-evidence)
-	$(BIN)/python -m benchmarks.evidence.sources.prepare --only fashion --models vit12
-	$(BIN)/python -m benchmarks.evidence.gate --only fashion --models vit12
-	$(BIN)/python -m benchmarks.evidence --scope gpu --device cuda --processes $(PROCESSES)
 
 migrate: install ## bring the database that TESSERA_DATABASE_URL names to head
 	$(BIN)/tessera coordinator migrate

@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx
 
 from benchmarks.measuring import await_true
-from benchmarks.network import DIRECT, HOST, Moved, Network
+from benchmarks.network import HOST, Certificates, Moved
 from examples.processes import ROOT, Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Round, Run, RunSpec
@@ -42,14 +42,16 @@ _COUNTER = re.compile(r"^tessera_(received|sent)_bytes_total (\S+)$", re.MULTILI
 class Federation:
     """Used with `with`, which leaves no process behind."""
 
-    def __init__(self, folder: Path, network: Network = DIRECT, root: Path = ROOT, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, certificates: Certificates | None = None, root: Path = ROOT, **settings: Any
+    ) -> None:
         self.folder = folder
-        self.network = network
+        self.certificates = certificates
         self.processes = Processes(folder, root)
         self._methods = {"TESSERA_METHODS": str(root / METHODS)}
         self.port = free_port()
-        self.url = f"{network.scheme}://{HOST}:{self.port}"
-        self._verify = network.certificates.client_context() if network.certificates else True
+        self.url = f"{'https' if certificates else 'http'}://{HOST}:{self.port}"
+        self._verify = certificates.client_context() if certificates else True
         self.workers: list[str] = []
         self._begun = 0
         self._settings = settings
@@ -80,7 +82,7 @@ class Federation:
             "admin_token_file": home / "admin-token",
             **self._settings,
         }
-        if certificates := self.network.certificates:
+        if certificates := self.certificates:
             settings |= {"tls_cert": certificates.server, "tls_key": certificates.key}
         environment = {f"TESSERA_{name.upper()}": str(value) for name, value in settings.items()}
         self.processes.start("coordinator", tessera("coordinator", "serve", "--migrate"), environment | self._methods)
@@ -120,7 +122,7 @@ class Federation:
         home = self.folder / site
         home.mkdir()
         options = {
-            "url": f"{self.network.scheme}://{HOST}:{self.network.port(self.port)}",
+            "url": self.url,
             "token": self.site_token(site),
             "name": "w",
             "state_dir": str(home / "state"),
@@ -128,8 +130,8 @@ class Federation:
             "threads": 1,
             **settings,
         }
-        if self.network.certificates:
-            options["ca_bundle"] = str(self.network.certificates.ca)
+        if self.certificates:
+            options["ca_bundle"] = str(self.certificates.ca)
         # JSON's strings, numbers and lists are TOML's.
         lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
         for dataset, given in examples.items():

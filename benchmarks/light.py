@@ -23,7 +23,6 @@ from typing_extensions import Buffer
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import await_true
 from benchmarks.methods.drift import drawn
-from benchmarks.network import HOST
 from tessera.shared.api.tasks import Claim, Failure, Submission, Task
 from tessera.shared.client.client import Client
 from tessera.shared.model.blocks import Block
@@ -168,15 +167,14 @@ class LightWorker:
 
 
 def start(federation: Federation, count: int, processes: int = 2) -> None:
-    """Start that many workers, divided among processes, and return once all wait for a task. Each process has a line
-    of its own, if the federation has lines."""
+    """Start that many workers, divided among processes, and return once all wait for a task."""
     if count > MAX_WORKERS:
         raise ValueError(f"there are at most {MAX_WORKERS} light workers, not {count}")
     tokens = {index: federation.site_token(f"light-{index}") for index in range(count)}
     for index in range(min(processes, count)):
         file = federation.folder / f"light-{index}.json"
         some = {number: tokens[number] for number in range(index, count, processes)}
-        url = f"http://{HOST}:{federation.network.port(federation.port)}"
+        url = federation.url
         file.write_text(json.dumps({"url": url, "tokens": some}), encoding="ascii")
         federation.processes.start(f"light-{index}", [sys.executable, "-m", "benchmarks.light", str(file)], {})
     await_true(

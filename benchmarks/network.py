@@ -1,11 +1,11 @@
-"""The way between a server on this machine and its clients: direct or over shaped lines, in plain TCP or in TLS."""
+"""The way between a server on this machine and its clients: plain TCP or TLS."""
 
 from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import trustme
 
@@ -45,45 +45,3 @@ class Certificates:
 
     def client_context(self) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=self.ca)
-
-
-class Lines(Protocol):
-    """Lines between clients and servers, each client on its own."""
-
-    def open(self, target: int) -> int:
-        """Return the port of a new line that leads to the port `target`."""
-        ...
-
-    def moved(self) -> Moved:
-        """Return the bytes that all lines have carried so far, headers and handshakes included."""
-        ...
-
-
-@dataclass(frozen=True)
-class Network:
-    """The way from each client to its server."""
-
-    lines: Lines | None = None
-    certificates: Certificates | None = None
-
-    @property
-    def scheme(self) -> str:
-        return "https" if self.certificates else "http"
-
-    def port(self, target: int) -> int:
-        """Return the port at which one more client reaches the server's port `target`."""
-        return self.lines.open(target) if self.lines else target
-
-    def moved(self) -> Moved | None:
-        """Return what the lines have carried; None without lines, where no one counts all bytes."""
-        return self.lines.moved() if self.lines else None
-
-    def moved_since(self, before: Moved | None) -> Moved | None:
-        now = self.moved()
-        return now.since(before) if now and before else None
-
-    def __str__(self) -> str:
-        return "TLS" if self.certificates else "plain"
-
-
-DIRECT = Network()

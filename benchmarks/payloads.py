@@ -55,7 +55,6 @@ CLIP_SIDE = 224
 
 PAYLOADS: Mapping[str, Payload] = {
     **{size: Payload(config) for size, config in _SIZES.items()},
-    **{f"{size} lora": Payload(config, options=("--lora-rank", "8")) for size, config in _SIZES.items()},
     # CLIP ViT-B/32, with sixteen prompt tokens for its text tower.
     "prompts": Payload({"model_type": "clip", "projection_dim": 512}, "contrastive", ("--text-prompts", "16")),
     "few prompts": Payload(

@@ -4,8 +4,7 @@ python -m benchmarks.regression main        about four minutes; also `make bench
 
 Exit with status 1 if the coordinator or the workers need over a quarter more CPU than the commit's for rounds of any
 kind, or if these move more bytes, and with 2 if there is no such commit. Both sides use the libraries of this
-environment. Their workers are on lines so slow that updates are always coded, which makes the bytes of each turn the
-same.
+environment.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from time import sleep
 
 from benchmarks import payloads
 from benchmarks.federation import Federation
-from benchmarks.lines.shaper import Line, Shaper
 from benchmarks.measuring import OUT, Results, median, processor_seconds
-from benchmarks.network import Network
 from benchmarks.rounds.cases import Case
 from examples.processes import ROOT, end_by_interrupt
 from tessera.shared.updates.model_folder import ModelFolder
@@ -34,8 +31,6 @@ MOST_PROCESSOR = 1.25
 
 TURNS = 3
 WORKERS = 2
-LINE = Line(40, 0.001)
-"""Coding pays on it even if other programs want each processor twenty times over."""
 
 SETTLE_SECONDS = 0.5
 """For what a coordinator and its workers still do after a round's commit."""
@@ -85,8 +80,8 @@ def faults(name: str, base: Cost, now: Cost) -> list[str]:
 class Side:
     """The federation of one checkout, whose rounds are measured in turns."""
 
-    def __init__(self, folder: Path, root: Path, shaper: Shaper) -> None:
-        self._federation = Federation(folder, Network(shaper), root)
+    def __init__(self, folder: Path, root: Path) -> None:
+        self._federation = Federation(folder, root=root)
         self._folder = folder
         self._root = root
         self._models: dict[str, ModelFolder] = {}
@@ -189,9 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tessera-regression-") as name, ExitStack() as stack:
         folder = Path(name)
-        shaper = stack.enter_context(Shaper(LINE))
         roots = {"base": unpack(commit, folder / "checkout"), "now": ROOT}
-        base, now = (Side(folder / side, root, shaper) for side, root in roots.items())
+        base, now = (Side(folder / side, root) for side, root in roots.items())
         for side in (base, now):
             side.start(stack)
         for case, before, after in measure(base, now, given.turns):

@@ -1,15 +1,20 @@
-"""Simulated clients per second, beside Flower's simulation engine: `python -m benchmarks.simulations [--rivals]`.
+"""Simulated clients per second: `python -m benchmarks.simulations [--beside NAME COMMAND]`.
 
 Every site takes part in every round of FedAvg with AdamW on one batch. Of each side, processes at work, clients per
 second, seconds of processor per client and the memory of all processes (Pss) are measured from the second round on;
 `bare` is the same training alone, in one process, whose seconds of processor over a side's are its share of training.
 Sides run one after the other on the same machine: trust the ratios.
+
+Another system's COMMAND gets a JSON file as its last argument: `config` of a transformers' image classifier,
+`weights` (safetensors), `sites`, `steps`, `batch`, `rounds` and `processes`. At the end of each round it appends a line
+of JSON to the file `times`: `at`, in seconds since 1970, and the number of `clients` that returned an update.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,7 +37,6 @@ from benchmarks.measuring import (
     processor_seconds,
     proportional_bytes,
 )
-from benchmarks.rivals.environments import python
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.base import Plan, RunInfo
 from tessera.shared.methods.fedavg import METHOD
@@ -44,7 +48,6 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
-FLOWER = Path(__file__).parent / "rivals" / "flower_simulation_app" / "simulated.py"
 ROUND_SECONDS = 600.0
 BATCH = 8
 VIT = {"model_type": "vit", "num_channels": 1, "num_labels": 3}
@@ -175,30 +178,30 @@ def _times(file: Path, sites: int) -> list[float]:
     return [ended["at"] for ended in rounds]
 
 
-def side(name: str, work: Work, folder: Path, processes: int) -> Cost:
+def side(name: str, work: Work, folder: Path, processes: int, command: str = "") -> Cost:
+    """Measure a side; `command` is that of another system."""
     times, given = folder / "times", folder / "work.json"
     folder.mkdir()
     settings = {**vars(work), "times": str(times), "processes": processes, "batch": BATCH, "side": name}
-    if name == "flower":
+    program = [sys.executable, "-m", "benchmarks.simulations", "--side"]
+    if command:
         weights = folder / "weights.safetensors"
         save_file(instantiate(work.config, "image-classification").state_dict(), weights)
         settings["weights"] = str(weights)
-        command = [str(python("flower-simulation")), str(FLOWER), str(given)]
-    else:
-        command = [sys.executable, "-m", "benchmarks.simulations", "--side", str(given)]
+        program = shlex.split(command)
     given.write_text(json.dumps(settings), encoding="utf-8")
-    return measured(command, times, work, folder / "log")
+    return measured([*program, str(given)], times, work, folder / "log")
 
 
-def compare(work: Work, results: Results, processes: Sequence[int], *, rivals: bool) -> None:
-    arms = [("bare", 1), *(("tessera", count) for count in processes), *([("flower", max(processes))] * rivals)]
+def compare(work: Work, results: Results, processes: Sequence[int], beside: Mapping[str, str]) -> None:
+    arms = [("bare", 1), *(("tessera", count) for count in processes), *((other, max(processes)) for other in beside)]
     found: dict[tuple[str, int], Cost] = {}
     with tempfile.TemporaryDirectory() as name:
         for arm, count in arms:
             try:
-                cost = found[arm, count] = side(arm, work, Path(name) / f"{arm}-{count}", count)
+                cost = found[arm, count] = side(arm, work, Path(name) / f"{arm}-{count}", count, beside.get(arm, ""))
             except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as fault:
-                if arm != "flower":
+                if arm not in beside:
                     raise
                 results.add(case=work.name, side=arm, processes=count, failed=failure(fault))
                 continue
@@ -211,11 +214,6 @@ def compare(work: Work, results: Results, processes: Sequence[int], *, rivals: b
                 training_share=found["bare", 1].processor / cost.processor if cost.processor else None,
                 pss_MB=cost.peak_bytes / MIB,
             )
-    if ("flower", max(processes)) in found:
-        ours, theirs = found["tessera", max(processes)], found["flower", max(processes)]
-        results.aim(f"{work.name}: Flower's clients per second over ours", ours.seconds / theirs.seconds, 1.0)
-        results.aim(f"{work.name}: our processor time over Flower's", ours.processor / theirs.processor, 1.0)
-        results.aim(f"{work.name}: our memory over Flower's", ours.peak_bytes / theirs.peak_bytes, 1.0)
     if work.steps > 1:
         share = found["bare", 1].processor / found["tessera", min(processes)].processor
         results.aim(f"{work.name}: share of our processor time beside training", 1 - share, 0.2)
@@ -229,7 +227,9 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--cases", nargs="+", choices=[work.name for work in CASES])
-    parser.add_argument("--rivals", action="store_true", help="measure Flower too, in an environment of its own")
+    parser.add_argument(
+        "--beside", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="another system"
+    )
     parser.add_argument("--quick", action="store_true", help="on tiny sizes, to see that it works")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
@@ -242,7 +242,7 @@ def main() -> None:
     results = Results("simulations", "clients of a simulation per second", out=given.out)
     cases = QUICK if given.quick else [work for work in CASES if not given.cases or work.name in given.cases]
     for work in cases:
-        compare(work, results, given.processes, rivals=given.rivals)
+        compare(work, results, given.processes, dict(given.beside))
     results.finish(given.out)
 
 

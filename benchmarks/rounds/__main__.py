@@ -2,7 +2,7 @@
 
 python -m benchmarks.rounds                     sizes from 10 kB to 440 MB, 2 to 8 workers; some minutes
 python -m benchmarks.rounds --sizes 100 --workers 4 --turns 3
-python -m benchmarks.rounds --rivals            beside Flower and NVIDIA FLARE too, which are installed if need be
+python -m benchmarks.rounds --beside NAME COMMAND   another system too: see benchmarks/rounds/beside.py
 python -m benchmarks.rounds --tls               with TLS between each server and its clients
 python -m benchmarks.rounds --quick             small models, seconds: to see that it works
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.federation import Federation
 from benchmarks.measuring import MIB, OUT, Results, machine_speeds
-from benchmarks.network import Certificates, Network
-from benchmarks.rounds.cases import RIVALS, Case, federation_of, measure
+from benchmarks.network import Certificates
+from benchmarks.rounds.cases import Case, federation_of, measure
 from benchmarks.rounds.sides import Comparison, Summary
 from examples.processes import end_by_interrupt
 from tessera.shared.updates.codecs.pipeline import RAW
@@ -88,9 +88,6 @@ def aim(results: Results, case: Case, found: Mapping[str, Summary]) -> None:
         if ours.server_proportional:
             pss = ours.server_proportional / MIB
             results.aim(f"{at}, the coordinator's peak, shared pages once", pss, 300, " MiB")
-        for rival, share in (("flower", 10), ("flare", 5)):
-            if rival in found:
-                results.aim(f"{at}, 1/{share} of {rival}", ours.seconds / found[rival].seconds, 1 / share)
     if case.size == "prompts":
         if case.workers == 4:
             results.aim("a round of prompts and 4 workers, opening to commit", ours.seconds, 0.1, " s")
@@ -113,9 +110,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=2, help="how often each side has its turn")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="these exchanges alone")
     parser.add_argument(
-        "--rivals", action="store_true", help="beside Flower and FLARE, which are installed if need be"
+        "--beside", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="another system's side"
     )
-    parser.add_argument("--tls", action="store_true", help="with TLS; FLARE has it always")
+    parser.add_argument("--tls", action="store_true", help="with TLS")
     parser.add_argument("--quick", action="store_true", help="small models, seconds: to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
@@ -126,20 +123,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     with tempfile.TemporaryDirectory(prefix="tessera-rounds-") as name, ExitStack() as stack:
         folder = Path(name)
-        network = Network(certificates=Certificates.made(folder / "certificates") if given.tls else None)
+        certificates = Certificates.made(folder / "certificates") if given.tls else None
         results.speeds |= machine_speeds(QUICK_BYTES if given.quick else 1 << 30)
         if given.quick:
-            quickly(stack.enter_context(federation_of(folder / "all", 2, network)), folder, results)
+            quickly(stack.enter_context(federation_of(folder / "all", 2, certificates)), folder, results)
             wanted = []
         else:
             wanted = [case for case in cases(given.sizes, given.workers) if case.kind in given.only]
         for index, case in enumerate(wanted):
             print(f"{case} ...", flush=True)
-            with federation_of(folder / str(index), case.workers, network) as federation:
-                # They have one exchange, full and uncompressed, which stands beside both of ours.
-                rivals = list(RIVALS) if given.rivals and case.exchange == "full" else ()
+            with federation_of(folder / str(index), case.workers, certificates) as federation:
+                # They have one exchange, full and uncompressed, which is compared with both of ours.
+                beside = dict(given.beside) if case.exchange == "full" else {}
                 comparison = measure(
-                    case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), rivals
+                    case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), beside
                 )
             for used in (str(index), f"{index}-sides"):
                 shutil.rmtree(folder / used)

@@ -23,7 +23,7 @@ import uvicorn
 
 from benchmarks.federation import free_port
 from benchmarks.measuring import await_true, forget_peak, peak_bytes, processor_seconds
-from benchmarks.network import DIRECT, HOST, Network
+from benchmarks.network import HOST, Certificates
 from benchmarks.rounds.sides import Turn
 from examples.processes import Processes
 
@@ -40,8 +40,9 @@ class Bare:
     """What each client downloads."""
     up_bytes: int
     """What each client uploads."""
-    network: Network = DIRECT
+    certificates: Certificates | None = None
     name: str = "bare loop"
+    may_fail: bool = False
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
@@ -49,14 +50,13 @@ class Bare:
         self._clients: list[subprocess.Popen[str]] = []
         port = free_port()
         try:
-            certificates = self.network.certificates
+            certificates = self.certificates
             files = [str(certificates.server), str(certificates.key)] if certificates else []
             command = [sys.executable, "-m", __name__, "serve", str(port), str(self.down_bytes), *files]
             self._processes.start("bare", command, {})
             await_true(lambda: self._answers(port), 30, "the bare server answers")
             for _ in range(self.workers):
-                way = str(self.network.port(port))
-                command = [sys.executable, "-m", __name__, "ask", way, str(self.up_bytes)]
+                command = [sys.executable, "-m", __name__, "ask", str(port), str(self.up_bytes)]
                 if certificates:
                     command.append(str(certificates.ca))
                 self._clients.append(
@@ -71,7 +71,7 @@ class Bare:
 
     def _answers(self, port: int) -> bool:
         self._processes.check()
-        ca = self.network.certificates.ca if self.network.certificates else None
+        ca = self.certificates.ca if self.certificates else None
         connection = _connection(port, ca, timeout=5)
         try:
             connection.request("HEAD", "/")
@@ -94,9 +94,8 @@ class Bare:
         for pid in (server, *pids):
             forget_peak(pid)
         first = self._round()
-        before = processor_seconds([server]), processor_seconds(pids), self.network.moved()
+        before = processor_seconds([server]), processor_seconds(pids)
         seconds = tuple(self._round() for _ in range(rounds))
-        moved = self.network.moved_since(before[2])
         return Turn(
             first_seconds=first,
             seconds=seconds,
@@ -104,8 +103,8 @@ class Bare:
             client_processor=(processor_seconds(pids) - before[1]) / rounds,
             server_peak=peak_bytes(server),
             client_peak=max(map(peak_bytes, pids)),
-            received=moved.received / rounds if moved else float(self.up_bytes * self.workers),
-            sent=moved.sent / rounds if moved else float(self.down_bytes * self.workers),
+            received=float(self.up_bytes * self.workers),
+            sent=float(self.down_bytes * self.workers),
         )
 
     def _round(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,28 +12,19 @@ from typing import Any
 from benchmarks import payloads
 from benchmarks.federation import DATASET, PAIRS, Federation
 from benchmarks.measuring import failure
-from benchmarks.network import DIRECT, Network
-from benchmarks.rivals.flare import Flare
-from benchmarks.rivals.flower import Flower
+from benchmarks.network import Certificates
 from benchmarks.rounds.bare import Bare
+from benchmarks.rounds.beside import Beside
 from benchmarks.rounds.sides import Comparison, Side, Summary, Turn
 from benchmarks.rounds.tessera import Tessera
 from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
-from tessera.shared.updates.model_folder import ModelFolder
 
-RIVALS: Mapping[str, Callable[[Path, ModelFolder, int, Network], Side]] = {"flower": Flower, "flare": Flare}
-RIVALS_ROUNDS = 3
-"""The most in one turn: theirs take long."""
+BESIDE_ROUNDS = 3
+"""The most of another system in one turn: they take long."""
 
 VALUES = {"include": [{"roles": ["value"]}]}
 PROMPTS = {"include": [{"names": ["prompts.*"]}]}
-ADAPTERS = {"include": [{"roles": ["adapter"]}, {"roles": ["head"]}]}
 """What partial exchanges send; all else is fetched once, and then comes from the worker's cache."""
-
-
-def third_of_layers(layers: int) -> dict[str, Any]:
-    """Select as many layers as SAFL sends by default, the first ones, with the head."""
-    return {"include": [{"layers": list(range(max(1, round(layers / 3))))}, {"roles": ["head"]}]}
 
 
 @dataclass(frozen=True)
@@ -42,17 +33,10 @@ class Case:
     workers: int
     exchange: str = "full"
     codec: str = LOSSLESS
-    download_codec: str = "lossless"
-
-    @property
-    def model(self) -> str:
-        return f"{self.size} lora" if self.exchange == "lora" else self.size
 
     @property
     def sent(self) -> dict[str, Any] | None:
-        if self.exchange == "safl":
-            return third_of_layers(payloads.PAYLOADS[self.model].config["num_hidden_layers"])
-        return {"full": None, "value blocks": VALUES, "prompts": PROMPTS, "lora": ADAPTERS}[self.exchange]
+        return {"full": None, "value blocks": VALUES, "prompts": PROMPTS}[self.exchange]
 
     @property
     def dataset(self) -> str:
@@ -67,30 +51,33 @@ class Case:
 
 
 @contextmanager
-def federation_of(folder: Path, workers: int, network: Network = DIRECT) -> Iterator[Federation]:
+def federation_of(folder: Path, workers: int, certificates: Certificates | None = None) -> Iterator[Federation]:
     """A coordinator and that many workers, all waiting."""
-    with Federation(folder, network) as federation:
+    with Federation(folder, certificates) as federation:
         federation.start_workers(workers, payloads.write_examples(folder))
         yield federation
 
 
 def measure(
-    case: Case, federation: Federation, folder: Path, turns: int, rounds: int, rivals: Sequence[str] = ()
+    case: Case, federation: Federation, folder: Path, turns: int, rounds: int, beside: Mapping[str, str] | None = None
 ) -> Comparison:
-    """Measure every side of a case, all in turns."""
+    """Measure every side of a case, all in turns; `beside` has the commands of other systems by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = payloads.make(folder, federation.processes, case.model)
-    tessera = Tessera(federation, model, case.sent, case.codec, case.dataset, case.download_codec)
+    model = payloads.make(folder, federation.processes, case.size)
+    tessera = Tessera(federation, model, case.sent, case.codec, case.dataset)
     first = tessera.turn(rounds)
     down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
-    network = federation.network
-    others: list[Side] = [Bare(folder / "bare", case.workers, down, up, network)]
-    others += [RIVALS[rival](folder / rival, model, case.workers, network) for rival in rivals]
+    certificates = federation.certificates
+    others: list[Side] = [Bare(folder / "bare", case.workers, down, up, certificates)]
+    others += [
+        Beside(name, command, folder / name, model.path, case.workers, certificates)
+        for name, command in (beside or {}).items()
+    ]
     return compare(tessera, first, others, turns, rounds)
 
 
 def compare(tessera: Side, first: Turn, others: Sequence[Side], turns: int, rounds: int) -> Comparison:
-    """Measure the other sides, in turns with Tessera's after its first. The failure of a rival leaves it out."""
+    """Measure the other sides, in turns with Tessera's after its first. Leave out another system that fails."""
     taken: dict[str, list[Turn]] = {tessera.name: [first]}
     failures: dict[str, str] = {}
     # With one turn for each, one after the other has the machine's memory.
@@ -104,7 +91,7 @@ def compare(tessera: Side, first: Turn, others: Sequence[Side], turns: int, roun
                 for side in (tessera, *group):
                     if len(taken[side.name]) < turns and side.name not in failures:
                         with _leaving_out(side, failures):
-                            some = min(rounds, RIVALS_ROUNDS) if side.name in RIVALS else rounds
+                            some = min(rounds, BESIDE_ROUNDS) if side.may_fail else rounds
                             taken[side.name].append(side.turn(some))
     found = {name: Summary.of(turns) for name, turns in taken.items() if name not in failures}
     return Comparison(found, failures)
@@ -115,6 +102,6 @@ def _leaving_out(side: Side, failures: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as fault:
-        if side.name not in RIVALS:
+        if not side.may_fail:
             raise
         failures[side.name] = failure(fault)

@@ -34,6 +34,8 @@ class Turn:
 
 class Side(Protocol):
     name: str
+    may_fail: bool
+    """Whether the comparison goes on without it."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -85,7 +87,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The figures of a case's sides by name, and the reason why a rival has none."""
+    """The figures of a case's sides by name, and the reason why another system has none."""
 
     found: Mapping[str, Summary]
     failures: Mapping[str, str]

@@ -76,7 +76,10 @@ def faults(words: list[str]) -> Iterator[str]:
     if program == "tessera":
         yield from _faults_of_tessera(arguments)
     elif program == "make":
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        folder = ROOT
+        if arguments[:1] == ["-C"]:
+            folder, arguments = ROOT / arguments[1], arguments[2:]
+        targets = set(re.findall(r"^([a-z-]+):", (folder / "Makefile").read_text(), re.MULTILINE))
         yield from (f"no target {name}" for name in arguments if "=" not in name and name not in targets)
     elif program == "python" and arguments[:1] == ["-m"]:
         if importlib.util.find_spec(arguments[1]) is None:

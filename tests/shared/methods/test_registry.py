@@ -304,13 +304,13 @@ def test_a_file_that_imports_torch_when_it_is_read_is_named(tmp_path: Path) -> N
     folder.mkdir()
     # Imported in a moment; the real one takes seconds.
     (path / "torch.py").touch()
-    source = (of_benchmarks / "head_only.py").read_text()
-    (folder / "greedy.py").write_text(source.replace('name="head-only"', 'name="greedy"') + "\nimport torch\n")
+    source = (of_benchmarks / "drift.py").read_text()
+    (folder / "greedy.py").write_text(source.replace('name="drift"', 'name="greedy"') + "\nimport torch\n")
     done = subprocess.run(
         [sys.executable, "-c", "from tessera.shared.methods.registry import methods; print(*methods())"],
         env=environment(**{FOLDERS: f"{of_benchmarks}:{folder}", "PYTHONPATH": str(path)}),
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert {"greedy", "dropped-rate"} <= set(done.stdout.split())
+    assert {"greedy", "drift"} <= set(done.stdout.split())
     (line,) = (line for line in done.stderr.splitlines() if "torch" in line)
     assert line.startswith(f"warning: {folder}/greedy.py imports torch when it is read")

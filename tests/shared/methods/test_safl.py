@@ -15,8 +15,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from benchmarks import safl_bytes
-from benchmarks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
 from tessera.shared.aggregation.mean import average
 from tessera.shared.methods.base import (
     CoordinatorHalf,
@@ -1090,26 +1088,3 @@ def test_a_choice_from_several_stacks_is_one_choice(model_type: str, layers: int
     selected = worker_half(chosen, facts).select(context, Batches(dataset, 4, CPU))
     assert told == picks
     assert len({layer.name for layer in layers_of(filter(selected.holds, blocks))}) == layers
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def test_bytes_are_counted_each_way_for_a_shared_choice_and_for_each_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(safl_bytes, "DRAWS", 10)
-    blocks = blocks_of({**CONFIGS["24 layers, bert-large"], "hidden_size": 64, "intermediate_size": 256})
-    layer = layers_of(blocks)[0].nbytes
-    always = sum(b.nbytes for b in blocks if b.layer is None and b.role in {"head", "norm"})
-    (same, up, down), (_, up_pruned, down_pruned), *each = rows(blocks, 8, 0.375)
-    assert (same, up, down) == ("all choose the same", always + 8 * layer, always + 8 * layer)
-    # Three eighths of 64 and of 256 rows are whole numbers; biases and norms are not pruned.
-    matrices = 4 * 64 * 64 + 2 * 64 * 256
-    assert up - up_pruned == 8 * 0.375 * matrices * 4
-    assert down_pruned == down
-    for workers, (_, alone_up, union), _ in zip(COHORTS, each[::2], each[1::2], strict=True):
-        # Of 24 layers, the chance that none of N draws of 8 takes a given one is (2/3)^N.
-        expected = always + 24 * layer * (1 - (2 / 3) ** workers)
-        assert alone_up == up
-        assert union == pytest.approx(expected, rel=0.06)

@@ -1,1 +1,0 @@
-"""Which server moves bulk bytes for least: a benchmark."""

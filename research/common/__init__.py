@@ -1,0 +1,1 @@
+"""What the studies share: documents, files, tables of figures and processes."""

@@ -1,0 +1,7 @@
+"""Arrays of any element type."""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+Array = NDArray[Any]

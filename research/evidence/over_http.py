@@ -1,0 +1,191 @@
+"""Repeat runs of the tables between real processes over HTTP: `python -m evidence.over_http`.
+
+A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
+last version must have the same digest. One seed of an arm of each paper is repeated: workers read phrases as tensors,
+and emoji as PNG files with captions. `--save` writes the results into the repository, and
+`python -m evidence --save` writes them into the document. Machines round in different ways, so a seed is
+repeated that this kind of machine simulated. If there is none, the first seed is simulated again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+
+from PIL import Image
+from safetensors.torch import save_file
+
+from common.federation import Federation, Options
+from common.names import LABELS, PIXELS
+from evidence import store
+from evidence.__main__ import OUT, REFUSED
+from evidence.federations import source, start
+from evidence.jobs import Job, choice
+from evidence.plan import Plan, read
+from evidence.pool import METHODS, Figures, begin
+from evidence.report.lines import repeated_line
+from evidence.runs import machine, run, spec_of
+from evidence.sources.dinov2 import MEAN, STD
+from evidence.sources.emoji import Emoji
+from evidence.sources.lit import LIT, class_caption
+from evidence.sources.prepare import EMOJI
+from evidence.sources.prepare import OUT as PREPARED
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.normalization import Normalized
+
+ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
+"""The tables and arms that are repeated, in the setting that claims are about."""
+DATASET = "examples"
+WORKER = "worker"
+"""The name of each worker in a simulation, on which its random numbers depend."""
+TOKENIZER = "tokenizer.json"
+
+
+class NotComparable(ValueError):
+    """A run that cannot be repeated over HTTP, or has no digest to be compared with."""
+
+
+def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS) -> list[Job]:
+    """Return the runs to repeat: of each arm the first seed that this machine simulated, or the first of all. Raises
+    NotComparable if one has no learning rate yet."""
+    scores, wanted, here = {job: figures["score"] for job, figures in found.items()}, [], machine("cpu")
+    for table, arm in arms:
+        cell = table, plan.tables[table].concluding.name, arm
+        rate = choice(plan, scores, cell)
+        if rate is None:
+            raise NotComparable(
+                f"the learning rate of {table}/{arm} is not chosen: run `python -m evidence --scope core "
+                f"--tables {table} --arms {arm}` first"
+            )
+        seeds = [Job(*cell, seed, rate) for seed in plan.protocol.headline_seeds]
+        wanted.append(next((job for job in seeds if job in found and found[job]["machine"] == here), seeds[0]))
+    return wanted
+
+
+def repeat(plan: Plan, job: Job, prepared: Path, models: Path, folder: Path) -> Figures:
+    """Run a job over HTTP, in a new folder. Return the digest of its last version and what moved.
+
+    Sites measure nothing, which changes no version. Raises NotComparable for an arm whose sites do not all train, and
+    the exceptions of `Federation`.
+    """
+    table, began = plan.tables[job.table], monotonic()
+    arm, setting, kind = table.arm(job.arm), table.setting(job.setting), source(table.federation)
+    if arm.central or setting.dropout or setting.away:
+        raise NotComparable(f"{job.name} is central or has absent sites: choose another arm or setting")
+    options = {**table.options, **setting.federation}
+    sites = kind.federation(prepared, job.seed, options).sites
+    model = start(kind, prepared, job.seed, arm.model, options, models / table.federation)
+    spec = {**spec_of(plan, job, len(sites)), "dataset": DATASET}
+    spec["cohort"] = {"size": spec["cohort"]["size"], "quorum": spec["cohort"]["size"], "max_attempts": 1}
+    spec.pop("evaluation", None)
+    with Federation(folder, METHODS) as federation:
+        for site, data in sites.items():
+            files = folder / f"{site}-files"
+            files.mkdir()
+            examples = captioned(data, prepared, files) if data.common else tensors(data, files)
+            federation.start_worker(site, DATASET, examples, WORKER)
+        last = federation.run(spec, model).version
+        moved = federation.moved()
+    return {
+        "digest": last.digest,
+        "received_bytes": moved["received"],
+        "sent_bytes": moved["sent"],
+        "seconds": round(monotonic() - began, 1),
+        "machine": machine("cpu"),
+    }
+
+
+def tensors(data: Dataset, folder: Path) -> Options:
+    """Write a site's examples as the inputs of a model. Return the options of the data set that reads them."""
+    file = folder / "examples.safetensors"
+    save_file(data.tensors, file)
+    return {"kind": "arrays", "file": str(file)}
+
+
+def captioned(data: Dataset, prepared: Path, folder: Path) -> Options:
+    """Write a site's emoji as PNG files, a table of them and the tokenizer of their captions. Return the options of
+    the data set that reads them."""
+    shutil.copy(prepared / LIT.name / TOKENIZER, folder)
+    named = {"pad_token": "[PAD]", "model_input_names": list(data.common)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    captions = [class_caption(name) for name in Emoji.load(prepared / EMOJI).classes]
+    pixels = Normalized(MEAN, STD).inverse(data.tensors[PIXELS]).numpy()
+    table = folder / "examples.csv"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["image", "label"])
+        for place, label in enumerate(data.tensors[LABELS].tolist()):
+            Image.fromarray(pixels[place]).save(folder / f"{place}.png")
+            rows.writerow([f"{place}.png", captions[label]])
+    return {
+        "kind": "imagetext",
+        "file": str(table),
+        "labels": captions,
+        "absent": "any",
+        "template": "{}",
+        "tokenizer": str(folder),
+        "size": pixels.shape[1],
+        "mean": MEAN,
+        "std": STD,
+        # Convolutions round by how pixels lie in memory: read for each batch, they lie as in the simulation.
+        "in_memory": False,
+    }
+
+
+def simulated_here(plan: Plan, job: Job, prepared: Path, out: Path, found: store.Found) -> Figures:
+    """Return what the run's simulation on this machine left, which is made now if there is none."""
+    if job in found and found[job]["machine"] == machine("cpu"):
+        return dict(found[job])
+    return run(plan, job, prepared, out, "cpu")
+
+
+def compared(job: Job, over_http: Figures, simulated: Figures) -> Figures:
+    """Return what a repeated run left beside the simulation's digest. Raises NotComparable if that diverged."""
+    if "digest" not in simulated:
+        raise NotComparable(f"{job.name} diverged, and has no last version: choose another arm")
+    about = {name: simulated[name] for name in ("table", "setting", "arm", "seed", "rate", "setup", "inputs")}
+    return {**about, "simulated": simulated["digest"], **over_http}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m evidence.over_http",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = ["/".join(each) for each in ARMS]
+    parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
+    parser.add_argument("--arms", nargs="+", choices=names, default=names, help="only these tables and arms")
+    parser.add_argument("--save", action="store_true", help="write the results into the repository, beside others")
+    given = parser.parse_args(arguments)
+    plan = read()
+    saved, digests = {store.job_of(each): each for each in store.repeated(plan)}, list[bool]()
+    begin()
+    try:
+        found = store.finished(given.out, plan)
+        for job in jobs(plan, found, [each for each in ARMS if "/".join(each) in given.arms]):
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                simulated = simulated_here(plan, job, given.prepared, folder, found)
+                over_http = repeat(plan, job, given.prepared, folder / "models", folder / "run")
+            saved[job] = compared(job, over_http, simulated)
+            digests.append(saved[job]["digest"] == saved[job]["simulated"])
+            print(repeated_line(saved[job]), flush=True)
+            if given.save:
+                store.save_repeated(list(saved.values()))
+    except NotComparable as fault:
+        print(fault, file=sys.stderr)
+        return REFUSED
+    return 0 if all(digests) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

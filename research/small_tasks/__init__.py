@@ -1,0 +1,1 @@
+"""Studies on tasks that every machine has, and counts without any data."""
