@@ -6,8 +6,8 @@ second, seconds of processor per client and the memory of all processes (Pss) ar
 Sides run one after the other on the same machine: trust the ratios.
 
 Another system's COMMAND gets a JSON file as its last argument: `config` of a transformers' image classifier,
-`weights` (safetensors), `sites`, `steps`, `batch`, `rounds` and `processes`. At the end of each round it appends a line
-of JSON to the file `times`: `at`, in seconds since 1970, and the number of `clients` that returned an update.
+`weights` (safetensors), `sites`, `steps`, `batch`, `rounds` and `processes`. At the end of each round it appends a
+line of JSON to the file `times`: `at`, in seconds since 1970, and the number of `clients` that returned an update.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Self
 
 import pytest
 
+from benchmarks import simulations
 from benchmarks.network import Certificates
 from benchmarks.rounds.beside import Beside
 from benchmarks.rounds.cases import compare
@@ -80,3 +81,23 @@ def test_certificates_are_those_of_this_host(tmp_path: Path) -> None:
     made = Certificates.made(tmp_path / "certificates")
     assert made.client_context().cert_store_stats()["x509_ca"] == 1
     assert "BEGIN CERTIFICATE" in made.server.read_text()
+
+
+SIMULATED = """
+import json, sys, time
+given = json.load(open(sys.argv[1]))
+for _ in range(given["rounds"]):
+    with open(given["times"], "a") as file:
+        print(json.dumps({"at": time.time(), "clients": given["sites"]}), file=file)
+time.sleep(30)
+"""
+
+
+def test_another_system_s_simulation_gets_the_same_work(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SIMULATED)
+    work, folder = simulations.QUICK[0], tmp_path / "other"
+    cost = simulations.side("other", work, folder, 1, f"{sys.executable} {tmp_path / 'program.py'}")
+    assert cost.peak_bytes > 0
+    given = json.loads((folder / "work.json").read_text())
+    assert (given["sites"], given["steps"], given["batch"]) == (work.sites, work.steps, simulations.BATCH)
+    assert Path(given["weights"]).is_file()
