@@ -211,7 +211,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         self._in_head, self._body_ended = True, False
         self._start_deadline()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         turns = self._limiter.probes if cycle.scope["path"] == PROBE else self._limiter.requests
         turns.begin(partial(super()._start_asgi_task, cycle, app))
