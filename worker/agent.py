@@ -42,9 +42,9 @@ from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.faults.disk import DISK_FULL, Disk
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.faults.outage import Outage, refuses_worker
-from tessera.worker.governance.approvals import InboxError, Unapproved
+from tessera.worker.governance.approvals import Unapproved
 from tessera.worker.governance.notices import Notices
-from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
+from tessera.worker.governance.opening_hours import Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import check_deltas, describe, devices_of
 from tessera.worker.live_values import LiveMonitor
@@ -53,9 +53,9 @@ from tessera.worker.model.device_memory import return_unused_memory
 from tessera.worker.pace import Pace
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
-from tessera.worker.state.atomic_files import write_secret
-from tessera.worker.state.audit import ROLLED_BACK_FILE, Action, StateRolledBack
-from tessera.worker.state.hash_chain import ChainError, TaskRef
+from tessera.worker.state.audit import ROLLED_BACK, Action, StateRolledBack
+from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import outcome_of
 from tessera.worker.stores import airlock_of, inbox_of, own_folders, state_id_of
 from tessera.worker.task.environment import wait_until
@@ -126,9 +126,9 @@ class Agent:
         """True once the coordinator knows that the settings are unusable."""
         self._outage = Outage(stop, self._show_alive)
         self._disk = Disk(own_folders(settings))
-        self._rolled_back = settings.state_dir / ROLLED_BACK_FILE
+        self._database = Database.of(settings.state_dir)
         self._lacking: str | None = None
-        """The digest for that file, which could not be written yet."""
+        """The digest of a state that was rolled back, which could not be written yet."""
         self._pace = Pace(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
@@ -156,7 +156,7 @@ class Agent:
         """Apply the policy and the budgets of these settings to each task that has not started."""
         self._settings = settings
         self._policy = settings.policy
-        self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
+        self._opening = Opening(settings.policy, settings.state_dir)
         self._runner = with_rules(self._runner, settings)
         allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
         claimed = {
@@ -234,7 +234,7 @@ class Agent:
                 raise
             self._outage.wait(problem)
             return None
-        except (InboxError, OSError) as fault:
+        except (StateError, OSError) as fault:
             # A file of the worker's own cannot be read or written, such as a new key on a full disk.
             if not self._disk.note(fault):
                 remedy = "Make it usable: nothing is claimed until then. A restart is not needed."
@@ -305,14 +305,16 @@ class Agent:
     def _is_closed(self) -> bool:
         """Return whether the site lets the worker claim nothing now. Log each change."""
         try:
-            closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
-        except OSError as fault:
+            closed = self._unusable_settings() or self._opening.closed()
+            if self._runner.inbox:
+                # A request that cannot be read may be a refusal.
+                self._runner.inbox.withheld()
+            self._note_rolled_back()
+            if self._database.note(ROLLED_BACK):
+                closed = f"{StateRolledBack.code}: `tessera worker adopt` goes on with the state as it is"
+        except (StateError, OSError) as fault:
             closed = self._disk.note(fault) or str(fault)
         closed = closed or self._disk.full() or self._holding.full()
-        if not closed:
-            self._note_rolled_back()
-        if self._lacking or self._rolled_back.exists():
-            closed = f"{StateRolledBack.code}: `tessera worker adopt` goes on with the state as it is"
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
         elif self._closed and not closed:
@@ -360,21 +362,12 @@ class Agent:
         datasets = dict[str, JsonValue](self._claim.datasets)
         return {"policy": digest_of(canonical(self._policy)), "budgets": budgets, "datasets": datasets}
 
-    def _unreadable_inbox(self) -> str | None:
-        """Return the reason if the inbox cannot be read: an unreadable entry may be a refusal."""
-        try:
-            if self._runner.inbox:
-                self._runner.inbox.withheld()
-        except InboxError as fault:
-            return str(fault)
-        return None
-
     def _note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
         """Record a past action in the audit. Runners do not start an action that cannot be recorded."""
         try:
             if self._runner.audit:
                 self._runner.audit.record(action, TaskRef.of(task) if task else None, **detail)
-        except (ChainError, OSError) as fault:
+        except (StateError, OSError) as fault:
             self._log.error("audit-not-written", action=action, detail=str(fault))
 
     def _ask(self) -> Task | None:
@@ -546,7 +539,9 @@ class Agent:
         """Report a failure, or give the task back on a full disk. Return the task's outcome."""
         if isinstance(fault, StateRolledBack):
             self._lacking = fault.head
-            self._note_rolled_back()
+            # It is also tried before each claim.
+            with suppress(StateError, OSError):
+                self._note_rolled_back()
             log.error(StateRolledBack.code, detail=str(fault), remedy=StateRolledBack.remedy)
             return self._give_back_for(task, StateRolledBack.code, str(fault))
         if full := self._disk.note(fault):
@@ -577,11 +572,8 @@ class Agent:
     def _note_rolled_back(self) -> None:
         """Stop this worker's later processes too, until a person adopts its state."""
         if self._lacking:
-            try:
-                write_secret(self._rolled_back, self._lacking)
-                self._lacking = None
-            except OSError as fault:
-                self._disk.note(fault)
+            self._database.set_note(ROLLED_BACK, self._lacking)
+            self._lacking = None
 
     def _give_back_for(self, task: Task, code: str, detail: str) -> str:
         self._note("task.give-back", task, code=code)

@@ -19,7 +19,8 @@ from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
-from tessera.worker.state.hash_chain import ChainError, derived
+from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.hash_chain import derived
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import (
     airlock_of,
@@ -27,6 +28,7 @@ from tessera.worker.stores import (
     audit_of,
     inbox_of,
     ledger_of,
+    own_folders,
     run_history_of,
     sum_party_of,
 )
@@ -45,15 +47,17 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     sweep(settings.state_dir)
     audit, ledger, party = audit_of(settings), ledger_of(settings), sum_party_of(settings)
     try:
-        entries = audit.check()
+        for folder in own_folders(settings):
+            Database.of(folder).check()
+        entries = audit.read()
         ledger.expect(audit.ledger_heads(entries))
         if party and party.agreements:
             party.agreements.expect(signed_sets(entries, party.fingerprint))
         for name in settings.datasets:
-            ledger.check(name)
+            ledger.read(name)
         for others, name in ledger.others(settings.datasets):
-            others.check(name)
-    except ChainError as fault:
+            others.read(name)
+    except StateError as fault:
         raise SettingsError(str(fault)) from fault
     except OSError as fault:
         # Nothing can be recorded there, so the worker does nothing.

@@ -56,7 +56,9 @@ from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
-from tessera.worker.state.audit import ROLLED_BACK_FILE, StateRolledBack
+from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
+from tessera.worker.state.database import Database, StateError, file_system
+from tessera.worker.stores import own_folders
 from tessera.worker.training.optimization.precision import multiplies_bfloat16
 
 WRITTEN_BYTES = 32 << 20
@@ -146,9 +148,24 @@ def try_token(client: Client) -> None:
 
 
 def _state(settings: WorkerSettings) -> Iterator[Finding]:
-    if (settings.state_dir / ROLLED_BACK_FILE).exists():
-        detail = f"{StateRolledBack.code}: the files are older than what the coordinator has accepted from them"
-        yield fail("state", detail, StateRolledBack.remedy)
+    for folder in own_folders(settings):
+        database = Database.of(folder)
+        try:
+            journal, rolled_back = database.check(), database.note(ROLLED_BACK)
+        except (StateError, OSError) as fault:
+            yield fail("state", str(fault), "The worker does not start until then.")
+            continue
+        if rolled_back:
+            detail = f"{StateRolledBack.code}: the files are older than what the coordinator has accepted from them"
+            yield fail("state", detail, StateRolledBack.remedy)
+        if journal == "wal":
+            yield ok("state", f"{database.path} is intact")
+        elif journal:
+            detail = (
+                f"{database.path} is intact. Its file system, {file_system(database.path)}, is one of a network: it "
+                "has a rollback journal, which is slower, and needs working file locks"
+            )
+            yield warn("state", detail, "Name a folder on a local disk, unless workers on several machines share it.")
 
 
 def _disk(settings: WorkerSettings) -> Iterator[Finding]:

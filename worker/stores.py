@@ -1,65 +1,67 @@
-"""The files that a worker's settings name: its key, audit, ledger, run history, inbox and airlock.
+"""The stores that a worker's settings name: its key, audit, ledger, run history, inbox and airlock.
 
 Needs no torch, so that the commands that only read them start at once.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 
 from tessera.shared.diagnostics import reason_of
-from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
-from tessera.worker.governance.approvals import INBOX_FOLDER, Inbox
-from tessera.worker.governance.run_history import RUNS_FOLDER, RunHistory
+from tessera.worker.governance.airlock import Airlock
+from tessera.worker.governance.approvals import Inbox
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
-from tessera.worker.state.audit import AUDIT_FOLDER, Audit
-from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
+from tessera.worker.state.audit import Audit
+from tessera.worker.state.database import Database
+from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog, Keyring, SumParty
 
-STATE_ID_FILE = "state-id"
-"""File with the random id of the state folder, by which the coordinator recognises a restarted worker."""
+STATE_ID = "state-id"
+"""The note of the random id of the state folder, by which the coordinator recognises a restarted worker."""
 
 
 def own_folders(settings: WorkerSettings) -> list[Path]:
-    """Return the folders to which the worker writes, the state folder first."""
+    """Return the folders to which the worker writes, the state folder first. Each has a database."""
     others = (settings.runs_dir, settings.inbox_dir, settings.ledger_dir, settings.audit_dir)
-    return [settings.state_dir, *(folder for folder in others if folder)]
+    return list(dict.fromkeys([settings.state_dir, *filter(None, others)]))
 
 
 def state_id_of(settings: WorkerSettings) -> str:
-    """Return the id of the state folder. A missing one is created. Raises SettingsError."""
-    file = settings.state_dir / STATE_ID_FILE
-    try:
-        return secret_key(file).hex()
-    except (OSError, ValueError) as fault:
-        raise SettingsError(f"{file} is unusable: {reason_of(fault)}; if it is damaged, remove it") from fault
+    """Return the id of the state folder. A missing one is created. Raises StateError, OSError."""
+    database = Database.of(settings.state_dir)
+    with database.writing():
+        state_id = database.note(STATE_ID) or token_hex(KEY_BYTES)
+        database.set_note(STATE_ID, state_id)
+    return str(state_id)
 
 
 def ledger_of(settings: WorkerSettings) -> Ledger:
     """Return the ledger of the privacy that runs have spent. Raises SettingsError."""
     shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
-    return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
+    return Ledger(settings.ledger_dir or settings.state_dir, audit_key_of(settings), shared)
 
 
 def run_history_of(settings: WorkerSettings) -> RunHistory:
     """Return the history of the runs that this worker has seen."""
-    return RunHistory(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
+    return RunHistory(settings.runs_dir or settings.state_dir, settings.name)
 
 
 def inbox_of(settings: WorkerSettings) -> Inbox:
     """Return the runs that wait for a person's approval."""
-    folder = settings.inbox_dir or settings.state_dir / INBOX_FOLDER
-    return Inbox(folder, every_run=settings.policy.approve_runs)
+    return Inbox(settings.inbox_dir or settings.state_dir, every_run=settings.policy.approve_runs)
 
 
 def airlock_of(settings: WorkerSettings) -> Airlock:
     """Return the updates that wait for a person's release."""
-    return Airlock(settings.state_dir / AIRLOCK_FOLDER)
+    return Airlock(settings.state_dir)
 
 
 def audit_of(settings: WorkerSettings) -> Audit:
     """Return the audit of this worker's actions. Raises SettingsError."""
-    folder = settings.audit_dir or settings.state_dir / AUDIT_FOLDER
+    folder = settings.audit_dir or settings.state_dir
     shared = not folder.resolve().is_relative_to(settings.state_dir.resolve())
     return Audit(folder, settings.name, audit_key_of(settings), shared=shared)
 
@@ -108,14 +110,14 @@ def sum_party_of(settings: WorkerSettings) -> SumParty | None:
         keys.public(given.site)
     except (OSError, ValueError) as fault:
         raise SettingsError(f"secure_sums: the keys in {keys.folder} cannot be used: {fault}") from fault
-    log = AgreementLog(settings.state_dir, audit_key_of(settings))
-    return SumParty(
+    party = SumParty(
         given.site,
         keys,
         given.roster,
         given.quorum,
         given.helper,
-        log,
+        None,
         weight=given.weight,
         embeddings=given.embeddings,
     )
+    return replace(party, agreements=AgreementLog(settings.state_dir, audit_key_of(settings), party.fingerprint))

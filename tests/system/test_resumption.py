@@ -97,5 +97,5 @@ def test_a_worker_with_two_devices_killed_in_the_middle_sends_the_same_update(
 @pytest.mark.timeout(600)
 def test_a_private_task_of_a_killed_worker_is_charged_once(tmp_path: Path, vit: ModelFolder, running: Keep) -> None:
     final_version(tmp_path, vit, running, kills=2, privacy=Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0))
-    entries = Ledger(tmp_path / "a" / "state" / "ledger").read("digits")
+    entries = Ledger(tmp_path / "a" / "state").read("digits")
     assert [event.kind for entry in entries for event in entry.events] == ["noisy-steps"]

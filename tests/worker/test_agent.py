@@ -68,11 +68,12 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import written_whole
-from tessera.worker.state.audit import ROLLED_BACK_FILE, StateRolledBack
+from tessera.worker.state.audit import ROLLED_BACK, Audit, StateRolledBack
+from tessera.worker.state.database import Database
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
-from tessera.worker.stores import STATE_ID_FILE, audit_of, ledger_of
+from tessera.worker.stores import STATE_ID, audit_of, ledger_of
 from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
@@ -183,8 +184,7 @@ def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> 
 
 def succeed(former: Path, state_dir: Path) -> None:
     """Let a new state folder be a former worker's, so that its name is not another's and it trains the same."""
-    state_dir.mkdir(parents=True)
-    (state_dir / STATE_ID_FILE).write_bytes((former / STATE_ID_FILE).read_bytes())
+    Database.of(state_dir).set_note(STATE_ID, Database.of(former).note(STATE_ID))
     if (key := former.with_name(f"{former.name}.key")).exists():
         state_dir.with_name(f"{state_dir.name}.key").write_bytes(key.read_bytes())
 
@@ -548,7 +548,7 @@ def test_a_suspended_worker_drops_its_task_and_goes_on_once_its_site_is_resumed(
             task_of(client, endless, 1, lambda task: task.state == "leased")
             (site,) = client.sites()
             client.suspend_site(site.id)
-            until(lambda: '"task.drop"' in (tmp_path / "state/audit/audit.jsonl").read_text())
+            until(lambda: "task.drop" in {entry.action for entry in Audit(tmp_path / "state", "w").read()})
             client.set_run_state(endless.id, "cancelled")
             following = begin(client, cohort=Cohort(max_attempts=5, max_task_attempts=5))
             client.resume_site(site.id)
@@ -742,7 +742,7 @@ def test_a_full_disk_does_not_let_a_worker_with_older_files_go_on(tmp_path: Path
     assert (outcome, closed_while_full) == ("given-back", True)
     assert agent._is_closed()
     # For `tessera worker adopt`, and for the next process.
-    assert (settings.state_dir / ROLLED_BACK_FILE).read_text() == "head\n"
+    assert Database.of(settings.state_dir).note(ROLLED_BACK) == "head"
     agent.close()
 
 

@@ -14,14 +14,14 @@ from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.units import ago, size
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
 from tessera.worker.governance.airlock import Airlock, AirlockError, Summary
-from tessera.worker.governance.approvals import ApprovalDecision, InboxError, Request
+from tessera.worker.governance.approvals import ApprovalDecision, Request
 from tessera.worker.settings import SettingsError, read_settings
-from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.database import StateError
 from tessera.worker.stores import airlock_of, audit_of, inbox_of
 
 NAME_CHARACTERS = 100
 
-ERRORS: Errors = {BAD_SETTINGS: (SettingsError,), 1: (InboxError, AirlockError, ChainError)}
+ERRORS: Errors = {BAD_SETTINGS: (SettingsError,), 1: (AirlockError, StateError, OSError)}
 
 Decider = Annotated[
     str,

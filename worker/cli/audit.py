@@ -21,8 +21,8 @@ from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.audit_compare import Discrepancy, compare
-from tessera.worker.state.audit import SiteAuditEntry
-from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.audit import Audit, SiteAuditEntry
+from tessera.worker.state.database import StateError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +41,17 @@ SiteConfig = Annotated[
 def verify(
     ctx: typer.Context,
     config: SiteConfig = None,
+    file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="What `export --lines` wrote of a site's chain.")
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="The site's audit key, for --file. Without it, only the order is verified.",
+        ),
+    ] = None,
     head: Annotated[
         str | None, typer.Option(help="The last digest, as stored elsewhere: detects entries cut off since.")
     ] = None,
@@ -52,7 +63,7 @@ def verify(
 
     Exit code 0: the chain holds, 1: it does not.
     """
-    fault, digests = _verified(ctx, config)
+    fault, digests = _verified_file(file, key_file) if file else _verified(ctx, config)
     if fault is None and head is not None and head not in digests:
         fault = f"no entry has the digest {head}: the chain was cut off, or written again from the start"
     last = digests[-1] if digests else None
@@ -74,16 +85,40 @@ def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
         return fault, [entry.digest for entry in entries]
     site = _site(config)
     try:
-        chain: tuple[SiteAuditEntry, ...] = site.audit.check()
-    except ChainError as broken_chain:
+        chain: tuple[SiteAuditEntry, ...] = site.audit.read()
+    except StateError as broken_chain:
         return str(broken_chain), []
     return "; ".join(site.ledger_faults(chain)) or None, [entry.digest for entry in chain]
 
 
+def _verified_file(file: Path, key_file: Path | None) -> tuple[str | None, Sequence[str]]:
+    """Return what `_verified` does, of a file that `export --lines` wrote."""
+    try:
+        key = bytes.fromhex(key_file.read_text(encoding="ascii")) if key_file else None
+        chain = Audit(file.parent, "", key).chain
+        entries = chain.read_lines(file.read_bytes().splitlines(), str(file))
+    except ValueError as fault:
+        return str(fault), []
+    return None, [entry.digest for entry in entries]
+
+
 @app.command()
-def export(ctx: typer.Context, config: SiteConfig = None, as_json: AsJson = False) -> None:
-    """Print a whole chain, as CSV or as a JSON array."""
-    with exits({1: (ChainError,)}):
+def export(
+    ctx: typer.Context,
+    config: SiteConfig = None,
+    lines: Annotated[
+        bool,
+        typer.Option("--lines", help="With --config: JSON lines with all that digests cover, for verify --file."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print a whole chain, as CSV, as a JSON array, or as lines that can be verified without the site."""
+    if lines:
+        if config is None:
+            raise typer.BadParameter("name a site's settings with --config", param_hint="'--lines'")
+        sys.stdout.buffer.write(b"".join(_site(config).audit.chain.lines()))
+        return
+    with exits({1: (StateError,)}):
         rows = [_row(entry) for entry in (client_of(ctx).audit() if config is None else _site(config).audit.read())]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -112,8 +147,8 @@ def compare_chains(config: ConfigFile, as_json: AsJson = False) -> None:
     Exit code 0: they agree, 1: they do not, and each difference is listed.
     """
     site = _site(config)
-    with exits({1: (ChainError,)}):
-        entries = site.audit.check()
+    with exits({1: (StateError,)}):
+        entries = site.audit.read()
         found = compare(entries, site.tasks(), site.settings.name)
         lost = [Discrepancy("ledger-rolled-back", "", "", 0, fault) for fault in site.ledger_faults(entries)]
     found = replace(found, differences=(*found.differences, *lost))

@@ -16,8 +16,8 @@ from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
-from tessera.worker.state.hash_chain import ChainError
-from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in, of_training, unbounded_in, unit_of
+from tessera.worker.state.database import StateError
+from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in, of_training, unbounded_in, unit_of
 from tessera.worker.stores import audit_of, ledger_of
 
 ALL = "all data sets"
@@ -34,7 +34,7 @@ def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
         with exits({BAD_SETTINGS: (SettingsError,)}):
             settings = read_settings(config)
             shown = _spending_by_dataset(settings)
-    except LedgerError as fault:
+    except StateError as fault:
         fail(f"{fault}; compare it with a copy before any task spends more", 1)
     except OSError as fault:
         fail(f"{fault.filename} cannot be read: {fault.strerror}; only the worker's own user may read a ledger", 1)
@@ -52,14 +52,14 @@ def adopt(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Accept audit and ledgers as they are: without a key, under a lost key, cut off or missing.
+    """Accept audit and ledgers as they are: under a lost key, cut off or missing.
 
     Stop the worker, and compare the files with a copy first. The lost spending of a ledger counts as unbounded. After
     `state-rolled-back`, the ledgers are charged for the tasks that the coordinator names and the audit lacks.
 
     Exit code 0: both are reliable from now on, 1: they are not, 2: invalid settings.
     """
-    with exits({BAD_SETTINGS: (SettingsError,), 1: (ChainError, OSError, Problem, ValueError)}):
+    with exits({BAD_SETTINGS: (SettingsError,), 1: (StateError, OSError, Problem, ValueError)}):
         settings = read_settings(config)
         if run:
             run_id = adopt_restored_run(settings, run)
@@ -67,7 +67,7 @@ def adopt(
             return
         audit, ledger = audit_of(settings), ledger_of(settings)
         adopted = audit.adopt()
-        ledger.expect(audit.ledger_heads(audit.check()))
+        ledger.expect(audit.ledger_heads(audit.read()))
         heads = {name: ledger.adopt(name) for name in settings.datasets}
         # Tasks read the ledgers of removed data sets and of other workers too.
         others = [name for name in ledger.besides(settings.datasets) if ledger.by_name.adopt(name)]

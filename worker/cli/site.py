@@ -16,7 +16,7 @@ from tessera.worker.governance.departures import as_csv, as_html, block_names, d
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, tls_of, token_of
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.audit import Audit, SiteAuditEntry
-from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.database import StateError
 from tessera.worker.stores import audit_of, ledger_of
 
 
@@ -35,8 +35,8 @@ class SiteRecords:
         faults = []
         for each, name in [*ledgers, *ledger.others(self.settings.datasets)]:
             try:
-                each.check(name)
-            except ChainError as fault:
+                each.read(name)
+            except StateError as fault:
                 faults.append(str(fault))
         return faults
 
@@ -77,8 +77,8 @@ def report(
     if since and until and until < since:
         raise typer.BadParameter("the last day is before the first", param_hint="'--until'")
     site = site_of(config)
-    with exits({1: (ChainError, OSError)}):
-        entries = site.audit.check()
+    with exits({1: (StateError, OSError)}):
+        entries = site.audit.read()
         found = departures(entries, since.date() if since else None, until.date() if until else None)
         head = entries[-1].digest if entries else "none"
         period = f"from {since:%Y-%m-%d}" if since else "from its beginning"

@@ -10,7 +10,6 @@ from pathlib import Path
 import structlog
 
 from tessera.shared.units import size
-from tessera.worker.governance.approvals import InboxError
 from tessera.worker.state.atomic_files import WRITES, WriteFailed, disk_error, temporary_file
 
 DISK_FULL = "disk-full"
@@ -52,7 +51,7 @@ class Disk:
 
     def note(self, error: BaseException) -> str | None:
         """Remember an error of the worker's own folders, and return it in words. Return None for another error."""
-        cause = disk_error(error) if isinstance(error, OSError | InboxError) else None
+        cause = disk_error(error) if isinstance(error, OSError) else None
         if cause is None:
             return None
         file = Path(os.fsdecode(cause.filename)).resolve() if isinstance(cause.filename, str | bytes) else None
@@ -76,9 +75,9 @@ class Disk:
             return None
         try:
             if shutil.disk_usage(fault.folder).free >= fault.needed_bytes:
-                if fault.file and fault.file.is_file():
+                if fault.file and fault.file.is_file() and not os.access(fault.file, os.W_OK):
                     # One that may only be read, in a folder that takes others.
-                    fault.file.open("ab").close()
+                    return fault.in_words()
                 with temporary_file(fault.folder) as (_, file):
                     file.write(os.urandom(PROBE_BYTES))
                     file.flush()

@@ -7,7 +7,8 @@ from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.settings import WorkerSettings, tls_of, token_of
-from tessera.worker.state.audit import NO_HEAD, ROLLED_BACK_FILE, Audit
+from tessera.worker.state.audit import NO_HEAD, ROLLED_BACK, Audit
+from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerPage, NoisyFigures, of_training
 from tessera.worker.state.vault import Vault
@@ -20,10 +21,9 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
     Each lease of a task that the audit does not know counts, whether or not its result was accepted. Raises Problem
     if the coordinator does not answer, and ChainError.
     """
-    note = settings.state_dir / ROLLED_BACK_FILE
-    if not note.exists():
+    database = Database.of(settings.state_dir)
+    if (head := database.note(ROLLED_BACK)) is None:
         return {}
-    head = note.read_text(encoding="ascii").strip()
     known = {(entry.task, entry.token) for entry in audit.read()}
     charged: dict[str, int] = {}
     runs: dict[str, Run] = {}
@@ -51,7 +51,7 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
         if vault.lacks(receipt, name, kept=history.kept_by(name, receipt.task)):
             vault.adopt(name, receipt)
     audit.record("chain.adopt", None, head=head, charged=dict(charged))
-    note.unlink()
+    database.set_note(ROLLED_BACK, None)
     return charged
 
 

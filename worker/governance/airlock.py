@@ -1,37 +1,31 @@
 """Finished updates held until a person at the site releases them.
 
-Each update has its own folder with the file, its summary, its task and, later, the decision. The worker goes on with
-other tasks meanwhile. Only the exact bytes released leave. A restarted worker continues to hold what the one before
-held, once the coordinator offers it the same task again.
+Each update is a file, and a row with its summary, its task and, later, the decision. The worker goes on with other
+tasks meanwhile. Only the exact bytes released leave. A restarted worker continues to hold what the one before held,
+once the coordinator offers it the same task again.
 """
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Privacy, Unit
-from tessera.shared.schema import Digest, Frozen, canonical
+from tessera.shared.schema import Digest, Frozen
 from tessera.shared.tensors.lazy import digest_of
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.atomic_files import sync_names
+from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import TaskRef
 
 AIRLOCK_FOLDER = "airlock"
-"""Name of the folder in the worker's state directory."""
-
-UPDATE_FILE = "update.safetensors"
-SUMMARY_FILE = "summary.json"
-HELD_TASK_FILE = "task.json"
-DECISION_FILE = "decision.json"
+"""Name of the folder of held files in the worker's state directory."""
 
 OF_A_LEASE = {
     "token", "lease_seconds", "receipt", "audit_head", "inline_blobs", "inline_bytes", "stream_bytes",
@@ -117,50 +111,51 @@ class HeldTask(Frozen):
 
 
 class Airlock:
-    """The updates held in one worker's `folder`."""
+    """The updates held in the database of a worker's `folder`, and the files in its subfolder."""
 
     def __init__(
         self, folder: Path, clock: Callable[[], datetime] = lambda: datetime.now(UTC), pause: float = LOOK_SECONDS
     ) -> None:
-        self._folder = folder
+        self._folder = folder / AIRLOCK_FOLDER
+        self._database = Database.of(folder)
         self._clock = clock
         self._pause = pause
 
     def hold(self, path: Path, summary: Summary, task: HeldTask) -> Path:
         """Move a finished update into the folder, and return its new path. It is on disk when this returns."""
-        place = self._folder / summary.id
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place = self.path(summary)
         try:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            path.rename(place / UPDATE_FILE)
-            self.note(summary, task)
-            # The summary is written last: a folder with one is complete.
-            with written_whole(place / SUMMARY_FILE) as file:
-                file.write(canonical(summary))
+            path.rename(place)
+            sync_names(self._folder)
+            self._database.write(
+                "INSERT OR REPLACE INTO held (id, summary, task) VALUES (?, ?, ?)",
+                summary.id, summary.model_dump_json(), task.model_dump_json(),
+            )  # fmt: skip
         except BaseException:
-            self.remove(summary)
+            place.unlink(missing_ok=True)
             raise
-        return place / UPDATE_FILE
+        return place
 
     def sweep(self) -> None:
-        """Remove what a killed process had not moved in whole."""
-        for place in self._folder.glob("*/"):
-            if not (place / SUMMARY_FILE).exists():
-                shutil.rmtree(place, ignore_errors=True)
+        """Remove the files that a killed process had moved here, and not recorded."""
+        known = {self.path(summary) for summary in self.held()}
+        for path in self._folder.glob("*"):
+            if path not in known:
+                path.unlink()
 
     def note(self, summary: Summary, task: HeldTask) -> None:
         """Replace what is stored of a held update's task."""
-        with written_whole(self._folder / summary.id / HELD_TASK_FILE, mode=0o600) as file:
-            file.write(canonical(task))
+        self._database.write("UPDATE held SET task = ? WHERE id = ?", task.model_dump_json(), summary.id)
 
     def find(self, task: Task) -> tuple[Summary, HeldTask] | None:
         """Return the held update of a task that was leased again, and what is stored of the task."""
         for summary in self.held():
-            with suppress(OSError, ValidationError):
-                stored = HeldTask.model_validate_json((self._folder / summary.id / HELD_TASK_FILE).read_bytes())
-                if (summary.task, stored.work) == (task.id, work_of(task)):
-                    return summary, stored
+            stored = self._database.document(HeldTask, "SELECT task FROM held WHERE id = ?", summary.id)
+            if stored and (summary.task, stored.work) == (task.id, work_of(task)):
+                return summary, stored
         return None
 
     def wait(self, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
@@ -169,8 +164,8 @@ class Airlock:
             check()
             if decision := self.decision(summary):
                 break
-            if not (self._folder / summary.id).exists():
-                raise UpdateWithheld("its folder was removed from the airlock")
+            if self._database.row("SELECT 1 FROM held WHERE id = ?", summary.id) is None:
+                raise UpdateWithheld("it was removed from the airlock")
             time.sleep(self._pause)
         if decision.verdict == "withhold":
             raise UpdateWithheld(decision.reason or "a person at the site withheld the update", decision.by)
@@ -178,23 +173,21 @@ class Airlock:
 
     def remove(self, summary: Summary) -> None:
         """Remove an update that was sent, or is no longer wanted."""
-        shutil.rmtree(self._folder / summary.id, ignore_errors=True)
+        self._database.write("DELETE FROM held WHERE id = ?", summary.id)
+        self.path(summary).unlink(missing_ok=True)
 
     def held(self) -> list[Summary]:
         """Return the held updates, oldest first."""
-        summaries = []
-        for path in self._folder.glob(f"*/{SUMMARY_FILE}"):
-            with suppress(FileNotFoundError, ValidationError):
-                summaries.append(Summary.model_validate_json(path.read_bytes()))
+        summaries = self._database.documents(Summary, "SELECT summary FROM held")
         return sorted(summaries, key=lambda summary: (summary.held_at, summary.id))
 
     def path(self, held: Summary) -> Path:
         """Return the path of the held file."""
-        return self._folder / held.id / UPDATE_FILE
+        return self._folder / f"{held.id}.safetensors"
 
     def decision(self, held: Summary) -> ReleaseDecision | None:
         """Return the decision on a held update, if there is one on these bytes."""
-        found = _decision(self._folder / held.id)
+        found = self._decision(held)
         return found if found and found.update == held.update else None
 
     def decide(self, named: str, verdict: Literal["release", "withhold"], by: str, reason: str = "") -> Summary:
@@ -203,12 +196,16 @@ class Airlock:
         if len(matches) != 1:
             raise AirlockError(f"{len(matches) or 'no'} held updates have an id beginning with {named!r}")
         held = matches[0]
-        if _decision(self._folder / held.id):
-            raise AirlockError(f"the update {held.id} was already decided")
         decision = ReleaseDecision(update=held.update, verdict=verdict, by=by, at=self._clock(), reason=reason[:200])
-        with written_whole(self._folder / held.id / DECISION_FILE) as file:
-            file.write(canonical(decision))
+        with self._database.writing() as connection:
+            if self._decision(held):
+                raise AirlockError(f"the update {held.id} was already decided")
+            connection.execute("UPDATE held SET decision = ? WHERE id = ?", (decision.model_dump_json(), held.id))
         return held
+
+    def _decision(self, held: Summary) -> ReleaseDecision | None:
+        query = "SELECT decision FROM held WHERE id = ? AND decision IS NOT NULL"
+        return self._database.document(ReleaseDecision, query, held.id)
 
 
 def work_of(task: Task) -> Digest:
@@ -252,10 +249,3 @@ def summary_of(
         unit=privacy.unit if privacy else None,
         covers_choice=privacy is None or privacy.selection != "uncovered",
     )
-
-
-def _decision(place: Path) -> ReleaseDecision | None:
-    try:
-        return ReleaseDecision.model_validate_json((place / DECISION_FILE).read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None

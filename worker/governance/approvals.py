@@ -1,7 +1,7 @@
 """Requests for approval of runs by a person at the site, and the decisions on them.
 
-Each request is a file in a folder that the site's workers may share. An approval covers a run's terms, by their
-digest: changed terms need another approval.
+The site's workers may share the requests. An approval covers a run's terms, by their digest: changed terms need
+another approval.
 """
 
 import hashlib
@@ -11,14 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
-from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, Frozen, TaskKind, canonical
+from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, Frozen, TaskKind
 from tessera.worker.governance.run_history import RunSnapshot
-from tessera.worker.state.atomic_files import alone, written_whole
-
-INBOX_FOLDER = "inbox"
-"""Name of the folder in the worker's state directory."""
+from tessera.worker.state.database import Database, StateError
 
 REASON_CHARACTERS = 200
 
@@ -32,8 +27,8 @@ SHOWN_TERMS = 16
 Standing = Literal["approved", "awaiting-approval", "declined", "approval-ended"]
 
 
-class InboxError(ValueError):
-    """An unreadable or unknown request."""
+class InboxError(StateError):
+    """An unknown request, or one that another was made to resemble."""
 
 
 class Unapproved(Exception):
@@ -96,7 +91,7 @@ class Request(Frozen):
 
 
 class Inbox:
-    """The requests in `folder`, filed by workers and decided by people.
+    """The requests in the database of a `folder`, filed by workers and decided by people.
 
     Each run needs approval; unless `every_run`, only those that send updates from a model into a second sum do.
     """
@@ -104,7 +99,7 @@ class Inbox:
     def __init__(
         self, folder: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC), *, every_run: bool = True
     ) -> None:
-        self._folder = folder
+        self._database = Database.of(folder)
         self._now = now
         self._every_run = every_run
 
@@ -141,7 +136,7 @@ class Inbox:
         """Raise Unapproved unless the run is still approved, as `require` does, without a new request."""
 
         def missing(_: str) -> Request:
-            raise Unapproved("awaiting-approval", "awaiting-approval: its request was removed from the inbox")
+            raise Unapproved("awaiting-approval", "awaiting-approval: its request is no longer in the inbox")
 
         self.require(snapshot, missing)
 
@@ -151,11 +146,11 @@ class Inbox:
             raise Unapproved(
                 "awaiting-approval",
                 f"awaiting-approval: {MAX_UNDECIDED} requests await a decision, and the site files no more: a person "
-                "there has to approve or decline some, or remove their files from its inbox",
+                "there has to approve or decline some",
             )
 
     def _ask(self, request: Request) -> Request:
-        with alone(self._folder, wait=True):
+        with self._database.writing():
             # Another worker of the site may have filed it meanwhile.
             if existing := self._find(request.run, request.terms):
                 return existing
@@ -164,7 +159,7 @@ class Inbox:
 
     def decide(self, requests: Iterable[Request], decision: ApprovalDecision) -> list[Request]:
         """Record a decision on these requests and no others: a run may file another at any time."""
-        with alone(self._folder, wait=True):
+        with self._database.writing():
             decided = [request.model_copy(update={"decision": decision}) for request in requests]
             for request in decided:
                 self._write(request)
@@ -199,8 +194,8 @@ class Inbox:
         return matches[0]
 
     def requests(self) -> list[Request]:
-        """Return all requests, oldest first. Raises InboxError."""
-        read = [self._read(path) for path in self._folder.glob("*.json")]
+        """Return all requests, oldest first. Raises StateError."""
+        read = self._database.documents(Request, "SELECT request FROM requests")
         return sorted(read, key=lambda request: (request.asked_at, request.run))
 
     def withheld(self) -> dict[str, str]:
@@ -224,29 +219,21 @@ class Inbox:
         return {run: tuple(terms[-MAX_WITHHELD_TERMS:]) for run, terms in found.items() if all(terms)}
 
     def _find(self, run: str, terms: str) -> Request | None:
-        path = self._path(run, terms)
-        found = self._read(path) if path.exists() else None
+        query = "SELECT request FROM requests WHERE run = ? AND terms = ?"
+        found = self._database.document(Request, query, run, terms[:SHOWN_TERMS])
         # Whoever chooses the terms can find two whose digests begin alike.
         if found and found.terms != terms:
             raise InboxError(
-                f"{path} is a request on other terms, whose digest begins like that of the present ones: decline the "
-                f"run {run}, whose coordinator may have chosen both"
+                f"run {run} has a request on other terms, whose digest begins like that of the present ones, "
+                f"{found.shown_terms}: decline it, since its coordinator may have chosen both"
             )
         return found
 
-    def _read(self, path: Path) -> Request:
-        try:
-            return Request.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as fault:
-            raise InboxError(f"{path} cannot be read as a request: {str(fault).splitlines()[0]}") from fault
-
     def _write(self, request: Request) -> None:
-        with written_whole(self._path(request.run, request.terms)) as file:
-            file.write(canonical(request))
-
-    def _path(self, run: str, terms: str) -> Path:
-        # A run's id contains no path separators.
-        return self._folder / f"{run}.{terms[:SHOWN_TERMS]}.json"
+        self._database.write(
+            "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)",
+            request.run, request.shown_terms, request.model_dump_json(),
+        )  # fmt: skip
 
 
 def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:

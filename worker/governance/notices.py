@@ -19,8 +19,8 @@ from tessera.shared.client.notice_channels import Channel, Undelivered, WebhookU
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import Airlock
-from tessera.worker.governance.approvals import Inbox, InboxError
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.governance.approvals import Inbox
+from tessera.worker.state.database import Database, StateError
 
 EVERY_SECONDS = 15.0
 
@@ -65,7 +65,8 @@ class Notices:
         self._worker = worker
         self._inbox = inbox
         self._airlock = airlock
-        self._file = folder / f"notices-{channel.name}.json"
+        self._database = Database.of(folder)
+        self._note = f"notices-{channel.name}"
         self._told: set[str] | None = None
         self._attempts = 0
         self._due_at = 0.0
@@ -82,7 +83,7 @@ class Notices:
         while not self._ended.wait(EVERY_SECONDS):
             try:
                 self.look(time.time())
-            except (InboxError, OSError) as fault:
+            except (StateError, OSError) as fault:
                 # Once, not at each look.
                 if said != (said := str(fault)):
                     log.warning("notices-failed", channel=self._channel.name, detail=said)
@@ -134,17 +135,13 @@ class Notices:
 
     def _read(self) -> set[str]:
         if self._told is None:
-            try:
-                self._told = set(json.loads(self._file.read_bytes()))
-            except (OSError, ValueError, TypeError):
-                self._told = set()
+            self._told = set(json.loads(self._database.note(self._note) or "[]"))
         return self._told
 
     def _write(self, told: set[str]) -> None:
-        if told != self._told or not self._file.exists():
+        if told != self._told:
             self._told = told
-            with written_whole(self._file) as file:
-                file.write(json.dumps(sorted(told)).encode())
+            self._database.set_note(self._note, json.dumps(sorted(told)))
 
 
 TEST: Mapping[str, str] = {"id": "test", "code": "test", "title": "This is a test: notices of this worker arrive"}

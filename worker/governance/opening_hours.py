@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
-from pydantic import NonNegativeFloat, ValidationError
+from pydantic import NonNegativeFloat
 
 from tessera.shared.run_settings import is_open, minutes_until_open
-from tessera.shared.schema import Frozen, canonical
+from tessera.shared.schema import Frozen
 from tessera.worker.governance.policy import Policy
-from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.database import Database
 
-USAGE_FILE = "usage.json"
-"""Name of the file in the worker's state directory."""
+USAGE = "usage"
+"""Name of the note of a day's working time."""
 
 NOTED_SECONDS = 5.0
 """Interval of writing usage to disk: the most work that a killed process forgets."""
@@ -37,12 +37,12 @@ class Opening:
     def __init__(
         self,
         policy: Policy,
-        path: Path,
+        folder: Path,
         now: Callable[[], datetime] = local_time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = policy
-        self._path = path
+        self._database = Database.of(folder)
         self._now = now
         self._clock = clock
         self._noted_at = clock()
@@ -82,8 +82,7 @@ class Opening:
         used = Used(day=self._today(), seconds=self.used_seconds() + at - self._noted_at)
         self._noted_at = at
         try:
-            with written_whole(self._path) as file:
-                file.write(canonical(used))
+            self._database.set_note(USAGE, used.model_dump_json())
         except OSError as fault:
             self._unwritten = used
             remedy = "Make room in state_dir. Work goes on, and is written later; a restart would forget it."
@@ -95,9 +94,5 @@ class Opening:
         return self._now().date().isoformat()
 
     def _read(self) -> Used:
-        if self._unwritten:
-            return self._unwritten
-        try:
-            return Used.model_validate_json(self._path.read_bytes())
-        except (FileNotFoundError, ValidationError):
-            return Used(day="")
+        query = "SELECT value FROM notes WHERE name = ?"
+        return self._unwritten or self._database.document(Used, query, USAGE) or Used(day="")

@@ -14,26 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import JsonValue, NonNegativeInt, PositiveInt
 
 from tessera.shared.api.tasks import MERGING, Task
-from tessera.shared.schema import Digest, Frozen, Label, TaskKind, canonical
+from tessera.shared.schema import Digest, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.committee import is_abandoned
 from tessera.shared.secure_sums.messages import Hex32, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.state.atomic_files import alone, written_whole
+from tessera.worker.state.database import Database
 
-RUNS_FOLDER = "runs"
-"""Name of the folder in the worker's state directory."""
-
-SITE_FILE = "client_privacy.json"
-"""Name of the file, in that folder, of what was spent of the site as a whole. No run's id has an underscore."""
-
-MEASURED_FOLDER = "measured"
-"""Subfolder with a file per data set."""
-
-SUMS_FOLDER = "sums"
-"""Subfolder with a file for each model from which updates left into exact secure sums."""
+SITE_PRIVACY = "site-privacy"
+"""The note of the zCDP of all noisy sums to which the site sent an update, which bounds what they reveal of it."""
 
 VERSIONS_KEPT = 64
 
@@ -67,7 +58,7 @@ class Handed(Frozen):
 
 
 class Record(Frozen):
-    """The history of one run, over the workers that share the folder."""
+    """The history of one run, over the workers that share the database."""
 
     terms: dict[str, JsonValue] = {}
     versions: dict[int, Digest] = {}
@@ -80,12 +71,6 @@ class Record(Frozen):
     """Evaluations that began, over all data sets."""
 
 
-class SiteSpending(Frozen):
-    """The zCDP of all noisy sums to which the site sent an update, which bounds what they reveal of it as a whole."""
-
-    rho: NonNegativeFloat = 0.0
-
-
 class Contribution(Frozen):
     """An update that left into an exact secure sum."""
 
@@ -93,18 +78,6 @@ class Contribution(Frozen):
     round: int
     helpers: tuple[Hex32, ...]
     """Their long-term keys."""
-
-
-class Contributions(Frozen):
-    """The site's updates from one model that may be in a sum, by the digest of the sum's terms."""
-
-    sums: dict[Digest, Contribution] = {}
-
-
-class EvaluationCount(Frozen):
-    """Number of evaluations on a data set over all runs."""
-
-    times: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)
@@ -140,10 +113,10 @@ class RunSnapshot:
 
 
 class RunHistory:
-    """Records of all runs, one file each in `folder`, which a site's workers may share."""
+    """Records of all runs in the database of a `folder`, which a site's workers may share."""
 
     def __init__(self, folder: Path, worker: str) -> None:
-        self._folder = folder
+        self._database = Database.of(folder)
         self._worker = worker
 
     def check(self, snapshot: RunSnapshot, policy: Policy) -> None:
@@ -159,21 +132,15 @@ class RunHistory:
     ) -> None:
         """Check the task again with the size of its update, and the zCDP by which it is noisy, and record it durably,
         with its id if it has `kept` tensors. Raises PolicyViolation."""
-        with alone(self._folder, wait=True):
+        with self._database.writing():
             record = self._next(self._read(snapshot.run), snapshot, policy, upload_bytes)
             if kept:
-                handed = {
-                    **record.handed,
-                    self._worker: record.handed[self._worker].model_copy(update={"kept": kept}),
-                }
-                record = record.model_copy(update={"handed": handed})
+                last = record.handed[self._worker].model_copy(update={"kept": kept})
+                record = record.model_copy(update={"handed": {**record.handed, self._worker: last}})
             if rho:
                 # Also where there is no limit yet: a later one counts what was spent before.
-                spent = self.check_site(policy, rho)
-                with written_whole(self._folder / SITE_FILE) as file:
-                    file.write(canonical(SiteSpending(rho=spent)))
-            with written_whole(self._path(snapshot.run)) as file:
-                file.write(canonical(record))
+                self._database.set_note(SITE_PRIVACY, self.check_site(policy, rho))
+            self._write(snapshot.run, record)
 
     def kept_by(self, run: str, task: str) -> bool:
         """Return whether this task was the worker's last submission in the run, and kept tensors."""
@@ -183,21 +150,17 @@ class RunHistory:
     def adopt(self, named: str) -> str:
         """Let a run go on from any round, once: its coordinator was restored. Return its id. Its terms, and what it
         has sent, stay. Raises ValueError unless one run has this name or id."""
-        runs = {path.stem for path in self._folder.glob("*.json") if "_" not in path.stem}
-        found = [run for run in sorted(runs) if named in (run, self._read(run).terms.get("run_name"))]
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} runs here are called {named!r}: give the id of one that took part")
-        with alone(self._folder, wait=True), written_whole(self._path(found[0])) as file:
-            file.write(canonical(self._read(found[0]).model_copy(update={"handed": {}, "versions": {}})))
+        with self._database.writing():
+            runs = [run for (run,) in self._database.rows("SELECT run FROM runs ORDER BY run")]
+            found = [run for run in runs if named in (run, self._read(run).terms.get("run_name"))]
+            if len(found) != 1:
+                raise ValueError(f"{len(found)} runs here are called {named!r}: give the id of one that took part")
+            self._write(found[0], self._read(found[0]).model_copy(update={"handed": {}, "versions": {}}))
         return found[0]
 
     def spent_of_site(self) -> float:
-        """Return the zCDP of all sums to which this site has sent noisy updates. Raises PolicyViolation."""
-        path = self._folder / SITE_FILE
-        try:
-            return SiteSpending.model_validate_json(path.read_bytes()).rho if path.exists() else 0.0
-        except ValidationError as fault:
-            raise PolicyViolation("require_client_privacy", f"{path} cannot be read as an amount") from fault
+        """Return the zCDP of all sums to which this site has sent noisy updates."""
+        return float(self._database.note(SITE_PRIVACY) or 0.0)
 
     def check_site(self, policy: Policy, rho: float) -> float:
         """Return the zCDP with that of a further round. Raises PolicyViolation if it is above the site's total."""
@@ -208,78 +171,58 @@ class RunHistory:
 
     def check_sum(self, terms: Terms) -> None:
         """Check the terms of an exact sum against earlier sums. Raises PolicyViolation."""
-        self._contributions(terms)
+        self._abandoned(terms)
 
     def add_sum(self, terms: Terms) -> None:
         """Check again, and record durably that an update under these terms leaves. Raises PolicyViolation."""
-        with alone(self._folder, wait=True):
-            record = self._contributions(terms)
-            with written_whole(self._sums_path(terms)) as file:
-                file.write(canonical(record))
-
-    def _contributions(self, terms: Terms) -> Contributions:
-        path = self._sums_path(terms)
-        try:
-            known = Contributions.model_validate_json(path.read_bytes()).sums if path.exists() else {}
-        except ValidationError as fault:
-            raise PolicyViolation("sums_repeated", f"{path} cannot be read as a record of secure sums") from fault
-        others = {
-            digest: one
-            for digest, one in known.items()
-            if digest != terms.digest and not is_abandoned(digest, one.helpers, terms)
-        }
-        # With repeat_model the operator has allowed it: the task would not have been admitted otherwise.
-        if others and not terms.repeat_model:
-            (former, one) = min(others.items())
-            raise PolicyViolation(
-                "sums_repeated",
-                f"an update from a model with the same values left in round {one.round} of run {one.run}, and too "
-                f"few of the helpers there have signed that its sum is never opened (terms {former})",
+        helpers = tuple(helper.identity for helper in terms.helpers)
+        made = Contribution(run=terms.run, round=terms.round, helpers=helpers)
+        with self._database.writing() as connection:
+            abandoned = [(terms.values, digest) for digest in self._abandoned(terms)]
+            connection.executemany("DELETE FROM sums WHERE model = ? AND terms = ?", abandoned)
+            connection.execute(
+                "INSERT OR REPLACE INTO sums VALUES (?, ?, ?)", (terms.values, terms.digest, made.model_dump_json())
             )
-        made = Contribution(
-            run=terms.run, round=terms.round, helpers=tuple(helper.identity for helper in terms.helpers)
-        )
-        return Contributions(sums={**others, terms.digest: made})
 
-    def _sums_path(self, terms: Terms) -> Path:
-        return self._folder / SUMS_FOLDER / f"{terms.values.rpartition(':')[2]}.json"
+    def _abandoned(self, terms: Terms) -> list[str]:
+        """Return the terms of the model's other sums, which are never opened. Raises PolicyViolation for another."""
+        abandoned = []
+        query = "SELECT terms, contribution FROM sums WHERE model = ? AND terms != ? ORDER BY terms"
+        for digest, document in self._database.rows(query, terms.values, terms.digest):
+            one = Contribution.model_validate_json(document)
+            if is_abandoned(digest, one.helpers, terms):
+                abandoned.append(digest)
+            # With repeat_model the operator has allowed it: the task would not have been admitted otherwise.
+            elif not terms.repeat_model:
+                raise PolicyViolation(
+                    "sums_repeated",
+                    f"an update from a model with the same values left in round {one.round} of run {one.run}, and "
+                    f"too few of the helpers there have signed that its sum is never opened (terms {digest})",
+                )
+        return abandoned
 
     def measured(self, dataset: str) -> int:
-        """Return the number of evaluations on a data set over all runs. Raises PolicyViolation."""
-        path = self._measured_path(dataset)
-        try:
-            return EvaluationCount.model_validate_json(path.read_bytes()).times if path.exists() else 0
-        except ValidationError as fault:
-            raise PolicyViolation("max_evaluations", f"{path} cannot be read as a count") from fault
+        """Return the number of evaluations on a data set over all runs."""
+        row = self._database.row("SELECT times FROM evaluations WHERE dataset = ?", dataset)
+        return int(row[0]) if row else 0
 
     def measure(self, run: str, dataset: str, policy: Policy) -> None:
         """Durably count one more evaluation of a run on a data set. Raises PolicyViolation if that exceeds a limit.
 
         Call it before the data are read: even a failed evaluation reveals something of them.
         """
-        with alone(self._folder, wait=True):
+        with self._database.writing() as connection:
             times, record = self.measured(dataset) + 1, self._read(run)
             record = record.model_copy(update={"evaluations": record.evaluations + 1})
             policy.check_measurements(dataset, times, record.evaluations)
-            with written_whole(self._measured_path(dataset)) as file:
-                file.write(canonical(EvaluationCount(times=times)))
-            with written_whole(self._path(run)) as file:
-                file.write(canonical(record))
-
-    def _measured_path(self, dataset: str) -> Path:
-        # A label contains no path separators.
-        return self._folder / MEASURED_FOLDER / f"{dataset}.json"
-
-    def _path(self, run: str) -> Path:
-        # A run's id contains no path separators.
-        return self._folder / f"{run}.json"
+            connection.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?)", (dataset, times))
+            self._write(run, record)
 
     def _read(self, run: str) -> Record:
-        path = self._path(run)
-        try:
-            return Record.model_validate_json(path.read_bytes()) if path.exists() else Record()
-        except ValidationError as fault:
-            raise PolicyViolation("run", f"{path} cannot be read as the history of run {run}") from fault
+        return self._database.document(Record, "SELECT record FROM runs WHERE run = ?", run) or Record()
+
+    def _write(self, run: str, record: Record) -> None:
+        self._database.write("INSERT OR REPLACE INTO runs VALUES (?, ?)", run, record.model_dump_json())
 
     def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
         """Return the record extended by the task. Raises PolicyViolation if they conflict."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
@@ -57,7 +56,7 @@ class SiteLimits:
 
     def reserve(self, ledger: Ledger, task: TaskRef, units: int, target: Budget, event: Noisy) -> None:
         """Reserve what an event costs, while no other process can spend. Raises PolicyViolation, LedgerError."""
-        with ledger.locked() if self.total else nullcontext(), ledger.page(self.dataset) as page:
+        with ledger.page(self.dataset) as page:
             self.judge(page.entries, [event], [])
             page.spend(task, units, target, [event])
 

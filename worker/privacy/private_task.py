@@ -5,7 +5,6 @@ read any data. Needs the extra `privacy`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -29,13 +28,13 @@ from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.selection import Watched, bounded_sums, epsilon_per_pick, private_top_k
+from tessera.worker.state.database import StateError
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
     OF_EXAMPLES,
     Cost,
     Ledger,
     LedgerEntry,
-    LedgerError,
     LedgerPage,
     NoisyChoice,
     NoisySteps,
@@ -126,7 +125,7 @@ class PrivateTask:
         self._start(resumed)
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
-        entries = self._others(ledger.check(task.dataset))
+        entries = self._others(ledger.read(task.dataset))
         choices = [self._choice] * min(1, self._selections)
         planned = self._noisy_steps(entries, local_steps(task.training, self.units))
         of_run = self._of_run(entries)
@@ -308,14 +307,15 @@ class PrivateTask:
 
         Raises PolicyViolation if the week has no room left for it, and LedgerError.
         """
+        reserved: list[int] = []
         with self._ledger.page(self._dataset) as page:
             if self._reserved:
                 others = [entry for entry in page.entries if entry.seq not in self._reserved]
                 self._limits.judge_leaving(others, self._events)
-                entry = self._reserve(page, self._events, self._reserved)
-                self._reserved = [entry.seq]
+                reserved = [self._reserve(page, self._events, self._reserved).seq]
             if self._privacy.selection == "uncovered" and self._looked:
                 page.exact(self._task, self.units, "choice")
+        self._reserved = reserved
         self.start()
 
     def void(self) -> None:
@@ -326,7 +326,7 @@ class PrivateTask:
         try:
             with self._ledger.page(self._dataset) as page:
                 page.void(self._task, self._reserved)
-        except (LedgerError, OSError) as fault:
+        except (StateError, OSError) as fault:
             # It stays spent, which is safe, and the task's own exception is not lost.
             log.exception("void-not-written", detail=str(fault))
         else:
@@ -364,18 +364,16 @@ class PrivateTask:
 
     def _spend(self, event_of: Callable[[Sequence[LedgerEntry]], E]) -> E:
         """Reserve the privacy of an event that may depend on the ledger, and return it. Raises PolicyViolation."""
-        entries = self._ledger.check(self._dataset)
+        entries = self._ledger.read(self._dataset)
         # The slow computation is done, and cached, before this worker locks the page.
         self._limits.judge(entries, [event_of(entries)], self._ahead)
-        together = self._ledger.locked() if self._limits.total else nullcontext()
-        with together, self._ledger.page(self._dataset) as page:
+        with self._ledger.page(self._dataset) as page:
             event = event_of(page.entries)
             self._limits.judge(page.entries, [event], self._ahead)
             entry = self._reserve(page, [event])
-            self._reserved.append(entry.seq)
-            self._events.append(event)
-            log = structlog.get_logger("worker")
-            log.info("privacy-spent", dataset=self._dataset, events=[event.model_dump()])
+        self._reserved.append(entry.seq)
+        self._events.append(event)
+        structlog.get_logger("worker").info("privacy-spent", dataset=self._dataset, events=[event.model_dump()])
         return event
 
     def _reserve(
@@ -389,7 +387,7 @@ class PrivateTask:
         took it back, because it had read no data. Raises PolicyViolation."""
         if self._reserved:
             return
-        entries = self._ledger.check(self._dataset)
+        entries = self._ledger.read(self._dataset)
         own = {entry.seq for entry in entries if self._is_own(entry)}
         if not own < set(resumed.reserved):
             self._reserved = sorted(own)

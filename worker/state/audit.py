@@ -1,4 +1,4 @@
-"""The site's audit log: a hash-chained file (`worker.state.hash_chain`) of its worker's actions and uploads.
+"""The site's audit log: a hash chain (`worker.state.hash_chain`) of its worker's actions and uploads.
 
 The coordinator keeps a chain of its own, which the site can compare with this one.
 """
@@ -11,12 +11,8 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from tessera.worker.state.hash_chain import Chain, Head, Link, TaskRef, derived
-
-AUDIT_FOLDER = "audit"
-"""Name of the folder in the worker's state folder."""
-
-AUDIT_FILE = "audit.jsonl"
+from tessera.worker.state.database import Database
+from tessera.worker.state.hash_chain import Chain, Head, Link, TaskRef
 
 Action = Literal[
     "worker.start", "worker.stop", "policy.change", "task.start", "task.refuse", "task.give-back", "task.fail",
@@ -36,11 +32,11 @@ LEDGER_HEAD = "ledger"
 BLOCK_NAMES = "block_names"
 """The key, in the detail of the first `leave` of a set of blocks, of their names."""
 
-ROLLED_BACK_FILE = "rolled-back"
-"""File in the worker's state folder with the digest that its audit lacks, until a person adopts the state."""
+ROLLED_BACK = "rolled-back"
+"""The note of the digest that the worker's audit lacks, until a person adopts the state."""
 
 NO_HEAD = "-"
-"""The content of that file if the audit is whole, and the tensors that a run keeps are older."""
+"""The value of that note if the audit is whole, and the tensors that a run keeps are older."""
 
 
 class StateRolledBack(Exception):
@@ -68,11 +64,10 @@ class SiteAuditEntry(Link):
 
 
 class Audit:
-    """The chain in `folder`, which the workers of a site may share."""
+    """The chain in the database of a `folder`, which the workers of a site may share."""
 
     def __init__(self, folder: Path, worker: str, key: bytes | None = None, *, shared: bool = True) -> None:
-        self._chain: Chain[SiteAuditEntry] = Chain(folder / AUDIT_FILE, SiteAuditEntry, key=derived(key, "audit"))
-        self._path = folder / AUDIT_FILE
+        self.chain: Chain[SiteAuditEntry] = Chain(Database.of(folder), "audit", SiteAuditEntry, key=key)
         self._worker = worker
         self._shared = shared
         self._found: set[str] = set()
@@ -80,7 +75,7 @@ class Audit:
         """Digests of the sets of names that this process has recorded in full."""
 
     def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
-        """Append an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
+        """Append an entry, which is on disk when this returns. Raises ChainError if the last one was changed."""
         return self._record(action, task._asdict() if task else {}, detail)
 
     def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> SiteAuditEntry:
@@ -90,7 +85,7 @@ class Audit:
     def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> SiteAuditEntry:
         at = datetime.now(UTC)
         given = {"at": at, "worker": self._worker, "action": action, "detail": detail, **about}
-        entry = self._chain.append(
+        entry = self.chain.append(
             lambda seq, previous: SiteAuditEntry.model_validate({"seq": seq, "previous": previous, **given})
         )
         if action in LEAVING:
@@ -111,27 +106,23 @@ class Audit:
 
     def read(self) -> tuple[SiteAuditEntry, ...]:
         """Return all entries, oldest first. Raises ChainError."""
-        return self._chain.read()
+        return self.chain.read()
 
     def has(self, digest: str) -> bool:
         """Return whether an entry has this digest, or adopted a state without it."""
         if digest not in self._found:
-            if not self._path.exists() or digest.encode() not in self._path.read_bytes():
+            if not self.chain.has(digest):
                 return False
             self._found = {digest}
         return True
 
-    def check(self) -> tuple[SiteAuditEntry, ...]:
-        """Return all entries. Raises ChainError if no entry can be appended."""
-        return self._chain.check()
-
     def adopt(self) -> SiteAuditEntry | None:
-        """Accept entries from before there was a key, or under a lost key. Return None if all are under the key.
+        """Accept entries under a lost key. Return None if all are under the key.
 
-        Raises ChainError for lines that do not follow each other.
+        Raises ChainError for entries that do not follow each other.
         """
         at = datetime.now(UTC)
-        return self._chain.adopt(
+        return self.chain.adopt(
             lambda seq, previous, adopts: SiteAuditEntry(
                 seq=seq, at=at, previous=previous, adopts=adopts, worker=self._worker, action="chain.adopt"
             )

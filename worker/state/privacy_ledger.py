@@ -1,13 +1,11 @@
-"""The privacy that runs have spent of each data set: an append-only file per data set, written before it is spent.
+"""The privacy that runs have spent of each data set: a hash chain per data set, written before it is spent.
 
 Noise is reserved before a task trains, and stays spent unless the process that reserved it knows that nothing left:
-then the entry is void. Uses without noise are recorded as exact, with infinite epsilon. The lines form a hash chain
-(`worker.state.hash_chain`). A crash can leave half a line at the end; its task had not begun to train.
+then the entry is void. Uses without noise are recorded as exact, with infinite epsilon.
 """
 
 from __future__ import annotations
 
-import fcntl
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tessera.shared.run_settings import Budget, Unit
 from tessera.shared.schema import Frozen, Label
+from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import (
     Chain,
     ChainError,
@@ -33,27 +32,24 @@ from tessera.worker.state.hash_chain import (
     missing,
 )
 
-LEDGER_FOLDER = "ledger"
-"""Name of the folder of ledgers in the worker's state folder."""
+CHAINS = "ledger "
+"""What the names of ledgers' chains begin with."""
 
-
-LOCK_FILE = "all.lock"
-
-LIMITED = b'"limited":true'
-"""A ledger with these bytes is `limited`. Names of others cannot contain them: JSON escapes quotation marks."""
+LIMITED = '"limited":true'
+"""A ledger with this text is `limited`. Names of others cannot contain it: JSON escapes quotation marks."""
 
 SKETCHED = 1024
 """Most hashes in a sketch."""
 
-MOVED = b'"moved":"'
-"""A ledger with these bytes was moved into another."""
+MOVED = '"moved":"'
+"""A ledger with this text was moved into another."""
 
 EXACT_EVERY = timedelta(days=1)
 """A run's exact use is written down again if its last line is older."""
 
 
 class LedgerError(ChainError):
-    """A ledger is not reliable; the message names the line and the reason. Spending stops until it is repaired."""
+    """A ledger is not reliable; the message names the entry and the reason. Spending stops until it is repaired."""
 
 
 class NoisySteps(Frozen):
@@ -125,7 +121,7 @@ class LedgerEntry(Link):
     examples: NonNegativeInt = 0
     """The number of examples, or of groups if these are the unit."""
     unit: Unit = Field(default="example", exclude_if=partial(operator.eq, "example"))
-    """The unit that the events protect. Lines from before there were groups have none."""
+    """The unit that the events protect."""
     run: str = ""
     run_name: str = ""
     round: int = 0
@@ -141,8 +137,7 @@ class LedgerEntry(Link):
     sketch: tuple[NonNegativeInt, ...] = ()
     """A sample of keyed hashes of all examples that were ever used under this name (`worker.data.overlap`)."""
     limited: bool = Field(default=False, exclude_if=operator.not_)
-    """True if the worker that wrote the line limits what runs may spend under this name. Lines from before there was
-    this field have none: such a ledger becomes limited when a worker with a limit next uses the data set."""
+    """True if the worker that wrote the entry limits what runs may spend under this name."""
     moved: Label | None = Field(default=None, exclude_if=partial(operator.is_, None))
     """The ledger that now has what this one had: of data sets that share it."""
 
@@ -173,7 +168,7 @@ class LedgerPage:
         unit: Unit = "example",
         replaces: Collection[int] = (),
     ) -> LedgerEntry:
-        """Reserve what the events cost. The entry is on disk when this returns, and counts until it is voided.
+        """Reserve what the events cost. The entry is on disk when the page is left, and counts until it is voided.
 
         It counts in place of the entries `replaces`, at the present time.
         """
@@ -221,35 +216,30 @@ class LedgerPage:
 
 
 class Ledger:
-    """The ledgers of a worker's data sets, one file each in `folder`, under the site's `key`.
+    """The ledgers of a worker's data sets in the database of a `folder`, under the site's `key`.
 
     `shared` gives the name of a ledger to data sets that do not have one of their own name.
     """
 
     def __init__(self, folder: Path, key: bytes | None = None, shared: Mapping[str, str] | None = None) -> None:
         self._folder = folder
+        self._database = Database.of(folder)
         self._key = key
         self._shared = shared or {}
-        self._seen: dict[str, tuple[tuple[int, int], tuple[LedgerEntry, ...]]] = {}
+        self._seen: dict[str, tuple[Head | None, tuple[LedgerEntry, ...]]] = {}
         self._latest: dict[str, Head] = {}
         self._expected: dict[str, Head] = {}
 
     def read(self, dataset: str) -> tuple[LedgerEntry, ...]:
-        """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError."""
+        """Return the data set's entries that count, oldest first; none if there are none. Raises LedgerError if
+        nothing may be spent of the data set."""
         return counting(self._judged(dataset, self._chain(dataset).read()))
 
-    def check(self, dataset: str) -> tuple[LedgerEntry, ...]:
-        """Return what `read` does. Raises LedgerError if nothing may be spent of the data set."""
-        return counting(self._judged(dataset, self._chain(dataset).check()))
-
     def latest(self, dataset: str) -> tuple[LedgerEntry, ...]:
-        """Return what `read` does, from memory if the file has not changed. Raises LedgerError, OSError."""
-        path = self._path(dataset)
-        if not path.exists():
-            return ()
-        seen = (path.stat().st_mtime_ns, path.stat().st_size)
-        if dataset not in self._seen or self._seen[dataset][0] != seen:
-            self._seen[dataset] = seen, self.read(dataset)
+        """Return what `read` does, from memory if nothing was added. Raises LedgerError, OSError."""
+        head = self._chain(dataset).head()
+        if dataset not in self._seen or self._seen[dataset][0] != head:
+            self._seen[dataset] = head, self.read(dataset)
         return self._seen[dataset][1]
 
     def latest_of_all(self) -> tuple[LedgerEntry, ...]:
@@ -258,27 +248,18 @@ class Ledger:
 
     @contextmanager
     def page(self, dataset: str) -> Iterator[LedgerPage]:
-        """Hold the data set's entries, to judge and add to while no other process can. Raises LedgerError."""
+        """Hold the data set's entries, to judge and add to while no other process adds to a ledger in the folder.
+        What was added is on disk when the block has ended. Raises LedgerError."""
         with self._chain(dataset).held() as held:
             self._judged(dataset, held.entries)
             page = LedgerPage(held, self.name(dataset))
-            try:
-                yield page
-            finally:
-                if page.head:
-                    self._latest[dataset] = page.head
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the whole folder against others that lock it: what they spend counts for a budget of all ledgers."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self._folder / LOCK_FILE).open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            yield page
+        if page.head:
+            self._latest[dataset] = page.head
 
     def elsewhere(self, dataset: str) -> tuple[LedgerEntry, ...]:
-        """Return the entries that count in the folder's other ledgers. Raises LedgerError as `check` does."""
-        return tuple(entry for ledger, name in self.others([dataset]) for entry in ledger.check(name))
+        """Return the entries that count in the folder's other ledgers. Raises LedgerError as `read` does."""
+        return tuple(entry for ledger, name in self.others([dataset]) for entry in ledger.read(name))
 
     def name(self, dataset: str) -> str:
         """Return what the data set's ledger is called."""
@@ -293,16 +274,14 @@ class Ledger:
 
     def besides(self, datasets: Iterable[str]) -> list[str]:
         """Return the names of the ledgers in the folder that are of none of these data sets."""
-        own = set(map(self.name, datasets))
-        paths = (path for path in self._folder.glob("*.jsonl") if path.stem not in own)
-        return sorted(path.stem for path in paths if MOVED not in path.read_bytes())
+        return sorted(self._names() - self._names(MOVED) - set(map(self.name, datasets)))
 
     def limited(self) -> set[str]:
         """Return the names of the ledgers in the folder whose data sets a worker has used under a limit.
 
         A ledger that is not reliable may be one of them; `sketches` of it raises LedgerError.
         """
-        return {path.stem for path in self._folder.glob("*.jsonl") if LIMITED in path.read_bytes()}
+        return self._names(LIMITED)
 
     def sketches(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Return the sketches of the ledgers of these names. Raises LedgerError."""
@@ -327,7 +306,7 @@ class Ledger:
         self._expected |= heads
 
     def lost(self, datasets: Collection[str]) -> list[str]:
-        """Return the data sets, besides these, whose head is in no ledger of the folder. `check` of one raises.
+        """Return the data sets, besides these, whose head is in no ledger of the folder. `read` of one raises.
 
         A data set that was removed from the settings may have shared a ledger of another name.
         """
@@ -342,18 +321,18 @@ class Ledger:
     def _has(self, dataset: str, head: Head) -> bool:
         """Return whether a readable ledger in the folder contains the head. The data set's own is read first."""
         own = self.name(dataset)
-        for name in (own, *sorted(path.stem for path in self._folder.glob("*.jsonl") if path.stem != own)):
+        for name in (own, *sorted(self._names() - {own})):
             with suppress(LedgerError):
                 if not missing(self._named(name).read(), head):
                     return True
         return False
 
     def adopt(self, dataset: str) -> Head | None:
-        """Accept a ledger from before there was a key, under a lost key, cut off, or gone; and move what was spent
-        under the data set's own name into a ledger that it now shares.
+        """Accept a ledger under a lost key, cut off, or gone; and move what was spent under the data
+        set's own name into a ledger that it now shares.
 
-        Unless a ledger is complete and only lacks a key, the privacy spent is unknown from then on. Returns its new
-        head, or None if it was in order. Raises LedgerError for lines that do not follow each other.
+        The privacy spent is unknown from then on. Returns its new head, or None if it was in order. Raises
+        LedgerError for entries that do not follow each other.
         """
         if not self._is_apart(dataset):
             return self._adopt(dataset)
@@ -367,14 +346,12 @@ class Ledger:
 
     def _is_apart(self, dataset: str) -> bool:
         """Return whether the data set has a ledger under its own name beside the one that it shares."""
-        path = self._folder / f"{dataset}.jsonl"
-        return self.name(dataset) != dataset and path.exists() and MOVED not in path.read_bytes()
+        return self.name(dataset) != dataset and dataset in self._names() - self._names(MOVED)
 
     def _move(self, dataset: str) -> Head:
-        """Move what counts in the ledger under the data set's own name into the one that it shares, whose head is
-        returned. An interrupted move starts again from the beginning, and some privacy then counts twice."""
+        """Move the entries that count under the data set's own name into the shared ledger. Return its new head."""
         name = self.name(dataset)
-        with self.locked(), self._named(dataset).held() as own, self._named(name).held() as shared:
+        with self._named(dataset).held() as own, self._named(name).held() as shared:
 
             def add(entry: LedgerEntry) -> None:
                 shared.append(
@@ -426,10 +403,10 @@ class Ledger:
 
     def _judged(self, dataset: str, entries: tuple[LedgerEntry, ...]) -> tuple[LedgerEntry, ...]:
         if other := next((entry.dataset for entry in entries if entry.dataset != self.name(dataset)), None):
-            raise LedgerError(f"{self._path(dataset)} is the ledger of {other!r}; give it its own name back")
+            raise LedgerError(f"{self._where(dataset)} is the ledger of {other!r}; give it its own name back")
         if moved := next((entry.moved for entry in entries if entry.moved), None):
             raise LedgerError(
-                f"{self._path(dataset)} was moved into the ledger {moved!r}: set `ledger` of the data set to it again"
+                f"{self._where(dataset)} was moved into the ledger {moved!r}: set the data set's `ledger` to it again"
             )
         if dataset in self._expected and self._is_apart(dataset):
             raise LedgerError(
@@ -440,24 +417,26 @@ class Ledger:
             shares = self.name(other) == self.name(dataset) and not self._is_apart(other)
             if shares and missing(entries, known):
                 raise LedgerError(
-                    f"{self._path(dataset)} has {len(entries)} entries, and not those {known.entries} that it had "
+                    f"{self._where(dataset)} has {len(entries)} entries, and not those {known.entries} that it had "
                     "when something last left: it was cut off, removed, or is an older copy. Put back the newest "
                     "copy; if there is none, `tessera worker adopt --config FILE` goes on with what was spent as "
                     "unknown"
                 )
         return entries
 
+    def _names(self, text: str = "") -> set[str]:
+        """Return the names of the ledgers that have an entry with this text."""
+        query = "SELECT DISTINCT chain FROM entries WHERE chain GLOB ? AND instr(entry, ?)"
+        return {chain.removeprefix(CHAINS) for (chain,) in self._database.rows(query, f"{CHAINS}*", text)}
+
     def _chain(self, dataset: str) -> Chain[LedgerEntry]:
         return self._named(self.name(dataset))
 
     def _named(self, name: str) -> Chain[LedgerEntry]:
-        return Chain(
-            self._folder / f"{name}.jsonl", LedgerEntry, LedgerError, key=derived(self._key, f"ledger {name}")
-        )
+        return Chain(self._database, f"{CHAINS}{name}", LedgerEntry, LedgerError, key=self._key)
 
-    def _path(self, dataset: str) -> Path:
-        # A data set's name is a label, which cannot be a path.
-        return self._folder / f"{self.name(dataset)}.jsonl"
+    def _where(self, dataset: str) -> str:
+        return f"{self._database.path}, {CHAINS}{self.name(dataset)}"
 
 
 def _latest_sketch(entries: Sequence[LedgerEntry]) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.messages import Fingerprint, Hex32, SiteKeys, fingerprint
 from tessera.shared.secure_sums.roster import signed_keys
 from tessera.worker.state.atomic_files import secret_key
-from tessera.worker.state.hash_chain import ADOPT, Chain, ChainError, Link, derived
+from tessera.worker.state.database import Database
+from tessera.worker.state.hash_chain import ADOPT, Chain, ChainError, Link
 
 KEYS_FOLDER = "keys"
-AGREEMENTS_FILE = "agreements.jsonl"
 RENEW_SECONDS = 7 * 86400.0
 ERASE_SECONDS = 35 * 86400.0
 """A round whose helpers stay away for longer than this can no longer be opened."""
@@ -68,28 +68,28 @@ class _Agreed(Link):
 
 
 class AgreementLog:
-    """This helper's commitments: the sets of senders that it signed or opened, and the terms under which it signs
-    none. In a file under the site's audit key."""
+    """This helper's commitments under its long-term key: the sets of senders that it signed or opened, and the terms
+    under which it signs none. A chain under the site's audit key."""
 
-    def __init__(self, folder: Path, key: bytes | None = None) -> None:
-        self._path = folder / AGREEMENTS_FILE
-        self._chain: Chain[_Agreed] = Chain(self._path, _Agreed, key=derived(key, "agreements"))
+    def __init__(self, folder: Path, key: bytes | None = None, identity: str = "") -> None:
+        name = f"agreements {identity}".strip()
+        self._keys = folder / KEYS_FOLDER
+        self._chain: Chain[_Agreed] = Chain(Database.of(folder), name, _Agreed, key=key)
         self._known = 0
-        """The least entries that the file has."""
+        """The least entries that the chain has."""
 
     def expect(self, signed: Mapping[Digest, tuple[str, int]]) -> None:
-        """Raise ChainError unless the file has these sets and abandoned terms, which the audit says were signed or
+        """Raise ChainError unless the chain has these sets and abandoned terms, which the audit says were signed or
         opened, each with a run and a round.
 
         Without them the helper would sign a second set, whose difference from the first may be one site's update.
         """
-        keys = self._path.parent / KEYS_FOLDER
         remedy = (
-            f"Put the file back as it was last. If it is lost, remove it and the folder {keys}: the site gets new "
-            "keys, whose fingerprint (`tessera worker roster`) the other sites need"
+            f"Put the newest copy of the database back. If there is none, remove the folder {self._keys}: the site "
+            "gets new keys, whose fingerprint (`tessera worker roster`) the other sites need"
         )
         try:
-            entries = self._chain.check()
+            entries = self._chain.read()
         except ChainError as fault:
             raise ChainError(str(fault).replace(ADOPT, remedy)) from None
         self._known = max(self._known, len(entries))
@@ -97,27 +97,26 @@ class AgreementLog:
         if lost := sorted(about for digest, about in signed.items() if digest not in found):
             run, number = lost[0]
             raise ChainError(
-                f"{self._path}: lacks {len(lost)} entries of what this site signed or opened as a helper, such as "
-                f"that of round {number} of run {run}. {remedy}"
+                f"{self._chain.where}: lacks {len(lost)} entries of what this site signed or opened as a helper, "
+                f"such as that of round {number} of run {run}. {remedy}"
             )
 
     def remember(self, made: Commitment, repeating: Collection[str] = ()) -> Commitment | None:
         """Record a commitment, on disk when it returns None; return an earlier one that forbids it.
 
-        Raises ChainError if the file was changed.
+        Raises ChainError if the chain was changed.
         """
         with self._chain.held() as chain:
             if len(chain.entries) < self._known:
-                raise ChainError(f"{self._path} was cut off or removed while the worker ran: put it back")
-            self._known = len(chain.entries)
+                raise ChainError(f"{self._chain.where} was cut off or removed while the worker ran: put it back")
             known = [entry.made for entry in chain.entries]
             if made not in known:
                 if earlier := forbidding(known, made, repeating):
                     return earlier
                 at = datetime.now(UTC)
                 chain.append(lambda seq, previous: _Agreed(seq=seq, at=at, previous=previous, made=made))
-                self._known += 1
-            return None
+        self._known = len(chain.entries)
+        return None
 
 
 class Keys(Protocol):

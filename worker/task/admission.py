@@ -31,7 +31,7 @@ from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.state.checkpoints import TaskCheckpoint
-from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
+from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.task.environment import TaskRun, privacy_module
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
@@ -209,7 +209,7 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
     if ledger is None:
         return
     for lost in ledger.lost([name]):
-        ledger.check(lost)
+        ledger.read(lost)
     prints = _fingerprints(run, name, ledger)
     with ledger.page(name) as page:
         sketch = sketch_of(prints, page.sketch)
@@ -292,7 +292,7 @@ def _private(
         task,
         task.privacy,
         dataset.examples,
-        env.ledger or Ledger(env.scratch / LEDGER_FOLDER),
+        env.ledger or Ledger(env.scratch),
         env.allowances.get(task.dataset),
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,

@@ -24,8 +24,9 @@ from tessera.worker.governance.policy import Allowance, PolicyViolation, permits
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.audit import LEAVING, StateRolledBack
 from tessera.worker.state.checkpoints import TaskCheckpoint
+from tessera.worker.state.database import StateError
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in
+from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.errors import TaskFailure
@@ -252,7 +253,7 @@ def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float 
     """Return the least budget that admits the entries, infinite after a use that it does not bound; None if they
     cannot be read."""
     # A task on a data set with an unreadable ledger fails and reports why.
-    with suppress(LedgerError, OSError, ImportError):
+    with suppress(StateError, OSError, ImportError):
         entries = read()
         return math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries, most.unit), most.delta)
     return None

@@ -26,8 +26,9 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
-from tessera.worker.stores import STATE_ID_FILE
+from tessera.worker.state.database import Database
+from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.stores import STATE_ID
 from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
@@ -84,9 +85,9 @@ def sites(
         for index, name in enumerate(names):
             tap = stack.enter_context(Tap(coordinator.url))
             digits = some_digits(folder / "data", 24, index)
-            (state_dir := folder / name).mkdir(parents=True)
+            state_dir = folder / name
             # Each test's worker of this name is the same one, whose state folder was lost.
-            (state_dir / STATE_ID_FILE).write_text("0" * 64)
+            Database.of(state_dir).set_note(STATE_ID, "0" * 64)
             settings = WorkerSettings(
                 url=tap.url, token=coordinator.token("site", name), name="w", state_dir=state_dir,
                 datasets={"digits": digits}, threads=1, poll_seconds=0,
@@ -222,7 +223,7 @@ def test_a_private_choice_is_noisy_and_paid_for_and_what_it_leaves_out_is_neithe
     with sites(live, tmp_path, "a") as [site]:
         for _ in range(2):
             site.works()
-        entries = Ledger(site.folder / LEDGER_FOLDER).read("digits")
+        entries = Ledger(site.folder).read("digits")
     for before, after in zip(versions := manifests(client, run), versions[1:], strict=False):
         assert len(layers_in(moved(before, after))) == 2
     assert [event.kind for entry in entries for event in entry.events] == ["noisy-choice", "noisy-steps"] * 2

@@ -24,6 +24,7 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
+from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.task_document import task_of
@@ -52,7 +53,7 @@ class Site:
             SETTINGS.format(url=coordinator.url, token=coordinator.token("site", "a"), folder=folder)
         )
         self.audit = audit_of(read_settings(self.config))
-        self.file = folder / "state" / "audit" / "audit.jsonl"
+        self.file = ChainRows(folder / "state", "audit")
 
     def say(self, *arguments: str) -> Result:
         return CliRunner().invoke(app, [*arguments, "--config", str(self.config)])
@@ -75,7 +76,7 @@ def test_a_chain_that_was_cut_off_is_found_by_a_digest_that_was_kept(site: Site)
     assert (kept["holds"], kept["entries"]) == (True, 3)
     site.audit.record("worker.stop")
     assert site.say("verify", "--head", kept["head"]).exit_code == 0
-    lines = site.file.read_bytes().splitlines(keepends=True)
+    lines = site.file.lines()
     site.file.write_bytes(b"".join(lines[:2]))
     # By itself what is left is a whole chain.
     assert site.say("verify").exit_code == 0
@@ -89,7 +90,7 @@ def test_a_changed_chain_fails(site: Site) -> None:
         site.audit.record("worker.start")
     site.file.write_bytes(site.file.read_bytes().replace(b"worker.start", b"worker.stop", 1))
     assert site.say("verify").exit_code == 1
-    assert "line 1" in site.say("verify").output
+    assert "entry 1" in site.say("verify").output
 
 
 def test_a_chain_is_exported_whole(site: Site) -> None:
@@ -100,6 +101,27 @@ def test_a_chain_is_exported_whole(site: Site) -> None:
         ("run.approve", "r1", '{"by": "ann"}'), ("worker.stop", "", "{}"),
     ]  # fmt: skip
     assert [row["detail"] for row in site.json("export")] == [{"by": "ann"}, {}]
+
+
+def test_an_exported_chain_is_verified_without_the_database(site: Site, tmp_path: Path) -> None:
+    for number in range(3):
+        site.audit.record("task.fail", None, number=number)
+    (out := tmp_path / "elsewhere" / "audit.jsonl").parent.mkdir()
+    out.write_bytes(site.say("export", "--lines").stdout_bytes)
+    key = tmp_path / "state.key"
+
+    def found(*options: str) -> Any:
+        return read(CliRunner().invoke(app, ["verify", "--file", str(out), *options, "--json"]))
+
+    assert found("--key-file", str(key)) == site.json("verify")
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(lines[0] + lines[1].replace(b'"number":1', b'"number":7') + lines[2])
+    assert "entry 2: this was changed" in found("--key-file", str(key))["fault"]
+    # Who has no key sees what is missing.
+    assert found()["fault"] is None
+    out.write_bytes(lines[0] + lines[2])
+    assert "entry 2: this was changed" in found()["fault"]
+    assert list(out.parent.iterdir()) == [out]
 
 
 def test_the_coordinator_s_chain_is_verified_and_exported_over_the_api(coordinator: LiveCoordinator) -> None:
@@ -173,7 +195,7 @@ def test_a_ledger_that_is_behind_the_audit_is_found_and_adopted_as_lost(site: Si
     assert head
     site.audit.record("update.leave", None, ledger={"digits": head.model_dump()})
     assert site.say("verify").exit_code == 0
-    file = site.file.parents[1] / "ledger" / "digits.jsonl"
+    file = ChainRows(site.file.folder, "ledger digits")
     file.unlink()
     assert "has 0 entries, and not those 1" in " ".join(site.say("verify").output.split())
     # The worker does not even start.
@@ -191,9 +213,9 @@ def test_a_removed_data_set_s_ledger_under_a_lost_key_is_found_at_the_start_and_
     with site.config.open("a") as file:
         file.write('ledger = "people"\n')
     for name in ("digits", "old"):
-        with Ledger(site.file.parents[1] / "ledger", b"lost" * 8).page(name) as page:
+        with Ledger(site.file.folder, b"lost" * 8).page(name) as page:
             page.exact(TaskRef.of(task_of(dataset=name)), 10, "training")
-    with pytest.raises(SettingsError, match=r"digits\.jsonl.*tessera worker adopt"):
+    with pytest.raises(SettingsError, match=r"ledger digits.*tessera worker adopt"):
         Agent(read_settings(site.config), Stop())
     assert site.say("verify").exit_code == 1
     adopted = CliRunner().invoke(worker_app, ["adopt", "--config", str(site.config), "--json"])

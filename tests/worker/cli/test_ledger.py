@@ -16,14 +16,18 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import Budget, Unit
 from tessera.worker.cli.worker import app
 from tessera.worker.privacy.accountant import epsilon, least_budget
+from tessera.worker.state.database import DATABASE_FILE
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, NoisySteps, OneInGroup
+from tests.support.chain_rows import ChainRows
 
+KEY = b"k" * 32
 SETTINGS = """
 url = "http://127.0.0.1:9"
 token = "tsr_secret"
 name = "north-1"
 state_dir = "{folder}"
+audit_key = "{key}"
 
 [datasets.wards]
 kind = "digits"
@@ -41,7 +45,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("TESSERA_")]:
         monkeypatch.delenv(name)
     file = tmp_path / "worker.toml"
-    file.write_text(SETTINGS.format(folder=tmp_path))
+    file.write_text(SETTINGS.format(folder=tmp_path, key=KEY.hex()))
     return file
 
 
@@ -51,7 +55,7 @@ def spend(folder: Path, run: str, number: int, token: int, unit: Unit = "example
         seed=0, method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
         normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
-    with Ledger(folder / "ledger").page("wards") as page:
+    with Ledger(folder, KEY).page("wards") as page:
         page.spend(TaskRef.of(task), 100, Budget(epsilon=3.0, delta=1e-5), [STEPS], unit=unit)
 
 
@@ -73,7 +77,7 @@ def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
 def test_what_evaluations_spend_is_shown_beside_the_run_s_target_and_counts_for_the_budget(config: Path) -> None:
     spend(config.parent, "a", 1, 1)
     task, figures = TaskRef("a", "run-a", 1, "a-1", 2), NoisyFigures(rho=0.1)
-    with Ledger(config.parent / "ledger").page("wards") as page:
+    with Ledger(config.parent, KEY).page("wards") as page:
         page.spend(task, 100, Budget(epsilon=2.0, delta=1e-6), [figures])
     shown = json.loads(CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"]).stdout)["wards"]
     (run,) = shown["runs"]
@@ -115,17 +119,17 @@ def test_each_run_is_shown_in_its_unit_and_the_sum_in_that_of_the_budget(config:
 
 def test_a_ledger_that_was_rewritten_is_said_to_be_so(config: Path) -> None:
     spend(config.parent, "a", 1, 1)
-    file = config.parent / "ledger" / "wards.jsonl"
+    file = ChainRows(config.parent, "ledger wards")
     file.write_bytes(file.read_bytes().replace(b'"steps":10', b'"steps":1'))
     result = CliRunner().invoke(app, ["ledger", "--config", str(config)])
     assert result.exit_code == 1
-    assert "wards.jsonl, line 1: this was changed" in result.stderr
+    assert "ledger wards, entry 1: this was changed" in " ".join(result.stderr.split())
 
 
 def test_a_ledger_that_may_not_be_read_is_told_in_one_line(config: Path) -> None:
-    # A folder in its place fails for every user; a ledger's rights would not stop root, as whom tests may run.
-    file = config.parent / "ledger" / "wards.jsonl"
-    file.mkdir(parents=True)
+    # A folder in its place fails for every user; a file's rights would not stop root, as whom tests may run.
+    file = config.parent / DATABASE_FILE
+    file.mkdir()
     result = CliRunner().invoke(app, ["ledger", "--config", str(config)])
     assert result.exit_code == 1
     assert f"{file} cannot be read" in result.stderr.replace("\n", "")

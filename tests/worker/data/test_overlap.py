@@ -28,6 +28,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.chain_rows import ChainRows
 from tests.worker.privacy.test_private_task import task as task_of
 
 KEY = b"k" * 32
@@ -168,14 +169,14 @@ def test_a_name_stays_limited_where_another_worker_has_no_limit(tmp_path: Path) 
     for made in (free, limited, free, limited):
         uses(made, "wards")
     # One line for the examples, and one for the limit.
-    assert len((tmp_path / "ledger" / "wards.jsonl").read_bytes().splitlines()) == 2
+    assert len(ChainRows(tmp_path / "ledger", "ledger wards").read_bytes().splitlines()) == 2
     with pytest.raises(PolicyViolation, match="have examples in common"):
         uses(free, "again")
 
 
-def test_a_ledger_from_before_limits_were_recorded_has_none_until_it_is_used_under_one(tmp_path: Path) -> None:
+def test_a_ledger_has_no_limit_until_it_is_used_under_one(tmp_path: Path) -> None:
     uses(runner(tmp_path, allowances={}), "wards")
-    assert b"limited" not in (tmp_path / "ledger" / "wards.jsonl").read_bytes()
+    assert b"limited" not in ChainRows(tmp_path / "ledger", "ledger wards").read_bytes()
     free = runner(tmp_path, allowances={})
     uses(free, "again")
     with pytest.raises(PolicyViolation, match="have examples in common"):
@@ -187,7 +188,7 @@ def test_a_ledger_from_before_limits_were_recorded_has_none_until_it_is_used_und
 def test_no_name_that_a_coordinator_chooses_makes_a_ledger_limited(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, KEY)
     with ledger.page("wards") as page:
-        page.know(TaskRef("r", LIMITED.decode(), 1, LIMITED.decode(), 1), 200, (1,), limited=False)
+        page.know(TaskRef("r", LIMITED, 1, LIMITED, 1), 200, (1,), limited=False)
     assert ledger.limited() == set()
     with ledger.page("wards") as page:
         page.know(TaskRef.of(task_of()), 200, (1,), limited=True)
@@ -202,7 +203,7 @@ def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
     with made.ledger.page("wards") as page:
         page.exact(TaskRef.of(task_of(dataset="wards")), 200, "training")
     assert made.ledger.read("again") == made.ledger.read("wards") != ()
-    assert [path.name for path in (tmp_path / "ledger").iterdir()] == ["people.jsonl"]
+    assert made.ledger.besides([]) == ["people"]
 
 
 def test_names_that_had_ledgers_of_their_own_share_one_from_then_on(tmp_path: Path) -> None:
@@ -239,8 +240,8 @@ def test_a_name_is_not_free_of_limits_because_another_ledger_is_lost(tmp_path: P
     assert made.ledger
     uses(made, "wards")
     assert made.ledger.leaving("wards")
-    (tmp_path / "ledger" / "wards.jsonl").unlink()
-    with pytest.raises(LedgerError, match=r"wards\.jsonl has 0 entries"):
+    ChainRows(tmp_path / "ledger", "ledger wards").unlink()
+    with pytest.raises(LedgerError, match="ledger wards has 0 entries"):
         uses(made, "again")
 
 
@@ -255,25 +256,25 @@ def test_which_examples_there_are_is_written_once_and_spends_nothing(tmp_path: P
     made = runner(tmp_path)
     for _ in range(3):
         uses(made, "wards")
-    assert len((tmp_path / "ledger" / "wards.jsonl").read_bytes().splitlines()) == 1
+    assert len(ChainRows(tmp_path / "ledger", "ledger wards").read_bytes().splitlines()) == 1
     assert made.ledger
     assert made.ledger.read("wards") == ()
 
 
 def test_a_ledger_that_cannot_be_relied_on_stops_no_task_without_a_budget(tmp_path: Path) -> None:
     uses(runner(tmp_path, allowances={}), "wards")
-    (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
+    ChainRows(tmp_path / "ledger", "ledger wards").rename(ChainRows(tmp_path / "ledger", "ledger old"))
     made = runner(tmp_path)
     # Neither "others" nor "old" has a budget.
     uses(made, "others")
-    with pytest.raises(LedgerError, match=r"old\.jsonl"):
+    with pytest.raises(LedgerError, match="ledger old"):
         uses(made, "wards")
 
 
 def test_a_ledger_under_a_limit_that_cannot_be_relied_on_stops_every_task(tmp_path: Path) -> None:
     uses(runner(tmp_path), "wards")
-    (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
-    with pytest.raises(LedgerError, match=r"old\.jsonl"):
+    ChainRows(tmp_path / "ledger", "ledger wards").rename(ChainRows(tmp_path / "ledger", "ledger old"))
+    with pytest.raises(LedgerError, match="ledger old"):
         uses(runner(tmp_path, allowances={}), "others")
 
 

@@ -31,6 +31,7 @@ from tessera.worker.governance.airlock import (
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.audit import Audit
+from tessera.worker.state.database import DATABASE_FILE, Database
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Journal, TaskRun
@@ -54,7 +55,7 @@ def summary(token: int = 1, update: bytes = BYTES) -> Summary:
 
 def held_in(folder: Path, task: Task | None = None) -> Airlock:
     """An airlock that holds an update."""
-    airlock, made = Airlock(folder / "airlock", pause=0.01), folder / "made"
+    airlock, made = Airlock(folder, pause=0.01), folder / "made"
     made.write_bytes(BYTES)
     airlock.hold(made, summary(), HeldTask(work=work_of(task) if task else DIGEST, blocks=()))
     return airlock
@@ -72,7 +73,7 @@ def closing(after: int = 3) -> Callable[[], None]:
 
 
 def test_an_update_leaves_once_it_is_released(tmp_path: Path) -> None:
-    worker, desk = held_in(tmp_path), Airlock(tmp_path / "airlock")
+    worker, desk = held_in(tmp_path), Airlock(tmp_path)
     (held,) = desk.held()
     assert (held.id, held.norm, held.update) == ("abcdef012345-1", 5.0, digest_of(BYTES))
     assert desk.path(held).read_bytes() == BYTES
@@ -85,16 +86,16 @@ def test_an_update_leaves_once_it_is_released(tmp_path: Path) -> None:
 
 def test_what_is_withheld_does_not_leave_and_says_why(tmp_path: Path) -> None:
     worker = held_in(tmp_path)
-    Airlock(tmp_path / "airlock").decide("abcdef", "withhold", "ann", "norm too large")
+    Airlock(tmp_path).decide("abcdef", "withhold", "ann", "norm too large")
     with pytest.raises(UpdateWithheld, match="norm too large"):
         worker.wait(worker.held()[0], lambda: None)
 
 
-def test_an_update_whose_folder_a_person_removed_is_withheld(tmp_path: Path) -> None:
+def test_an_update_that_was_removed_is_withheld(tmp_path: Path) -> None:
     worker = held_in(tmp_path)
     (held,) = worker.held()
     worker.remove(held)
-    with pytest.raises(UpdateWithheld, match="its folder was removed"):
+    with pytest.raises(UpdateWithheld, match="it was removed"):
         worker.wait(held, lambda: None)
     with pytest.raises(AirlockError, match="no held updates have an id beginning with 'abcdef'"):
         worker.decide("abcdef", "release", "ann")
@@ -111,7 +112,7 @@ def test_a_release_of_other_bytes_lets_nothing_leave(tmp_path: Path) -> None:
     worker = held_in(tmp_path)
     (held,) = worker.held()
     other = ReleaseDecision(update=digest_of(b"other"), verdict="release", by="eve", at=datetime.now(UTC))
-    (tmp_path / "airlock" / held.id / "decision.json").write_text(other.model_dump_json())
+    Database.of(tmp_path).write("UPDATE held SET decision = ?", other.model_dump_json())
     with pytest.raises(RoundClosed):
         worker.wait(held, closing())
 
@@ -123,9 +124,6 @@ def test_only_the_same_work_takes_up_what_a_killed_process_held(tmp_path: Path) 
     assert airlock.find(again)
     assert airlock.find(again.model_copy(update={"seed": task.seed + 1})) is None
     assert airlock.find(again.model_copy(update={"id": "another"})) is None
-    # A file that cannot be read is none: the task begins again.
-    (tmp_path / "airlock" / "abcdef012345-1" / "task.json").write_text("{}")
-    assert airlock.find(again) is None
 
 
 def test_an_update_that_the_audit_does_not_know_is_not_taken_up(tmp_path: Path) -> None:
@@ -153,19 +151,16 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
 
 
 def test_an_update_that_could_not_be_held_is_not_left_behind(tmp_path: Path) -> None:
-    vault, airlock, task = Vault(tmp_path / "vault"), Airlock(tmp_path / "airlock"), task_of()
+    vault, airlock, task = Vault(tmp_path / "vault"), Airlock(tmp_path), task_of()
     made = tmp_path / "made"
     made.write_bytes(BYTES)
     env: Any = SimpleNamespace(vault=vault)
     run = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None))
     update = UpdateFile(WrittenUpdate({}, {}, digest_of(BYTES)), len(BYTES), partial(made.open, "rb"), made)
-    place = tmp_path / "airlock" / Egress(run).summary(update, 1).id
-    # It cannot be replaced by a file.
-    (place / "task.json").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError):
+    (tmp_path / DATABASE_FILE).mkdir()
+    with pytest.raises(OSError, match=DATABASE_FILE):
         HeldUpdate.of(Egress(run), airlock, update, {"head": np.ones(2)}, 1, ())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    assert not place.exists()
 
 
 def test_what_a_killed_process_had_not_held_in_whole_is_not_kept_for_good(tmp_path: Path) -> None:
@@ -173,8 +168,7 @@ def test_what_a_killed_process_had_not_held_in_whole_is_not_kept_for_good(tmp_pa
         url="http://127.0.0.1:1", token="t", name="w", state_dir=tmp_path, datasets={"digits": {"kind": "digits"}}
     )
     airlock = held_in(tmp_path)
-    (half := tmp_path / "airlock" / "half-1").mkdir()
-    (half / "update.safetensors").write_bytes(BYTES)
+    (half := tmp_path / "airlock" / "half-1.safetensors").write_bytes(BYTES)
     Agent(settings, Stop()).close()
     assert not half.exists()
     (held,) = airlock.held()

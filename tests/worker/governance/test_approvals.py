@@ -16,6 +16,7 @@ from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance import approvals
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.state.database import Database, StateError
 from tests.support.task_document import task_of
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -53,7 +54,7 @@ class Asking:
 
 @pytest.fixture
 def asking(tmp_path: Path) -> Asking:
-    return Asking(tmp_path / "inbox")
+    return Asking(tmp_path)
 
 
 def task(run: str = "r1", **more: object) -> Task:
@@ -123,9 +124,9 @@ def test_one_request_of_several_is_named_by_its_terms(asking: Asking) -> None:
 def test_terms_whose_digest_begins_as_that_of_approved_ones_are_not_approved(asking: Asking, tmp_path: Path) -> None:
     asking.code(task())
     asking.decide("r1")
-    (file,) = (tmp_path / "inbox").glob("*.json")
     terms = terms_digest(RunSnapshot.of(task()))
-    file.write_text(file.read_text().replace(terms, terms[:16] + "0" * 48))
+    change = "UPDATE requests SET request = replace(request, ?, ?)"
+    Database.of(tmp_path).write(change, terms, terms[:16] + "0" * 48)
     with pytest.raises(InboxError, match="a request on other terms"):
         asking.code(task())
 
@@ -152,7 +153,7 @@ def test_what_is_declined_says_why_and_may_be_approved_later(asking: Asking) -> 
 
 def test_the_workers_of_a_site_ask_once(asking: Asking, tmp_path: Path) -> None:
     asking.code(task())
-    second = Asking(tmp_path / "inbox")
+    second = Asking(tmp_path)
     second.now += timedelta(days=1)
     second.code(task())
     (request,) = second.inbox.requests()
@@ -175,9 +176,8 @@ def test_a_name_that_could_be_two_runs_decides_nothing(asking: Asking) -> None:
 
 def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: Path) -> None:
     asking.code(task())
-    (file,) = (tmp_path / "inbox").glob("*.json")
-    file.write_text("{}")
-    with pytest.raises(InboxError, match="cannot be read as a request"):
+    Database.of(tmp_path).write("UPDATE requests SET request = '{}'")
+    with pytest.raises(StateError, match="a row was changed, and is no Request"):
         asking.code(task())
 
 
@@ -248,14 +248,14 @@ def test_to_let_a_run_train_is_to_let_it_measure_on_what_is_held_out_of_the_same
 
 
 def test_an_inbox_full_of_undecided_requests_takes_no_more_until_some_are_decided(
-    asking: Asking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(approvals, "MAX_UNDECIDED", 2)
     for run in ("r1", "r2"):
         asking.code(task(run))
     with pytest.raises(Unapproved, match=r"2 requests await a decision.*: a person there has to approve or decline"):
         asking.require(task("r3"))
-    assert len(list((tmp_path / "inbox").glob("*.json"))) == 2
+    assert len(asking.inbox.requests()) == 2
     # What was asked before may be decided, which makes room.
     asking.decide("r1")
     assert asking.code(task("r1")) is None

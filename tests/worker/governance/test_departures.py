@@ -18,6 +18,7 @@ from tessera.worker.settings import read_settings
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.stores import audit_of
+from tests.support.chain_rows import ChainRows
 
 HOSTILE = "<script>alert(1)</script>\"'&{style}\u202eevil\n"
 
@@ -105,7 +106,7 @@ def test_a_report_is_made_of_an_intact_audit_alone(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["report", "--config", str(config), "--json"])
     assert json.loads(shown.stdout)["departures"][0]["study"] == "lungs"
     assert "before the first" in say("page.html", "--from", "2020-01-02", "--until", "2020-01-01").stderr
-    file = tmp_path / "state" / "audit" / "audit.jsonl"
-    file.write_text(file.read_text().replace('"bytes":7', '"bytes":8'))
+    file = ChainRows(tmp_path / "state", "audit")
+    file.write_bytes(file.read_bytes().replace(b'"bytes":7', b'"bytes":8'))
     broken = say("other.html")
     assert (broken.exit_code, (tmp_path / "other.html").exists()) == (1, False)

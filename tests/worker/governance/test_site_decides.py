@@ -31,11 +31,12 @@ from tessera.worker import settings_reload
 from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app as audit_app
 from tessera.worker.cli.worker import app
-from tessera.worker.governance.airlock import AIRLOCK_FOLDER, SUMMARY_FILE, summary_of
-from tessera.worker.governance.opening_hours import Opening, Used, local_time
+from tessera.worker.governance.airlock import Airlock, HeldTask, summary_of
+from tessera.worker.governance.opening_hours import USAGE, Opening, Used, local_time
 from tessera.worker.settings import read_settings
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.audit import Audit
+from tessera.worker.state.database import DATABASE_FILE, Database
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
@@ -80,11 +81,11 @@ class Desk:
         return json.JSONDecoder().raw_decode(result.stdout, result.stdout.index("{\n"))[0]
 
     def audit(self) -> list[str]:
-        entries = Audit(self.settings.state_dir / "audit", "w").read()
+        entries = Audit(self.settings.state_dir, "w").read()
         return [entry.action for entry in entries if not entry.action.startswith("worker.")]
 
     def details(self, action: str) -> list[dict[str, Any]]:
-        entries = Audit(self.settings.state_dir / "audit", "w").read()
+        entries = Audit(self.settings.state_dir, "w").read()
         return [entry.detail for entry in entries if entry.action == action]
 
     def compared(self) -> Any:
@@ -332,7 +333,7 @@ def test_a_name_that_the_audit_could_not_show_decides_nothing(
     coordinator: LiveCoordinator, tmp_path: Path, name: str
 ) -> None:
     desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
-    Asking(desk.settings.state_dir / "inbox").code(task_of(run="r1", run_name="demo"))
+    Asking(desk.settings.state_dir).code(task_of(run="r1", run_name="demo"))
     refused = CliRunner().invoke(app, ["approve", "r1", "--as", name, "--config", str(desk.file)])
     assert refused.exit_code == 2
     assert "printable characters" in refused.stderr
@@ -343,7 +344,7 @@ def test_a_request_on_terms_that_a_person_has_not_read_is_not_approved(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
-    asking = Asking(desk.settings.state_dir / "inbox")
+    asking = Asking(desk.settings.state_dir)
     private = task_of(run="r1", run_name="demo", privacy=Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0))
     asking.code(private)
     (asked,) = desk.say("inbox")["runs"]
@@ -374,9 +375,8 @@ def test_the_airlock_names_the_unit_of_epsilon_and_what_it_does_not_cover(
         held_at=datetime.now(UTC), update=digest_of(b"update"), nbytes=6, blocks={}, metrics={}, epsilon=1.5,
         privacy=Privacy.model_validate(given),
     )  # fmt: skip
-    folder = desk.settings.state_dir / AIRLOCK_FOLDER / held.id
-    folder.mkdir(parents=True)
-    (folder / SUMMARY_FILE).write_bytes(canonical(held))
+    (made := tmp_path / "made").write_bytes(b"update")
+    Airlock(desk.settings.state_dir).hold(made, held, HeldTask(work=held.update, blocks=()))
     (found,) = desk.say("airlock")["updates"]
     assert (found["epsilon"], found["unit"], found["covers_choice"]) == (1.5, unit, not said)
     shown = CliRunner().invoke(app, ["airlock", "--config", str(desk.file)], env={"COLUMNS": "200"}).output
@@ -415,13 +415,17 @@ def test_what_the_policy_refuses_is_in_the_chain_by_its_rule(
 def test_nothing_leaves_while_it_cannot_be_written_down(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
     desk = Desk(coordinator, tmp_path, "")
-    (tmp_path / "state" / "audit" / "audit.jsonl").mkdir(parents=True)
+    desk.text = f'audit_dir = "{tmp_path}/state/audit"\n{desk.text}'
+    desk.write("")
+    desk.settings = read_settings(desk.file)
+    (tmp_path / "state" / "audit" / DATABASE_FILE).mkdir(parents=True)
     with desk.working():
         run = begin(client, cohort=Cohort(max_attempts=1))
-        until(lambda: client.run(run.id).state == "paused")
+        until(lambda: (task := tasks(client, run)) and task[0].problem)
     (task,) = tasks(client, run)
-    assert task.state == "failed"
-    assert task.upload_bytes == 0
+    assert (task.state, task.upload_bytes) == ("offered", 0)
+    assert task.problem
+    assert task.problem.detail.startswith("disk-full: ")
 
 
 def test_a_site_that_sends_only_some_blocks_takes_part_in_a_run_that_asks_for_these(
@@ -443,10 +447,10 @@ def test_uploads_are_slowed_down_and_work_is_counted(coordinator: LiveCoordinato
     with desk.working():
         run = begin(client, codec="raw")
         until(lambda: client.run(run.id).state == "completed")
-    entries = {entry.action: entry for entry in Audit(desk.settings.state_dir / "audit", "w").read()}
+    entries = {entry.action: entry for entry in Audit(desk.settings.state_dir, "w").read()}
     left, counted = entries["update.leave"], entries["update.count"]
     assert (counted.at - left.at).total_seconds() >= tasks(client, run)[0].upload_bytes / 16384
-    used = json.loads((desk.settings.state_dir / "usage.json").read_bytes())["seconds"]
+    used = json.loads(Database.of(desk.settings.state_dir).note(USAGE))["seconds"]
     assert (counted.at - left.at).total_seconds() <= used < 60
 
 
@@ -473,9 +477,8 @@ def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
     # It stays today.
     monkeypatch.setattr(Opening.__init__, "__defaults__", (lambda: today, time.monotonic))
     desk = Desk(coordinator, tmp_path, "max_minutes_per_day = 1\n")
-    desk.settings.state_dir.mkdir()
     used = Used(day=today.date().isoformat(), seconds=60.0)
-    (desk.settings.state_dir / "usage.json").write_text(used.model_dump_json())
+    Database.of(desk.settings.state_dir).set_note(USAGE, used.model_dump_json())
     with desk.working() as agent:
         until(lambda: agent._closed)
     assert list(coordinator.client().workers()) == []

@@ -13,6 +13,7 @@ from tessera.shared.client.notice_channels import Command
 from tessera.worker.governance.airlock import Airlock, HeldTask
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, Request
 from tessera.worker.governance.notices import PAUSE_SECONDS, RETRY_SECONDS, Notices
+from tessera.worker.state.database import Database
 from tests.worker.governance.test_airlock import BYTES, DIGEST, summary
 
 
@@ -21,7 +22,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.inbox, self.airlock = Inbox(folder / "inbox"), Airlock(folder / "airlock")
+        self.inbox, self.airlock = Inbox(folder), Airlock(folder)
         self.out = folder / "out"
 
     def notices(self, command: str = "cat >> out; echo >> out") -> Notices:
@@ -33,8 +34,7 @@ class Site:
             run=f"run-{name}", run_name=name, terms=f"{name:0<64}", orchestrator=None, dataset="d", examples=9,
             worker=worker, asked_at=datetime.now(UTC), summary="x",
         )  # fmt: skip
-        (self.folder / "inbox").mkdir(exist_ok=True)
-        (self.folder / "inbox" / f"{request.run}.{request.terms[:16]}.json").write_text(request.model_dump_json())
+        self.inbox._write(request)
         return request
 
     def hold(self) -> None:
@@ -66,7 +66,7 @@ def test_what_waits_for_a_person_is_told_once_also_after_a_restart(site: Site) -
     assert site.titles[1:] == ["release of an update of demo, round 1"]
     # One that was decided before anybody was told needs nobody.
     site.airlock.decide("abcdef", "release", "ann")
-    (site.folder / "notices-command.json").write_text("not JSON")
+    Database.of(site.folder).set_note("notices-command", None)
     site.notices().look(0.0)
     assert site.titles[2:] == ["approval of demo"]
 

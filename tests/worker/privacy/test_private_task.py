@@ -41,6 +41,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.chain_rows import ChainRows
 from tests.support.task_document import task_of
 from tests.support.tasks import (
     ADAPTED,
@@ -616,7 +617,7 @@ def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the
     with Ledger(tmp_path).page("wards") as page:
         steps = NoisySteps(noise_multiplier=2.0, sampling_rate=0.4, steps=20)
         page.spend(TaskRef.of(task(run="old")), 40, PRIVACY, [steps])
-    lines = (tmp_path / "wards.jsonl").read_bytes()
+    lines = ChainRows(tmp_path, "ledger wards").read_bytes()
     private_task(tmp_path / "alone").begin(steps=5)
     together = [*spent(tmp_path), *spent(tmp_path / "alone")]
     # Had both settings been fixed beforehand, the budget would hold a twentieth more than this.
@@ -625,7 +626,7 @@ def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the
         PolicyViolation, match=r"to an epsilon of \d\.\d+ at delta 1e-05, and the site allows 5"
     ) as refused:
         private_task(tmp_path, budget)
-    assert (tmp_path / "wards.jsonl").read_bytes() == lines
+    assert ChainRows(tmp_path, "ledger wards").read_bytes() == lines
     least, to_the_end = map(float, re.findall(r"(?:epsilon|budget) of (\d+\.?\d*)", refused.value.detail))
     assert budget.epsilon < least < to_the_end
     private_task(tmp_path, Allowance(epsilon=least, delta=1e-5))

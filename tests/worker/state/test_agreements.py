@@ -25,13 +25,14 @@ from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import Action, Audit, signed_sets
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import ChainError, TaskRef
-from tessera.worker.state.site_keys import AGREEMENTS_FILE, KEYS_FOLDER, AgreementLog
+from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, sum_party_of
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.secure_sums import help_open
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
 from tests.support.secure_sums import Federation, steps_of
 
@@ -84,14 +85,14 @@ def test_a_file_that_lacks_a_signed_or_an_opened_set_or_abandoned_terms_is_refus
 
 def test_a_file_under_a_lost_key_is_refused_with_the_remedy(tmp_path: Path) -> None:
     AgreementLog(tmp_path, b"k" * 32).remember(made(1, FIRST))
-    with pytest.raises(ChainError, match=rf"agreements.jsonl.*remove it and the folder {tmp_path / KEYS_FOLDER}"):
+    with pytest.raises(ChainError, match=rf"agreements.*remove the folder {tmp_path / KEYS_FOLDER}"):
         AgreementLog(tmp_path, b"l" * 32).expect({})
 
 
 def test_a_file_that_is_removed_while_the_worker_runs_is_noticed(tmp_path: Path) -> None:
     log = AgreementLog(tmp_path)
     log.remember(made(1, FIRST))
-    (tmp_path / AGREEMENTS_FILE).unlink()
+    ChainRows(tmp_path, "agreements").unlink()
     with pytest.raises(ChainError, match="removed"):
         log.remember(made(1, SECOND))
 
@@ -109,7 +110,7 @@ def test_a_worker_without_its_agreements_does_not_start_until_it_has_new_keys(tm
     audit_of(settings).record("sums.agree", TaskRef("r", "demo", 1, "t", 1), **about)
     with Client(settings.url, "t") as client:
         runner_of(client, settings)
-        (settings.state_dir / AGREEMENTS_FILE).unlink()
+        ChainRows(settings.state_dir, f"agreements {party.fingerprint}").unlink()
         with pytest.raises(SettingsError, match="such as that of round 1 of run r"):
             runner_of(client, settings)
         for path in (settings.state_dir / KEYS_FOLDER).iterdir():
@@ -172,7 +173,8 @@ def test_a_helper_that_opened_a_set_without_having_signed_it_misses_its_lost_agr
     assert [entry.action for entry in opening.audit.read()] == ["sums.open"]
     client, settings = opening.env.coordinator, opening.settings
     runner_of(client, settings)
-    (settings.state_dir / AGREEMENTS_FILE).unlink()
+    assert opening.env.sums is not None
+    ChainRows(settings.state_dir, f"agreements {opening.env.sums.fingerprint}").unlink()
     with pytest.raises(SettingsError, match="signed or opened as a helper, such as that of round 1 of run run-1"):
         runner_of(client, settings)
 

@@ -17,7 +17,7 @@ from tessera.shared.secure_sums.committee import Commitment, Member, is_abandone
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.secure_sums.messages import Agreement, Terms, share_out
-from tessera.worker.state.site_keys import AGREEMENTS_FILE, AgreementLog
+from tessera.worker.state.site_keys import AgreementLog
 from tests.support.secure_sums import Disk, Federation, Sent, integers_of, steps_of
 
 T = TypeVar("T")
@@ -114,10 +114,6 @@ class Helper:
                 return act(member, life)
             except Killed:
                 self.ends[life.at] += 1
-                if life.at == "before remember" and self.dice.random() < 0.5:
-                    # It ended within the write of the line.
-                    with (self.folder / AGREEMENTS_FILE).open("ab") as file:
-                        file.write(b'{"entry":{"seq"')
 
     def agree(self, terms: Terms, sent: Sequence[Sent]) -> Agreement:
         return self._until_done(lambda member, _: member.agree(terms, [each.envelope for each in sent]))

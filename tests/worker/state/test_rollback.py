@@ -26,13 +26,15 @@ from tessera.worker.cli.worker import app
 from tessera.worker.faults.rolled_back import _charge
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings
-from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK_FILE, Audit, StateRolledBack
+from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK, Audit, StateRolledBack
+from tessera.worker.state.database import DATABASE_FILE, Database, StateError
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, LedgerError, NoisyFigures, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
 from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.fetch import _require_merged
 from tessera.worker.training.progress import Report
+from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.task_document import task_of
@@ -44,8 +46,8 @@ KEY = b"k" * 64
 Line = dict[str, Any]
 
 
-def file_of(folder: Path, dataset: str = "wards") -> Path:
-    return folder / f"{dataset}.jsonl"
+def file_of(folder: Path, dataset: str = "wards") -> ChainRows:
+    return ChainRows(folder, f"ledger {dataset}")
 
 
 def spend(ledger: Ledger, count: int = 1, budget: Budget = TARGET) -> None:
@@ -54,7 +56,7 @@ def spend(ledger: Ledger, count: int = 1, budget: Budget = TARGET) -> None:
             page.spend(TaskRef.of(task_of()), 100, budget, [STEPS])
 
 
-def lines_of(path: Path) -> list[Line]:
+def lines_of(path: ChainRows) -> list[Line]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
@@ -89,10 +91,10 @@ def test_a_ledger_rewritten_with_more_noise_and_fitting_digests_is_refused(
     if as_before_keys:
         entries = [{**entry, "format": 1} for entry in entries]
     file_of(tmp_path).write_bytes(chained(entries, sha256))
-    with pytest.raises(LedgerError, match="tessera worker adopt"), Ledger(tmp_path, KEY).page("wards"):
+    with pytest.raises(LedgerError, match="entry 1: this was changed"), Ledger(tmp_path, KEY).page("wards"):
         pass
     with pytest.raises(LedgerError):
-        Ledger(tmp_path, KEY).check("wards")
+        Ledger(tmp_path, KEY).read("wards")
 
 
 @pytest.mark.parametrize("fmt", [1, 2])
@@ -102,13 +104,13 @@ def test_an_entry_put_behind_those_under_the_key_is_refused(tmp_path: Path, fmt:
     last = lines_of(path)[-1]
     forged = {**last["entry"], "seq": 2, "previous": last["digest"], "format": fmt, "voids": [0, 1], "events": []}
     path.write_bytes(path.read_bytes() + _canonical({"entry": forged, "digest": sha256(_canonical(forged))}) + b"\n")
-    with pytest.raises(LedgerError, match="line 3"):
+    with pytest.raises(LedgerError, match="entry 3"):
         Ledger(tmp_path, KEY).read("wards")
     # Nor may it adopt what is before it: that takes the key too.
-    forged["adopts"] = sha256(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
-    body = b"".join(path.read_bytes().splitlines(keepends=True)[:2])
+    forged["adopts"] = sha256(b"".join(path.lines()[:2]))
+    body = b"".join(path.lines()[:2])
     path.write_bytes(body + _canonical({"entry": forged, "digest": sha256(_canonical(forged))}) + b"\n")
-    with pytest.raises(LedgerError, match="line 3"):
+    with pytest.raises(LedgerError, match="entry 3"):
         Ledger(tmp_path, KEY).read("wards")
 
 
@@ -125,14 +127,14 @@ def witnessed(folder: Path) -> Head:
 @pytest.mark.parametrize(
     "rolled_back",
     [
-        lambda path: path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2])),
+        lambda path: path.write_bytes(b"".join(path.lines()[:2])),
         lambda path: path.write_bytes(b""),
         lambda path: path.unlink(),
     ],
     ids=["cut to two entries", "emptied", "deleted"],
 )
 def test_a_ledger_that_is_behind_what_the_audit_knows_is_refused_with_the_remedy(
-    tmp_path: Path, rolled_back: Callable[[Path], object]
+    tmp_path: Path, rolled_back: Callable[[ChainRows], object]
 ) -> None:
     head = witnessed(tmp_path)
     rolled_back(file_of(tmp_path))
@@ -141,7 +143,7 @@ def test_a_ledger_that_is_behind_what_the_audit_knows_is_refused_with_the_remedy
     with pytest.raises(LedgerError, match="Put back the newest copy"), ledger.page("wards"):
         pass
     with pytest.raises(LedgerError, match="not those 3"):
-        ledger.check("wards")
+        ledger.read("wards")
 
 
 def test_a_shared_ledger_has_what_each_of_its_data_sets_spent(tmp_path: Path) -> None:
@@ -152,14 +154,14 @@ def test_a_shared_ledger_has_what_each_of_its_data_sets_spent(tmp_path: Path) ->
     with ledger.page("clinics") as page:
         page.spend(TaskRef.of(task_of()), 100, TARGET, [STEPS])
     ledger.leaving("clinics")
-    assert len(ledger.check("wards")) == 2
+    assert len(ledger.read("wards")) == 2
     file_of(tmp_path, "people").write_bytes(older)
     for dataset in ("wards", "clinics"):
         with pytest.raises(LedgerError, match="has 1 entries, and not those 2"):
-            ledger.check(dataset)
+            ledger.read(dataset)
     for dataset in ("wards", "clinics"):
         ledger.adopt(dataset)
-    assert [entry.events for entry in ledger.check("wards")] == [(STEPS,), (Exact(use="lost"),)]
+    assert [entry.events for entry in ledger.read("wards")] == [(STEPS,), (Exact(use="lost"),)]
 
 
 def test_a_lost_ledger_of_a_removed_data_set_stops_all_others_until_it_is_adopted(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_removed_data_set_s_ledger_may_have_another_name(tmp_path: Path) -> No
     assert ledger.lost([]) == []
     assert len(ledger.elsewhere("clinics")) == 2
     people = file_of(tmp_path, "people")
-    people.write_bytes(people.read_bytes().splitlines(keepends=True)[0])
+    people.write_bytes(people.lines()[0])
     with pytest.raises(LedgerError, match="not those 2"):
         ledger.elsewhere("clinics")
 
@@ -199,7 +201,7 @@ def test_a_worker_does_not_start_without_the_ledger_of_a_removed_data_set(tmp_pa
     assert head
     audit_of(here).record("update.leave", None, **{LEDGER_HEAD: {"clinics": head.model_dump()}})
     runner_of(cast("Client", None), here)
-    file_of(here.state_dir / "ledger", "clinics").unlink()
+    file_of(here.state_dir, "clinics").unlink()
     with pytest.raises(SettingsError, match="has 0 entries, and not those 1"):
         runner_of(cast("Client", None), here)
     config = tmp_path / "worker.toml"
@@ -226,7 +228,7 @@ def test_a_renamed_worker_needs_the_ledgers_that_its_audit_knows_unless_other_wo
     audit_of(before).record("update.leave", None, **{LEDGER_HEAD: {"wards": head.model_dump()}})
     renamed = settings(tmp_path, name="v", **more)
     runner_of(cast("Client", None), renamed)
-    file_of(renamed.state_dir / "ledger").unlink()
+    file_of(renamed.state_dir).unlink()
     if shared:
         # It may as well be a new worker with a ledger of its own.
         runner_of(cast("Client", None), renamed)
@@ -259,46 +261,24 @@ def test_what_is_written_to_a_ledger_that_was_removed_meanwhile_is_not_taken_as_
 ) -> None:
     ledger = Ledger(tmp_path, KEY)
     spend(ledger)
-    copy = file_of(tmp_path).read_bytes()
-    with ledger.page("wards") as page:
-        file_of(tmp_path).unlink()
-        if replaced:
-            file_of(tmp_path).write_bytes(copy)
-        with pytest.raises(LedgerError, match="removed or replaced while"):
+    copy = (tmp_path / DATABASE_FILE).read_bytes()
+
+    def spend_meanwhile() -> None:
+        with ledger.page("wards") as page:
+            (tmp_path / DATABASE_FILE).unlink()
+            if replaced:
+                (tmp_path / DATABASE_FILE).write_bytes(copy)
             page.spend(TaskRef.of(task_of()), 100, TARGET, [STEPS])
 
-
-# ---------------------------------------------------------------- from before there was a key, and after it is lost
-
-
-OLD = (
-    b'{"digest":"%s","entry":{"at":"2026-01-02T03:04:05Z","dataset":"wards","events":[{"kind":"noisy-steps",'
-    b'"noise_multiplier":1.5,"sampling_rate":0.1,"steps":10}],"examples":100,"previous":"%s","round":1,"run":"r",'
-    b'"run_name":"demo","seq":0,"target":{"delta":1e-05,"epsilon":3.0},"task":"t","token":1}}\n'
-)
+    with pytest.raises(StateError, match="removed or replaced while"):
+        spend_meanwhile()
 
 
-def old_ledger() -> bytes:
-    """One entry as workers wrote it before entries had a format."""
-    unsigned = OLD % (b"", BEGINNING.encode())
-    return OLD % (sha256(_canonical(json.loads(unsigned)["entry"])).encode(), BEGINNING.encode())
-
-
-def test_a_ledger_from_before_the_key_is_read_and_spends_nothing_until_it_is_adopted(tmp_path: Path) -> None:
-    file_of(tmp_path).write_bytes(old_ledger())
-    ledger = Ledger(tmp_path, KEY)
-    assert [entry.events for entry in ledger.read("wards")] == [(STEPS,)]
-    with pytest.raises(LedgerError, match="no key protects it yet"), ledger.page("wards"):
-        pass
-    assert ledger.adopt("wards")
-    assert ledger.adopt("wards") is None
-    spend(ledger)
-    # What was spent before counts on, and nothing is lost of it.
-    assert [entry.events for entry in Ledger(tmp_path, KEY).read("wards")] == [(STEPS,), (STEPS,)]
+# ---------------------------------------------------------------- after the key is lost
 
 
 def test_what_was_adopted_cannot_be_changed_afterwards(tmp_path: Path) -> None:
-    file_of(tmp_path).write_bytes(old_ledger())
+    spend(Ledger(tmp_path, b"o" * 64))
     Ledger(tmp_path, KEY).adopt("wards")
     spend(Ledger(tmp_path, KEY))
     old, *rest = lines_of(file_of(tmp_path))
@@ -313,7 +293,7 @@ def test_after_the_key_was_lost_what_was_spent_counts_as_unbounded(tmp_path: Pat
     spend(Ledger(tmp_path, KEY), 2)
     other = Ledger(tmp_path, b"o" * 64)
     with pytest.raises(LedgerError, match="Put the key back"):
-        other.check("wards")
+        other.read("wards")
     assert other.adopt("wards")
     spend(other)
     events = [event for entry in Ledger(tmp_path, b"o" * 64).read("wards") for event in entry.events]
@@ -332,15 +312,15 @@ def test_a_ledger_that_is_gone_can_be_adopted_as_lost(tmp_path: Path) -> None:
 def test_an_audit_is_under_the_key_too(tmp_path: Path) -> None:
     for number in range(3):
         Audit(tmp_path, "w", KEY).record("task.fail", None, number=number)
-    path = tmp_path / "audit.jsonl"
+    path = ChainRows(tmp_path, "audit")
     entries = [{**line["entry"], "detail": {}} for line in lines_of(path)]
     path.write_bytes(chained(entries, sha256))
     with pytest.raises(ChainError):
         Audit(tmp_path, "w", KEY).read()
-    with pytest.raises(ChainError, match="last line was changed"):
+    with pytest.raises(ChainError, match="last entry was changed"):
         Audit(tmp_path, "w", KEY).record("worker.stop")
     path.write_bytes(chained([{**entry, "format": 1} for entry in entries], sha256))
-    with pytest.raises(ChainError, match="no key protects it yet"):
+    with pytest.raises(ChainError, match="last entry was changed"):
         Audit(tmp_path, "w", KEY).record("worker.stop")
 
 
@@ -440,7 +420,7 @@ def test_a_state_folder_that_was_put_back_stops_its_worker_until_a_person_adopts
     assert agent._next() is None
     agent.close()
     # Also after a restart.
-    assert (state / ROLLED_BACK_FILE).exists()
+    assert Database.of(state).note(ROLLED_BACK)
     assert (given_back.state, given_back.attempts) == ("offered", 0)
     assert given_back.problem
     assert given_back.problem.detail.startswith("state-rolled-back: the coordinator accepted")

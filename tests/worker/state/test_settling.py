@@ -3,7 +3,6 @@ covers it."""
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -23,13 +22,14 @@ from tessera.shared.problems import LeaseLost
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.governance.airlock import Airlock, UpdateWithheld
+from tessera.worker.governance.airlock import Airlock, HeldTask, UpdateWithheld
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
+from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import Chain, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, NoisySteps
 from tessera.worker.state.vault import Vault
@@ -37,6 +37,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.tasks import PLAIN, untrained
@@ -104,7 +105,9 @@ def test_a_lease_that_is_lost_before_the_first_step_costs_no_budget(
     assert isinstance(paid, NoisySteps)
     # What left is known to the site's audit, and by its digest to the coordinator.
     left = next(entry for entry in site.audit.read() if entry.action == "update.leave")
-    assert heads_of(left)["data"].entries == len((tmp_path / "ledger" / "data.jsonl").read_bytes().splitlines())
+    assert heads_of(left)["data"].entries == len(
+        (ChainRows(tmp_path / "ledger", "ledger data")).read_bytes().splitlines()
+    )
     (shown,) = (view for view in site.worker.client.tasks() if view.id == task.id)
     assert shown.audit_head == left.digest
 
@@ -140,7 +143,7 @@ def test_tasks_that_a_coordinator_ends_use_up_no_more_than_the_run_s_target(
 def test_an_update_that_a_person_withholds_stays_spent(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     # They saw its noisy norms.
     site = SiteWithRun(coordinator, tmp_path, PRIVACY)
-    airlock = Airlock(tmp_path / "airlock", pause=0.0)
+    airlock = Airlock(tmp_path, pause=0.0)
     held = replace(site.runner, airlock=airlock).run(site.worker.take(), lambda: None, Report())
     assert held
     airlock.decide(held.summary.id, "withhold", "ann")
@@ -153,21 +156,20 @@ def test_a_held_update_of_a_killed_process_is_sent_by_the_next_one_and_charged_o
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     site = SiteWithRun(coordinator, tmp_path, PRIVACY)
-    airlock, task = Airlock(tmp_path / "airlock", pause=0.0), site.worker.take()
+    airlock, task = Airlock(tmp_path, pause=0.0), site.worker.take()
     held = replace(site.resuming(tmp_path), airlock=airlock).run(task, lambda: None, Report())
     assert held
     airlock.decide(held.summary.id, "release", "ann")
     # Nothing in memory is left; the next one has other settings of the lease.
-    runner = replace(site.resuming(tmp_path), airlock=Airlock(tmp_path / "airlock"))
+    runner = replace(site.resuming(tmp_path), airlock=Airlock(tmp_path))
     report = Report()
     again = runner.run(task.model_copy(update={"inline_bytes": 0}), lambda: None, report)
     assert again
     assert report.progress().phase == "held"
     assert (again.summary, report.metrics) == (held.summary, held.summary.metrics)
-    assert (
-        json.loads((tmp_path / "airlock" / held.summary.id / "task.json").read_bytes())["private"]["noise_key"]
-        == "00" * 32
-    )
+    (stored,) = Database.of(tmp_path).documents(HeldTask, "SELECT task FROM held")
+    assert stored.private
+    assert stored.private["noise_key"] == "00" * 32
     again.wait(lambda: None)
     again.send(runner, lambda: None)
     assert site.worker.client.task(task.id).update == held.summary.update
@@ -405,12 +407,12 @@ def test_an_update_does_not_leave_in_a_week_that_others_have_used_up(tmp_path: P
 
 
 def days_pass(folder: Path, days: float) -> None:
-    """Make each line of a ledger that many days older."""
-    path = folder / "wards.jsonl"
-    entries = Chain(path, LedgerEntry).read()
-    path.unlink(missing_ok=True)
+    """Make each entry of a ledger that many days older."""
+    chain = Chain(Database.of(folder), "ledger wards", LedgerEntry)
+    entries = chain.read()
+    ChainRows(folder, chain.name).unlink()
     for entry in entries:
-        Chain(path, LedgerEntry).append(
+        chain.append(
             lambda _, previous, entry=entry: entry.model_copy(
                 update={"previous": previous, "at": entry.at - timedelta(days=days)}
             )

@@ -16,7 +16,6 @@ from tessera.shared.problems import (
     Unauthenticated,
     Unavailable,
 )
-from tessera.worker.governance.approvals import InboxError
 from tessera.worker.state.atomic_files import ACCESS, WRITES
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints, TaskCheckpoint
@@ -57,9 +56,7 @@ def test_a_fault_of_the_disk_does_not_make_a_task_be_trained_and_charged_again(
     checkpoint: TaskCheckpoint, tmp_path: Path, number: int
 ) -> None:
     written = OSError(number, "no", "update")
-    read = InboxError("x")
-    read.__cause__ = written
-    for end in (written, read, StateRolledBack("x", NO_HEAD)):
+    for end in (written, StateRolledBack("x", NO_HEAD)):
         with pytest.raises(type(end)), ending(checkpoint):
             raise end
     assert left(tmp_path)

@@ -19,7 +19,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.cli.model import app as model_app
 from tessera.worker.compute import Compute
 from tessera.worker.model.four_bits import four_bit_layers
-from tessera.worker.state.audit import AUDIT_FOLDER, Audit
+from tessera.worker.state.audit import Audit
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.resumption import key_of
@@ -59,9 +59,7 @@ def test_adapters_learn_nearly_the_same_beside_a_base_in_4_bits(
         found.append(adapters(client, run, start))
     whole, rounded = found
     assert 0 < np.linalg.norm(rounded - whole) < 0.1 * np.linalg.norm(whole)
-    begun = [
-        entry.detail for entry in Audit(tmp_path / "state" / AUDIT_FOLDER, "w").read() if entry.action == "task.start"
-    ]
+    begun = [entry.detail for entry in Audit(tmp_path / "state", "w").read() if entry.action == "task.start"]
     assert [detail.get("base_bits") for detail in begun] == [None, 4]
 
 
