@@ -15,7 +15,7 @@ from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import signed_sets
-from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
+from tessera.worker.state.base_cache import BaseCache
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
@@ -94,7 +94,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         ledger=ledger,
         history=run_history_of(settings),
         audit=audit,
-        bases=BaseSources(BaseCache(settings.state_dir / BASES_FOLDER), settings.base_sources, tls_of(settings)),
+        bases=BaseSources(BaseCache(settings.state_dir), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
         ranks=several,
         checkpoints=Checkpoints(vault_folder),

@@ -22,7 +22,7 @@ from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
 from tessera.worker.cli.model_options import Dtype, MappingOption
 from tessera.worker.model.layouts import MappingFile, read_mapping
 from tessera.worker.settings import read_settings
-from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord, Place
+from tessera.worker.state.base_cache import BaseCache, BaseRecord, Place
 
 if TYPE_CHECKING:
     from tessera.worker.model import block_map, pretrained, snapshot
@@ -110,7 +110,7 @@ def remove(
 
 
 def _cache(config: Path) -> BaseCache:
-    return BaseCache(read_settings(config).state_dir / BASES_FOLDER)
+    return BaseCache(read_settings(config).state_dir)
 
 
 def _folder_of(source: str) -> tuple[Path, str]:

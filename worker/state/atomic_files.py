@@ -113,11 +113,11 @@ def sync_names(path: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Lock a folder against other processes. If it is locked, `wait` for it or raise BlockingIOError."""
+def alone(folder: Path) -> Iterator[None]:
+    """Lock a folder against other processes. Raises BlockingIOError if it is locked."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 

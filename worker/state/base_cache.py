@@ -5,25 +5,27 @@ referred to and not copied; blocks that no file has in one piece lie in `blobs/`
 again while the file keeps its size, its time of modification and its inode.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt
 
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.schema import Digest, Frozen
 from tessera.shared.tensors.hashing import Hashing
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import Span
-from tessera.worker.state.atomic_files import alone, written_whole
+from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.database import Database
 
 BASES_FOLDER = "bases"
+"""Name of the folder of copied blocks in the worker's state directory."""
 
 
 class FileState(Frozen):
@@ -77,10 +79,6 @@ class BaseRecord(Frozen):
         return sum(place.nbytes for place in self.places.values())
 
 
-class BaseRecordError(ValueError):
-    """A record that cannot be read."""
-
-
 @dataclass(frozen=True)
 class Lookup:
     """The places of blocks by digest, and a sentence for each file that no longer has what was added."""
@@ -91,14 +89,13 @@ class Lookup:
 
 @dataclass(frozen=True)
 class BaseCache:
-    """The records in a folder. Several processes may use it."""
+    """The records in the database of a folder. Several processes may use it."""
 
     folder: Path
-    _records: dict[Path, tuple[int, BaseRecord]] = field(default_factory=dict, compare=False)
 
     def records(self) -> list[BaseRecord]:
-        """Return the bases that were added, by source. Raises BaseRecordError."""
-        return sorted((self._read(path) for path in self.folder.glob("*.json")), key=lambda record: record.source)
+        """Return the bases that were added, by source. Raises StateError."""
+        return self._database.documents(BaseRecord, "SELECT record FROM bases ORDER BY source")
 
     def find(self, digests: Iterable[str]) -> Lookup:
         """Return where these blocks are. In a file that changed since it was verified they are hashed again."""
@@ -136,8 +133,8 @@ class BaseCache:
 
         Blocks that were added before stay while their files do: runs take a base with other heads or dtypes.
         """
-        with alone(self.folder, wait=True):
-            known = next((record for record in self.records() if record.source == source), None)
+        with self._database.writing():
+            known = self._read(source)
             kept = {
                 digest: place
                 for digest, place in (known.places.items() if known else ())
@@ -151,15 +148,13 @@ class BaseCache:
 
     def remove(self, source: str) -> BaseRecord | None:
         """Remove a base, and the blobs that no other base needs. Return its record, or None if there is none."""
-        record = next((record for record in self.records() if record.source == source), None)
-        if record is None:
-            return None
-        with alone(self.folder, wait=True):
-            self._path(source).unlink(missing_ok=True)
+        with self._database.writing() as connection:
+            record = self._read(source)
+            connection.execute("DELETE FROM bases WHERE source = ?", (source,))
             kept = {place.file for other in self.records() for place in other.places.values()}
-            for blob in map(self._blob, record.places):
-                if str(blob) not in kept:
-                    blob.unlink(missing_ok=True)
+        for blob in map(self._blob, record.places if record else ()):
+            if str(blob) not in kept:
+                blob.unlink(missing_ok=True)
         return record
 
     def changed(self, record: BaseRecord) -> set[str]:
@@ -169,7 +164,7 @@ class BaseCache:
     @property
     def blobs(self) -> Path:
         """The folder of blocks that no file of a snapshot has in one piece."""
-        return self.folder.resolve() / "blobs"
+        return self.folder.resolve() / BASES_FOLDER / "blobs"
 
     def keep(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> Span:
         """Store a block as a blob. Raises DigestMismatch for other bytes, or for more than `max_bytes`."""
@@ -203,31 +198,19 @@ class BaseCache:
                 placed = [(digest, place.span) for digest, place in record.places.items() if place.file == name]
                 if all(_digest_at(span) == digest for digest, span in placed):
                     states[name] = state
-            with alone(self.folder, wait=True):
-                if self._read(self._path(record.source)) == record:
+            with self._database.writing():
+                if self._read(record.source) == record:
                     self._write(record.model_copy(update={"files": {**record.files, **states}}))
 
     def _write(self, record: BaseRecord) -> None:
-        """Write a record. The caller has locked the folder."""
-        with written_whole(self._path(record.source)) as file:
-            file.write(record.model_dump_json(indent=1).encode())
+        self._database.write("INSERT OR REPLACE INTO bases VALUES (?, ?)", record.source, record.model_dump_json())
 
-    def _path(self, source: str) -> Path:
-        return self.folder / f"{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
+    def _read(self, source: str) -> BaseRecord | None:
+        return self._database.document(BaseRecord, "SELECT record FROM bases WHERE source = ?", source)
 
-    def _read(self, path: Path) -> BaseRecord:
-        stamp = path.stat().st_mtime_ns
-        known = self._records.get(path)
-        if known is None or known[0] != stamp:
-            try:
-                known = stamp, BaseRecord.model_validate_json(path.read_bytes())
-            except ValidationError as fault:
-                raise BaseRecordError(
-                    f"{path} is not the record of a base ({fault.error_count()} faults): remove it and add the base "
-                    "again with `tessera worker cache add`"
-                ) from None
-            self._records[path] = known
-        return known[1]
+    @cached_property
+    def _database(self) -> Database:
+        return Database.of(self.folder)
 
 
 def _digest_at(span: Span) -> str | None:

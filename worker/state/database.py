@@ -41,6 +41,8 @@ CREATE TABLE evaluations (dataset TEXT PRIMARY KEY, times INTEGER NOT NULL) WITH
 CREATE TABLE requests (
     run TEXT NOT NULL, terms TEXT NOT NULL, request TEXT NOT NULL, PRIMARY KEY (run, terms)
 ) WITHOUT ROWID;
+-- External bases that were added (`base_cache`).
+CREATE TABLE bases (source TEXT PRIMARY KEY, record TEXT NOT NULL) WITHOUT ROWID;
 -- Updates that wait for a person's release. Their files lie in `airlock/`.
 CREATE TABLE held (
     id TEXT PRIMARY KEY, summary TEXT NOT NULL, task TEXT NOT NULL, decision TEXT
@@ -85,8 +87,9 @@ class Database:
     """The database of one folder. Use `Database.of`: with one connection in a process, a write within another store's
     transaction joins it, where a second connection would wait for the first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
         self.path = folder / DATABASE_FILE
+        self._durable = durable
         self._lock = RLock()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
@@ -97,11 +100,14 @@ class Database:
             self._connection.close()
 
     @classmethod
-    def of(cls, folder: Path) -> Database:
-        """Return the folder's database, which is created by the first write."""
+    def of(cls, folder: Path, *, durable: bool = True) -> Database:
+        """Return the folder's database, which is created by the first write.
+
+        Unless it is `durable`, it survives the death of the process but no power cut: for a simulation.
+        """
         folder = folder.resolve()
         with _LOCK:
-            return _DATABASES.get(folder) or _DATABASES.setdefault(folder, cls(folder))
+            return _DATABASES.get(folder) or _DATABASES.setdefault(folder, cls(folder, durable=durable))
 
     def rows(self, query: str, *values: object) -> list[Row]:
         """Return the rows of a query; none if there is no database. Raises StateError, OSError."""
@@ -199,12 +205,13 @@ class Database:
                     sqlite3.connect(self.path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False)
                 )
             )
-            mode = "DELETE" if is_on_network(self.path) else "WAL"
+            mode = self._mode
             (found,) = connection.execute(f"PRAGMA journal_mode = {mode}").fetchone()
             if found.upper() != mode:
                 raise StateError(f"{self.path}: its file system does not take the journal mode {mode}; use another")
             # Without WAL, a commit is on disk once the journal's removal is.
-            connection.execute(f"PRAGMA synchronous = {'FULL' if mode == 'WAL' else 'EXTRA'}")
+            synchronous = "OFF" if not self._durable else "FULL" if mode == "WAL" else "EXTRA"
+            connection.execute(f"PRAGMA synchronous = {synchronous}")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != FORMAT:
                 raise StateError(
@@ -215,19 +222,28 @@ class Database:
         self._connection, self._inode = connection, _inode(self.path)
         return connection
 
+    @property
+    def _mode(self) -> str:
+        return "DELETE" if is_on_network(self.path) else "WAL"
+
     def _create(self) -> None:
         """Create the file whole: a process that is killed meanwhile leaves none."""
         self._refuse_former()
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with temporary_file(folder, 0o600) as (temporary, _):
+        with temporary_file(folder, 0o600) as (temporary, file):
             with closing(sqlite3.connect(temporary)) as connection:
-                connection.executescript(SCHEMA)
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                # No other process sees the file before it is whole.
+                connection.execute("PRAGMA synchronous = OFF")
+                connection.execute(f"PRAGMA journal_mode = {self._mode}")
+                connection.executescript(f"BEGIN; {SCHEMA}; PRAGMA user_version = {FORMAT}; COMMIT")
+            if self._durable:
+                os.fsync(file.fileno())
             # Another process may have created it meanwhile.
             with suppress(FileExistsError):
                 os.link(temporary, self.path)
-        sync_names(folder)
+        if self._durable:
+            sync_names(folder)
 
     def _refuse_former(self) -> None:
         """Raise StateError for a folder with files of an earlier format: what they say was spent would not count."""
@@ -249,11 +265,10 @@ class Database:
                 raise StateError(f"{self.path} is damaged: {fault}. {self.remedy}") from fault
             if code not in ERRNOS:
                 raise
-            busy = (
-                f"another process has written to it for {WAIT_SECONDS:g} s" if code == sqlite3.SQLITE_BUSY else None
-            )
-            number = ERRNOS[code]
-            raise WriteFailed(number, busy or os.strerror(number), str(self.path)) from fault
+            reason = os.strerror(ERRNOS[code])
+            if code == sqlite3.SQLITE_BUSY:
+                reason = f"another process has written to it for {WAIT_SECONDS:g} s"
+            raise WriteFailed(ERRNOS[code], reason, str(self.path)) from fault
 
     def leave_to_parent(self) -> None:
         """Give up the connection in a forked process: SQLite's do not survive a fork."""

@@ -33,7 +33,7 @@ from tessera.worker.state.hash_chain import (
 )
 
 CHAINS = "ledger "
-"""What the names of ledgers' chains begin with."""
+"""The beginning of the names of ledgers' chains."""
 
 LIMITED = '"limited":true'
 """A ledger with this text is `limited`. Names of others cannot contain it: JSON escapes quotation marks."""
@@ -221,9 +221,16 @@ class Ledger:
     `shared` gives the name of a ledger to data sets that do not have one of their own name.
     """
 
-    def __init__(self, folder: Path, key: bytes | None = None, shared: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: bytes | None = None,
+        shared: Mapping[str, str] | None = None,
+        *,
+        durable: bool = True,
+    ) -> None:
         self._folder = folder
-        self._database = Database.of(folder)
+        self._database = Database.of(folder, durable=durable)
         self._key = key
         self._shared = shared or {}
         self._seen: dict[str, tuple[Head | None, tuple[LedgerEntry, ...]]] = {}

@@ -292,7 +292,7 @@ def _private(
         task,
         task.privacy,
         dataset.examples,
-        env.ledger or Ledger(env.scratch),
+        env.ledger or Ledger(env.scratch, durable=False),
         env.allowances.get(task.dataset),
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,

@@ -36,7 +36,6 @@ from tessera.worker.model.small_blocks import write_blocks
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
-from tessera.worker.state.base_cache import BaseRecordError
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.vault import NoReceipt
@@ -367,9 +366,6 @@ def _fetch_base(run: TaskRun, document: Model, wanted: Sequence[Block]) -> dict[
     except BaseUnavailable as fault:
         structlog.get_logger("worker").warning("no-base", detail=str(fault), faults=fault.faults)
         raise TaskFailure("no-base", str(fault)) from None
-    except BaseRecordError as fault:
-        structlog.get_logger("worker").error("no-base", detail=str(fault))
-        raise TaskFailure("no-base", "the worker's record of a base cannot be read; its log names it") from None
     found = {}
     for block in wanted:
         if digest := document.external.get(block.name):

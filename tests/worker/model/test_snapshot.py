@@ -24,7 +24,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import AUTO_CLASSES
 from tessera.worker.model.pretrained import digests_of, load_pretrained, plain_config, read_object
 from tessera.worker.model.snapshot import Snapshot, converted_blocks
-from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
+from tessera.worker.state.base_cache import BaseCache
 from tessera.worker.state.base_sources import BaseSources, BaseUnavailable
 from tests.support.variants import variants
 from tests.worker.model.test_filling import CASES
@@ -172,7 +172,7 @@ def test_adding_copies_joined_blocks_only_and_remembers_their_files(tmp_path: Pa
     folder = saved(tmp_path / "snapshot", "mixtral", MIXTRAL, "causal-lm", max_shard_size="20KB")
     result = add(folder, tmp_path / "state")
     assert result.exit_code == 0, result.output
-    cache = BaseCache(tmp_path / "state" / BASES_FOLDER)
+    cache = BaseCache(tmp_path / "state")
     (record,) = cache.records()
     assert record.places.keys() == set(as_loaded(folder, "causal-lm").values())
     copied = {place.block: place for place in record.places.values() if place.sources}
@@ -192,7 +192,7 @@ def test_a_base_with_another_file_than_the_runs_names_that_file(tmp_path: Path) 
     other = saved(tmp_path / "other", "llama", LLAMA | {"hidden_size": 16}, "causal-lm")
     assert add(other, tmp_path / "state").exit_code == 0
     with pytest.raises(BaseUnavailable) as refusal:
-        BaseSources(BaseCache(tmp_path / "state" / BASES_FOLDER)).fetch(blocks, convert)
+        BaseSources(BaseCache(tmp_path / "state")).fetch(blocks, convert)
     assert f"such as {VICTIM}. {file.name} has another {VICTIM}. Add them" in str(refusal.value)
     assert str(folder) not in str(refusal.value)
 

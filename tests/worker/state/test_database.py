@@ -160,6 +160,19 @@ def test_doctor_names_the_journal(tmp_path: Path, journal: str) -> None:
     assert ("rollback journal" in finding.detail) == (journal == "delete")
 
 
+def test_a_full_database_pauses_the_worker_and_keeps_what_was_committed(tmp_path: Path) -> None:
+    audit, full = Audit(tmp_path, "w"), Database.of(tmp_path)
+    audit.record("worker.start")
+    ((pages,),) = full.rows("PRAGMA page_count")
+    full.rows(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        audit.record("task.fail", None, detail="x" * 100_000)
+    assert (Disk([tmp_path]).note(refused.value) or "").startswith(f"{tmp_path}: No space left on device")
+    full.rows("PRAGMA max_page_count = 1000000")
+    audit.record("worker.stop")
+    assert [entry.action for entry in audit.read()] == ["worker.start", "worker.stop"]
+
+
 def test_a_lock_that_another_process_keeps_pauses_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "WAIT_SECONDS", 0.01)
     spend(Ledger(tmp_path))

@@ -100,7 +100,7 @@ class Site:
             "\n".join([*lines, "[datasets.digits]", *(f"{k} = {json.dumps(v)}" for k, v in digits.items())])
         )
         self.settings = settings_of
-        self.cache = BaseCache(folder / "state" / BASES_FOLDER)
+        self.cache = BaseCache(folder / "state")
 
     def works_until(self, condition: Callable[[], bool]) -> None:
         agent = Agent(self.settings, Stop())
