@@ -9,8 +9,24 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tessera.worker.state.audit import Audit
 from tessera.worker.state.database import DATABASE_FILE, Database
 from tessera.worker.state.hash_chain import line_of
+from tessera.worker.state.privacy_ledger import Ledger
+
+
+def ledger_in(state: Path) -> Ledger:
+    """The ledgers of a worker with this state folder, under its key."""
+    return Ledger(state, _key(state))
+
+
+def audit_in(state: Path) -> Audit:
+    """The same of its audit."""
+    return Audit(state, "w", _key(state))
+
+
+def _key(state: Path) -> bytes:
+    return bytes.fromhex(state.with_name(f"{state.name}.key").read_text())
 
 
 @dataclass(frozen=True)

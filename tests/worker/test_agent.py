@@ -68,7 +68,7 @@ from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import written_whole
-from tessera.worker.state.audit import ROLLED_BACK, Audit, StateRolledBack
+from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
 from tessera.worker.state.database import Database
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
@@ -78,6 +78,7 @@ from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.training.progress import Report
+from tests.support.chain_rows import audit_in
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.paths import ROOT
@@ -548,7 +549,7 @@ def test_a_suspended_worker_drops_its_task_and_goes_on_once_its_site_is_resumed(
             task_of(client, endless, 1, lambda task: task.state == "leased")
             (site,) = client.sites()
             client.suspend_site(site.id)
-            until(lambda: "task.drop" in {entry.action for entry in Audit(tmp_path / "state", "w").read()})
+            until(lambda: "task.drop" in {entry.action for entry in audit_in(tmp_path / "state").read()})
             client.set_run_state(endless.id, "cancelled")
             following = begin(client, cohort=Cohort(max_attempts=5, max_task_attempts=5))
             client.resume_site(site.id)

@@ -49,7 +49,7 @@ def verify(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="The site's audit key, for --file. Without it, only the order is verified.",
+            help="The file with the site's audit key, for --file.",
         ),
     ] = None,
     head: Annotated[
@@ -63,7 +63,9 @@ def verify(
 
     Exit code 0: the chain holds, 1: it does not.
     """
-    fault, digests = _verified_file(file, key_file) if file else _verified(ctx, config)
+    if (file is None) != (key_file is None):
+        raise typer.BadParameter("--file and --key-file are given together", param_hint="'--file'")
+    fault, digests = _verified_file(file, key_file) if file and key_file else _verified(ctx, config)
     if fault is None and head is not None and head not in digests:
         fault = f"no entry has the digest {head}: the chain was cut off, or written again from the start"
     last = digests[-1] if digests else None
@@ -91,11 +93,10 @@ def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
     return "; ".join(site.ledger_faults(chain)) or None, [entry.digest for entry in chain]
 
 
-def _verified_file(file: Path, key_file: Path | None) -> tuple[str | None, Sequence[str]]:
+def _verified_file(file: Path, key_file: Path) -> tuple[str | None, Sequence[str]]:
     """Return what `_verified` does, of a file that `export --lines` wrote."""
     try:
-        key = bytes.fromhex(key_file.read_text(encoding="ascii")) if key_file else None
-        chain = Audit(file.parent, "", key).chain
+        chain = Audit(file.parent, "", bytes.fromhex(key_file.read_text(encoding="ascii"))).chain
         entries = chain.read_lines(file.read_bytes().splitlines(), str(file))
     except ValueError as fault:
         return str(fault), []

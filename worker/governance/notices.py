@@ -67,7 +67,6 @@ class Notices:
         self._airlock = airlock
         self._database = Database.of(folder)
         self._note = f"notices-{channel.name}"
-        self._told: set[str] | None = None
         self._attempts = 0
         self._due_at = 0.0
         self._ended = Event()
@@ -91,13 +90,15 @@ class Notices:
     def look(self, now: float) -> None:
         """Send one notice of all that is new, if one is due."""
         waiting = dict(self._waiting())
-        told = self._read() & waiting.keys()
+        before = set(json.loads(self._database.note(self._note) or "[]"))
+        told = before & waiting.keys()
         new = sorted(waiting.keys() - told)
         if new and now >= self._due_at:
             if not self._sent(new, [waiting[key] for key in new], now):
                 return
             told |= set(new)
-        self._write(told)
+        if told != before:
+            self._database.set_note(self._note, json.dumps(sorted(told)))
 
     def _waiting(self) -> Iterator[tuple[str, str]]:
         """Yield what waits for a person at this worker: a key, and words."""
@@ -132,16 +133,6 @@ class Notices:
             log.info("notice-sent", **about)
         self._attempts, self._due_at = 0, now + PAUSE_SECONDS
         return True
-
-    def _read(self) -> set[str]:
-        if self._told is None:
-            self._told = set(json.loads(self._database.note(self._note) or "[]"))
-        return self._told
-
-    def _write(self, told: set[str]) -> None:
-        if told != self._told:
-            self._told = told
-            self._database.set_note(self._note, json.dumps(sorted(told)))
 
 
 TEST: Mapping[str, str] = {"id": "test", "code": "test", "title": "This is a test: notices of this worker arrive"}

@@ -151,7 +151,7 @@ class RunHistory:
         """Let a run go on from any round, once: its coordinator was restored. Return its id. Its terms, and what it
         has sent, stay. Raises ValueError unless one run has this name or id."""
         with self._database.writing():
-            runs = [run for (run,) in self._database.rows("SELECT run FROM runs ORDER BY run")]
+            runs = [str(run) for (run,) in self._database.rows("SELECT run FROM runs ORDER BY run")]
             found = [run for run in runs if named in (run, self._read(run).terms.get("run_name"))]
             if len(found) != 1:
                 raise ValueError(f"{len(found)} runs here are called {named!r}: give the id of one that took part")

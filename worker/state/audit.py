@@ -66,7 +66,7 @@ class SiteAuditEntry(Link):
 class Audit:
     """The chain in the database of a `folder`, which the workers of a site may share."""
 
-    def __init__(self, folder: Path, worker: str, key: bytes | None = None, *, shared: bool = True) -> None:
+    def __init__(self, folder: Path, worker: str, key: bytes = b"", *, shared: bool = True) -> None:
         self.chain: Chain[SiteAuditEntry] = Chain(Database.of(folder), "audit", SiteAuditEntry, key=key)
         self._worker = worker
         self._shared = shared

@@ -1,7 +1,7 @@
 """Append-only chains of entries, each with the digest of the entry before.
 
-With a key, the digests are message authentication codes: without the key, which is stored elsewhere, no entry can be
-written, changed, removed or inserted unnoticed. A reader with a later digest (`Head`) notices truncation.
+The digests are message authentication codes: without the key, which is stored elsewhere, no entry can be written,
+changed, removed or inserted unnoticed. A reader with a later digest (`Head`) notices truncation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
@@ -23,10 +23,6 @@ from tessera.worker.state.database import Database, StateError
 
 BEGINNING = "0" * 64
 """The `previous` of the first entry."""
-
-PLAIN: Literal[1] = 1
-KEYED: Literal[2] = 2
-"""The formats of an entry: its digest is a SHA-256, or an HMAC-SHA-256 (RFC 2104) under the site's key."""
 
 ADOPT = "Compare it with a copy; then `tessera worker adopt --config FILE` takes it as it is"
 
@@ -38,7 +34,6 @@ class ChainError(StateError):
 class Link(Frozen):
     """An entry of a chain."""
 
-    format: Literal[1, 2] = PLAIN
     seq: NonNegativeInt
     at: datetime
     previous: str
@@ -78,8 +73,8 @@ Make = Callable[[int, str], L]
 class Chain(Generic[L]):
     """A chain of entries of one kind in a database, which several processes may append to.
 
-    With a `key`, each entry must be under it, or precede an entry under it that adopts the earlier ones. Without one,
-    keyed digests are followed but not verified: for a simulation, and for readers without the key.
+    Each entry must be under the `key` (HMAC-SHA-256, RFC 2104), or precede an entry under it that adopts the earlier
+    ones. A simulation has an empty key.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class Chain(Generic[L]):
         kind: type[L],
         fault: type[ChainError] = ChainError,
         *,
-        key: bytes | None = None,
+        key: bytes = b"",
     ) -> None:
         self._database = database
         self.name = name
@@ -162,10 +157,10 @@ class Chain(Generic[L]):
         with self._database.writing():
             rows = self._rows()
             found = self._verified(rows, any_key=True)
-            if self._key is None or found.unkeyed is None:
+            if found.unkeyed is None:
                 return None
             last = found.entries[-1]
-            adopted = _sha256(b"".join(line_of(*row) for row in rows))
+            adopted = hashlib.sha256(b"".join(line_of(*row) for row in rows)).hexdigest()
             return self._put(make(last.seq + 1, last.digest, adopted))
 
     @property
@@ -185,16 +180,14 @@ class Chain(Generic[L]):
             entry = self._parsed(raw, digest)
             if entry is None:
                 raise self._fault(f"{where}, entry {number}: this is no entry of such a chain")
-            holds = self._holds(entry, raw)
-            if entry.previous != previous or entry.seq != number - 1 or (entry.format == PLAIN and not holds):
+            if entry.previous != previous or entry.seq != number - 1:
                 raise self._fault(
                     f"{where}, entry {number}: this was changed, or did not come after the entry before it"
                 )
-            if self._key is not None:
-                if not holds:
-                    unkeyed = unkeyed or number
-                elif entry.adopts is not None and entry.adopts == lines.hexdigest():
-                    unkeyed = None
+            if not self._holds(entry, raw):
+                unkeyed = unkeyed or number
+            elif entry.adopts is not None and entry.adopts == lines.hexdigest():
+                unkeyed = None
             entries.append(entry)
             previous = entry.digest
             lines.update(line_of(raw, digest))
@@ -212,20 +205,13 @@ class Chain(Generic[L]):
             return None
 
     def _holds(self, entry: L, raw: str) -> bool:
-        """Return whether the digest matches the entry. Without a key, accept every keyed digest."""
-        if entry.format != self._format:
-            return self._key is None
+        """Return whether the entry is under the key."""
         return hmac.compare_digest(entry.digest, self._digest(raw.encode()))
 
-    @property
-    def _format(self) -> Literal[1, 2]:
-        return PLAIN if self._key is None else KEYED
-
     def _digest(self, raw: bytes) -> str:
-        return _sha256(raw) if self._key is None else hmac.new(self._key, raw, hashlib.sha256).hexdigest()
+        return hmac.new(self._key, raw, hashlib.sha256).hexdigest()
 
-    def _put(self, made: L) -> L:
-        entry = made.model_copy(update={"format": self._format})
+    def _put(self, entry: L) -> L:
         raw = _json(entry.model_dump(mode="json"))
         digest = self._digest(raw)
         self._database.write(
@@ -253,18 +239,12 @@ class LockedChain(Generic[L]):
 class _Content(Generic[L]):
     entries: tuple[L, ...]
     unkeyed: int | None
-    """The number of the first entry that neither the key nor an entry under the key protects."""
+    """The number of the first entry that neither the key nor an entry under it protects."""
 
 
-@overload
-def derived(key: bytes, purpose: str) -> bytes: ...
-@overload
-def derived(key: None, purpose: str) -> None: ...
-@overload
-def derived(key: bytes | None, purpose: str) -> bytes | None: ...
-def derived(key: bytes | None, purpose: str) -> bytes | None:
-    """Return a key for one purpose, so that no line of one file is valid in another."""
-    return None if key is None else hmac.new(key, purpose.encode(), hashlib.sha256).digest()
+def derived(key: bytes, purpose: str) -> bytes:
+    """Return a key for one purpose, so that no entry of one chain is valid in another."""
+    return hmac.new(key, purpose.encode(), hashlib.sha256).digest()
 
 
 def head_of(entries: tuple[Link, ...]) -> Head | None:
@@ -284,7 +264,3 @@ def line_of(raw: str, digest: str) -> bytes:
 def _json(document: Any) -> bytes:
     """Return the document in canonical form, as `shared.schema.canonical` does."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _sha256(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()

@@ -224,7 +224,7 @@ class Ledger:
     def __init__(
         self,
         folder: Path,
-        key: bytes | None = None,
+        key: bytes = b"",
         shared: Mapping[str, str] | None = None,
         *,
         durable: bool = True,
@@ -277,7 +277,7 @@ class Ledger:
     @property
     def hash_key(self) -> bytes:
         """The key by which examples are hashed."""
-        return derived(self._key, "examples") or b""
+        return derived(self._key, "examples")
 
     def besides(self, datasets: Iterable[str]) -> list[str]:
         """Return the names of the ledgers in the folder that are of none of these data sets."""
@@ -409,8 +409,6 @@ class Ledger:
         return self._expected[dataset]
 
     def _judged(self, dataset: str, entries: tuple[LedgerEntry, ...]) -> tuple[LedgerEntry, ...]:
-        if other := next((entry.dataset for entry in entries if entry.dataset != self.name(dataset)), None):
-            raise LedgerError(f"{self._where(dataset)} is the ledger of {other!r}; give it its own name back")
         if moved := next((entry.moved for entry in entries if entry.moved), None):
             raise LedgerError(
                 f"{self._where(dataset)} was moved into the ledger {moved!r}: set the data set's `ledger` to it again"

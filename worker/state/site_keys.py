@@ -71,7 +71,7 @@ class AgreementLog:
     """This helper's commitments under its long-term key: the sets of senders that it signed or opened, and the terms
     under which it signs none. A chain under the site's audit key."""
 
-    def __init__(self, folder: Path, key: bytes | None = None, identity: str = "") -> None:
+    def __init__(self, folder: Path, key: bytes = b"", identity: str = "") -> None:
         name = f"agreements {identity}".strip()
         self._keys = folder / KEYS_FOLDER
         self._chain: Chain[_Agreed] = Chain(Database.of(folder), name, _Agreed, key=key)

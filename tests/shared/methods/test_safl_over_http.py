@@ -27,10 +27,10 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.database import Database
-from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import STATE_ID
 from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
+from tests.support.chain_rows import ledger_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
 from tests.support.federation import start_run
@@ -223,7 +223,7 @@ def test_a_private_choice_is_noisy_and_paid_for_and_what_it_leaves_out_is_neithe
     with sites(live, tmp_path, "a") as [site]:
         for _ in range(2):
             site.works()
-        entries = Ledger(site.folder).read("digits")
+        entries = ledger_in(site.folder).read("digits")
     for before, after in zip(versions := manifests(client, run), versions[1:], strict=False):
         assert len(layers_in(moved(before, after))) == 2
     assert [event.kind for entry in entries for event in entry.events] == ["noisy-choice", "noisy-steps"] * 2

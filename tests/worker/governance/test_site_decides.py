@@ -35,10 +35,10 @@ from tessera.worker.governance.airlock import Airlock, HeldTask, summary_of
 from tessera.worker.governance.opening_hours import USAGE, Opening, Used, local_time
 from tessera.worker.settings import read_settings
 from tessera.worker.settings_reload import SettingsFile
-from tessera.worker.state.audit import Audit
 from tessera.worker.state.database import DATABASE_FILE, Database
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.task.heartbeat import Stop
+from tests.support.chain_rows import audit_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.task_document import task_of
@@ -81,11 +81,11 @@ class Desk:
         return json.JSONDecoder().raw_decode(result.stdout, result.stdout.index("{\n"))[0]
 
     def audit(self) -> list[str]:
-        entries = Audit(self.settings.state_dir, "w").read()
+        entries = audit_in(self.settings.state_dir).read()
         return [entry.action for entry in entries if not entry.action.startswith("worker.")]
 
     def details(self, action: str) -> list[dict[str, Any]]:
-        entries = Audit(self.settings.state_dir, "w").read()
+        entries = audit_in(self.settings.state_dir).read()
         return [entry.detail for entry in entries if entry.action == action]
 
     def compared(self) -> Any:
@@ -447,7 +447,7 @@ def test_uploads_are_slowed_down_and_work_is_counted(coordinator: LiveCoordinato
     with desk.working():
         run = begin(client, codec="raw")
         until(lambda: client.run(run.id).state == "completed")
-    entries = {entry.action: entry for entry in Audit(desk.settings.state_dir, "w").read()}
+    entries = {entry.action: entry for entry in audit_in(desk.settings.state_dir).read()}
     left, counted = entries["update.leave"], entries["update.count"]
     assert (counted.at - left.at).total_seconds() >= tasks(client, run)[0].upload_bytes / 16384
     used = json.loads(Database.of(desk.settings.state_dir).note(USAGE))["seconds"]

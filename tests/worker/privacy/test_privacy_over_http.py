@@ -21,8 +21,9 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
+from tessera.worker.state.privacy_ledger import NoisySteps
 from tessera.worker.task.heartbeat import Stop
+from tests.support.chain_rows import ledger_in
 from tests.support.cli import forked, process
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
@@ -80,7 +81,7 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         for task in (first, second):
             assert set(task.metrics) == {"effective_steps", "epsilon", "update_norm"}
             assert task.metrics["effective_steps"] == 5.0
-        entries = Ledger(tmp_path / "a").read("digits")
+        entries = ledger_in(tmp_path / "a").read("digits")
         assert [(entry.run, entry.round, entry.examples) for entry in entries] == [(run.id, 1, 147), (run.id, 2, 147)]
         events = [event for entry in entries for event in entry.events]
         assert [event.steps for event in events if isinstance(event, NoisySteps)] == [5, 5]
@@ -96,7 +97,7 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         (prospect,) = client.preview_run(refused.spec).workers
         assert [said.rule for said in prospect.warnings] == ["privacy"]
         assert "of runs before" in prospect.warnings[0].detail
-        assert Ledger(tmp_path / "a").read("digits") == entries
+        assert ledger_in(tmp_path / "a").read("digits") == entries
 
 
 def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
@@ -112,7 +113,7 @@ def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
     assert task.problem
     expected = "privacy: the data set 'digits' has a budget, but the run has no differential privacy"
     assert expected in task.problem.detail
-    assert Ledger(tmp_path / "a").read("digits") == ()
+    assert ledger_in(tmp_path / "a").read("digits") == ()
 
 
 def test_a_worker_without_what_privacy_needs_says_what_to_install(
@@ -167,7 +168,7 @@ def test_a_private_run_does_not_train_on_a_part_that_depends_on_all_examples(
     (task,) = tasks_of(client, run)
     assert task.problem
     assert "policy-violation: part: 'digits' is one part of a partition" in task.problem.detail
-    assert Ledger(tmp_path / "a").read("digits") == ()
+    assert ledger_in(tmp_path / "a").read("digits") == ()
 
 
 def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinator, tmp_path: Path) -> None:
@@ -176,9 +177,9 @@ def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinat
     with site(coordinator, tmp_path):
         run = ended(client, privacy=privacy, method=MethodSpec(name="safl", settings={"layers": 1}))
         assert run.state == "completed", run.reason
-    kinds = [event.kind for entry in Ledger(tmp_path / "a").read("digits") for event in entry.events]
+    kinds = [event.kind for entry in ledger_in(tmp_path / "a").read("digits") for event in entry.events]
     assert kinds == ["noisy-choice", "noisy-steps"] * 2
-    events = [event for entry in Ledger(tmp_path / "a").read("digits") for event in entry.events]
+    events = [event for entry in ledger_in(tmp_path / "a").read("digits") for event in entry.events]
     assert epsilon(events, 1e-5) <= 4.0
     assert all("score" not in name for task in tasks_of(client, run) for name in task.metrics)
 

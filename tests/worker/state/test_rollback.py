@@ -82,14 +82,9 @@ def quieter(entry: Line) -> Line:
     return {**entry, "events": [{**event, "noise_multiplier": 50.0} for event in entry["events"]]}
 
 
-@pytest.mark.parametrize("as_before_keys", [True, False])
-def test_a_ledger_rewritten_with_more_noise_and_fitting_digests_is_refused(
-    tmp_path: Path, as_before_keys: bool
-) -> None:
+def test_a_ledger_rewritten_with_more_noise_and_fitting_digests_is_refused(tmp_path: Path) -> None:
     spend(Ledger(tmp_path, KEY), 3)
     entries = [quieter(line["entry"]) for line in lines_of(file_of(tmp_path))]
-    if as_before_keys:
-        entries = [{**entry, "format": 1} for entry in entries]
     file_of(tmp_path).write_bytes(chained(entries, sha256))
     with pytest.raises(LedgerError, match="entry 1: this was changed"), Ledger(tmp_path, KEY).page("wards"):
         pass
@@ -97,12 +92,11 @@ def test_a_ledger_rewritten_with_more_noise_and_fitting_digests_is_refused(
         Ledger(tmp_path, KEY).read("wards")
 
 
-@pytest.mark.parametrize("fmt", [1, 2])
-def test_an_entry_put_behind_those_under_the_key_is_refused(tmp_path: Path, fmt: int) -> None:
+def test_an_entry_put_behind_those_under_the_key_is_refused(tmp_path: Path) -> None:
     spend(Ledger(tmp_path, KEY), 2)
     path = file_of(tmp_path)
     last = lines_of(path)[-1]
-    forged = {**last["entry"], "seq": 2, "previous": last["digest"], "format": fmt, "voids": [0, 1], "events": []}
+    forged = {**last["entry"], "seq": 2, "previous": last["digest"], "voids": [0, 1], "events": []}
     path.write_bytes(path.read_bytes() + _canonical({"entry": forged, "digest": sha256(_canonical(forged))}) + b"\n")
     with pytest.raises(LedgerError, match="entry 3"):
         Ledger(tmp_path, KEY).read("wards")
@@ -251,8 +245,6 @@ def test_one_data_set_s_ledger_is_not_taken_for_another_s(tmp_path: Path) -> Non
     file_of(tmp_path).rename(file_of(tmp_path, "clinics"))
     with pytest.raises(LedgerError):
         Ledger(tmp_path, KEY).read("clinics")
-    with pytest.raises(LedgerError, match="is the ledger of 'wards'"):
-        Ledger(tmp_path).read("clinics")
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -317,9 +309,6 @@ def test_an_audit_is_under_the_key_too(tmp_path: Path) -> None:
     path.write_bytes(chained(entries, sha256))
     with pytest.raises(ChainError):
         Audit(tmp_path, "w", KEY).read()
-    with pytest.raises(ChainError, match="last entry was changed"):
-        Audit(tmp_path, "w", KEY).record("worker.stop")
-    path.write_bytes(chained([{**entry, "format": 1} for entry in entries], sha256))
     with pytest.raises(ChainError, match="last entry was changed"):
         Audit(tmp_path, "w", KEY).record("worker.stop")
 

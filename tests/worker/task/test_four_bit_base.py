@@ -19,10 +19,10 @@ from tessera.worker.agent import Agent
 from tessera.worker.cli.model import app as model_app
 from tessera.worker.compute import Compute
 from tessera.worker.model.four_bits import four_bit_layers
-from tessera.worker.state.audit import Audit
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.resumption import key_of
+from tests.support.chain_rows import audit_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.worker.task.test_checkpoint_key import env, task
 from tests.worker.task.test_external_base import Site, begin, site, snapshot, start
@@ -59,7 +59,7 @@ def test_adapters_learn_nearly_the_same_beside_a_base_in_4_bits(
         found.append(adapters(client, run, start))
     whole, rounded = found
     assert 0 < np.linalg.norm(rounded - whole) < 0.1 * np.linalg.norm(whole)
-    begun = [entry.detail for entry in Audit(tmp_path / "state", "w").read() if entry.action == "task.start"]
+    begun = [entry.detail for entry in audit_in(tmp_path / "state").read() if entry.action == "task.start"]
     assert [detail.get("base_bits") for detail in begun] == [None, 4]
 
 

@@ -30,7 +30,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.database import DATABASE_FILE, Database
-from tessera.worker.state.privacy_ledger import Ledger, noisy_in
+from tessera.worker.state.privacy_ledger import noisy_in
 from tessera.worker.task.heartbeat import Stop
 from tests.support.captured import (
     CLAIM,
@@ -42,6 +42,7 @@ from tests.support.captured import (
     claiming,
     endless,
 )
+from tests.support.chain_rows import ledger_in
 from tests.support.coordinator import until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
@@ -187,7 +188,7 @@ class Scene:
         tables = [name for (name,) in database.rows("SELECT name FROM sqlite_master WHERE type = 'table'")]
         rows = {name: str(database.rows(f"SELECT * FROM {name}")) for name in tables if name != "entries"}
         left = [path for path in around if not path.name.startswith(("alive", "lock", DATABASE_FILE))]
-        spent = {name: str(noisy_in(Ledger(self.state).read(name))) for name in ("digits", "clinic")}
+        spent = {name: str(noisy_in(ledger_in(self.state).read(name))) for name in ("digits", "clinic")}
         return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in left} | spent | rows
 
     # ------------------------------------------------------------ what lies are made of
