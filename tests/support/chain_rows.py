@@ -26,7 +26,8 @@ def audit_in(state: Path) -> Audit:
 
 
 def _key(state: Path) -> bytes:
-    return bytes.fromhex(state.with_name(f"{state.name}.key").read_text())
+    file = state.with_name(f"{state.name}.key")
+    return bytes.fromhex(file.read_text()) if file.exists() else b""
 
 
 @dataclass(frozen=True)
