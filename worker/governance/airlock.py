@@ -164,8 +164,8 @@ class Airlock:
             check()
             if decision := self.decision(summary):
                 break
-            if self._database.row("SELECT 1 FROM held WHERE id = ?", summary.id) is None:
-                raise UpdateWithheld("it was removed from the airlock")
+            if not self.path(summary).exists():
+                raise UpdateWithheld("its file was removed from the airlock")
             time.sleep(self._pause)
         if decision.verdict == "withhold":
             raise UpdateWithheld(decision.reason or "a person at the site withheld the update", decision.by)

@@ -95,7 +95,7 @@ def test_an_update_that_was_removed_is_withheld(tmp_path: Path) -> None:
     worker = held_in(tmp_path)
     (held,) = worker.held()
     worker.remove(held)
-    with pytest.raises(UpdateWithheld, match="it was removed"):
+    with pytest.raises(UpdateWithheld, match="its file was removed"):
         worker.wait(held, lambda: None)
     with pytest.raises(AirlockError, match="no held updates have an id beginning with 'abcdef'"):
         worker.decide("abcdef", "release", "ann")
