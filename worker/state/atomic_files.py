@@ -135,6 +135,6 @@ def alone_or(refuse: Callable[[str], Exception], folder: Path) -> Iterator[None]
 
 
 def sweep(folder: Path) -> None:
-    """Remove the incomplete files that a killed process left, at any depth."""
-    for left in folder.rglob(f"*{TEMPORARY}"):
+    """Remove the incomplete files that a killed process left, at any depth, and their journals."""
+    for left in folder.rglob(f"*{TEMPORARY}*"):
         left.unlink(missing_ok=True)

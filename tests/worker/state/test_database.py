@@ -18,6 +18,7 @@ from tessera.worker.doctor import _state
 from tessera.worker.faults.disk import Disk
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state import database
+from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.database import DATABASE_FILE, Database, StateError
 from tessera.worker.state.hash_chain import TaskRef
@@ -80,6 +81,8 @@ def test_a_killed_worker_that_created_its_database_leaves_none_or_a_whole_one(tm
         process.join()
         spend(Ledger(folder))
         assert len(Ledger(folder).read("wards")) in (1, 2)
+        sweep(folder)
+        assert {path.name.removesuffix("-wal").removesuffix("-shm") for path in folder.iterdir()} == {DATABASE_FILE}
 
 
 def test_stores_that_a_forked_process_inherits_have_a_connection_of_its_own(tmp_path: Path) -> None:
