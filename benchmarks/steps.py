@@ -31,7 +31,8 @@ from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
+from tessera.worker.privacy.sampling import sampling
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.precision import allow_tf32, gradient_scaler

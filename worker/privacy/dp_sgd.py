@@ -51,6 +51,7 @@ from tessera.worker.privacy.pieces import (
     single_pieces,
     zero_means,
 )
+from tessera.worker.privacy.sampling import Sampling
 from tessera.worker.training.batches import copied
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
@@ -63,26 +64,6 @@ NOISE_AT_ONCE = 1 << 20
 ROUNDING = {EXACT: 2.0**-14, ROUGH: 2.0**-6}
 """Reduction of the clip norm, as a share of it, by the gradients' tolerance: the rounding errors that a unit causes
 in the other gradients of its batch are part of its influence."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Poisson sampling of batches: each of `units` (examples, or groups) with probability `rate`, `steps` times per
-    epoch."""
-
-    units: int
-    rate: float
-    steps: int
-
-    @property
-    def expected(self) -> float:
-        return self.rate * self.units
-
-
-def sampling(units: int, batch_size: int | None) -> Sampling:
-    """Return the sampling whose samples have this mean size, with as many steps as there are batches."""
-    size = min(batch_size or units, units)
-    return Sampling(units, size / units, math.ceil(units / size))
 
 
 @dataclass(frozen=True)

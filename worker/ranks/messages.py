@@ -70,6 +70,8 @@ class GroupTask:
     counted: bool
     """True if the agent counts evaluations."""
     seed_key: bytes | None
+    noise_key: bytes | None
+    """The seed of the noise of a simulation."""
     checkpoint: CheckpointAt | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
 

@@ -4,7 +4,6 @@ Its arguments are the group's folder, the rank's number and the descriptor of it
 """
 
 import gc
-import importlib
 import os
 import sys
 import time
@@ -196,14 +195,12 @@ class Rank:
         if run.task.kind == "evaluate":
             return evaluate(run, loaded, dataset)
         saving = self._checkpoints = self._checkpoints_at(given.checkpoint) if given.checkpoint else None
-        private = None
+        account: Any = None
         if given.private:
-            # Needs the extra `privacy`, as the agent's accounting does.
-            ranks = importlib.import_module("tessera.worker.ranks.private")
-            resumes = saving is not None and saving.document is not None
-            call = partial(self._call, "private")
-            private = ranks.RankPrivacy(run.task, dataset.examples, call, self._group, resumes=resumes)
-        return train(run, loaded, dataset, private, saving)
+            groups = run.groups(dataset)
+            account = _Remote(self._call, "private")
+            account.units = groups.count if groups else dataset.examples
+        return train(run, loaded, dataset, account, saving)
 
     def _checkpoints_at(self, place: CheckpointAt) -> GroupCheckpoints:
         # Rank 0 alone writes it.
@@ -225,6 +222,7 @@ class Rank:
             allowances=given.allowances,
             history=cast("RunHistory", _Remote(self._call, "history")) if given.counted else None,
             seed_key=given.seed_key,
+            noise_key=lambda _: given.noise_key,
         )
 
     def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:

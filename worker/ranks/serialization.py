@@ -44,7 +44,7 @@ from tessera.worker.state.atomic_files import WriteFailed, disk_error, written_w
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import CheckpointKey
 from tessera.worker.state.hash_chain import ChainError
-from tessera.worker.state.privacy_ledger import LedgerError
+from tessera.worker.state.privacy_ledger import LedgerError, NoisySteps
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched
 from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
@@ -104,6 +104,7 @@ RECORDS = _by_name(
     Manifest,
     MappingFile,
     Model,
+    NoisySteps,
     Normalized,
     Padding,
     Policy,

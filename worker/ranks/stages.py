@@ -28,7 +28,7 @@ from tessera.worker.task.fetch import Fetched, Loaded
 from tessera.worker.training.ranks import require_summable
 
 if TYPE_CHECKING:
-    from tessera.worker.privacy.private_task import PrivateTask
+    from tessera.worker.privacy.account import PrivacyAccount
 
 FOLDER = "ranks"
 IDLE_SECONDS = 300.0
@@ -70,7 +70,7 @@ class DeviceStages:
         fetched: Fetched,
         loaded: Loaded,
         dataset: Dataset,
-        private: PrivateTask | None,
+        account: PrivacyAccount | None,
         checkpoint: TaskCheckpoint | None,
     ) -> tuple[LocalResult, TrainingStats]:
         """Train as `task.train.train` does. Raises its exceptions, and TaskFailure if a rank ends.
@@ -78,19 +78,19 @@ class DeviceStages:
         With a checkpoint that was written in between, new ranks then go on from it: a task that ends its ranks
         before the next one fails. A sharded model has no checkpoints.
         """
-        if private is None:
+        if account is None:
             require_summable(loaded.half, loaded.context, dataset, len(self.devices))
         if run.env.setup.compute.shard:
             checkpoint = None
         while True:
             try:
-                return self._executed(run, fetched, loaded, dataset, private, checkpoint)  # type: ignore[no-any-return]
+                return self._executed(run, fetched, loaded, dataset, account, checkpoint)  # type: ignore[no-any-return]
             except RanksEnded as end:
                 if checkpoint is None or not checkpoint.reread() or checkpoint.document is None:
                     raise
                 structlog.get_logger("worker").warning("ranks-restarted", detail=str(end))
-                if private:
-                    private.resume(checkpoint.document["private"])
+                if account:
+                    account.resume(checkpoint.document["private"]["account"])
             finally:
                 if checkpoint is not None:
                     # Of a rank that was killed while it wrote.
@@ -112,7 +112,7 @@ class DeviceStages:
         fetched: Fetched,
         loaded: Loaded,
         dataset: Dataset,
-        private: PrivateTask | None = None,
+        account: PrivacyAccount | None = None,
         checkpoint: TaskCheckpoint | None = None,
     ) -> Any:
         session = self._session_for(run)
@@ -129,15 +129,16 @@ class DeviceStages:
             compute=env.setup.compute,
             policy=env.policy,
             allowances=dict(env.allowances),
-            private=private is not None,
+            private=account is not None,
             counted=env.history is not None,
             seed_key=env.seed_key,
+            noise_key=env.noise_key(task),
             checkpoint=CheckpointAt(checkpoint.key, checkpoint.path, env.checkpoint_seconds) if checkpoint else None,
         )
         targets = {
             "journal": run.journal,
             "vault": env.vault,
-            "private": private,
+            "private": account,
             "history": env.history,
             "checkpoint": checkpoint,
         }

@@ -24,7 +24,7 @@ from tessera.shared.version import install_line
 from tessera.worker.data import augmentation
 from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.groups import Groups, UngroupedExamples
+from tessera.worker.data.groups import Groups
 from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
@@ -41,7 +41,7 @@ from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import CALIBRATING
 
 if TYPE_CHECKING:
-    from tessera.worker.privacy.private_task import PrivateTask
+    from tessera.worker.privacy.account import PrivacyAccount
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Admission:
     """The result of admitting a task."""
 
     dataset: Dataset
-    private: PrivateTask | None
+    account: PrivacyAccount | None
     """The task's privacy accounting; None without differential privacy."""
     checkpoint: TaskCheckpoint | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
@@ -84,7 +84,7 @@ def admit(run: TaskRun) -> Admission:
         _require_augmentable(task, dataset)
     terms = admitted_terms(run) if task.kind == "train" else None
     _check_effect(run)
-    groups = _groups(run, dataset)
+    groups = run.groups(dataset) if task.kind == "train" else None
     _check_length(run, groups.count if groups else dataset.examples)
     if env.inbox:
         _require_approval(run, env.inbox, dataset, groups)
@@ -94,8 +94,8 @@ def admit(run: TaskRun) -> Admission:
     if task.kind != "train":
         return Admission(dataset, None, None)
     checkpoint, held = checkpoint_of(env, task), env.airlock.find(task) if env.airlock else None
-    private = _private(run, dataset, groups, *_reserved(checkpoint, held))
-    return Admission(dataset, private, checkpoint, terms, held)
+    account = _account(run, groups.count if groups else dataset.examples, *_reserved(checkpoint, held))
+    return Admission(dataset, account, checkpoint, terms, held)
 
 
 def _require_own_tokenizer(run: TaskRun, dataset: Dataset) -> None:
@@ -245,37 +245,20 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     return known[dataset]
 
 
-def _groups(run: TaskRun, dataset: Dataset) -> Groups | None:
-    """Return the groups of the examples if the task protects them. Raises PolicyViolation if an example has none."""
-    task, known = run.task, run.env.groups
-    if task.kind != "train" or task.privacy is None or task.privacy.unit != "group":
-        return None
-    try:
-        if task.dataset not in known:
-            known[task.dataset] = Groups.of(dataset.groups)
-    except UngroupedExamples as fault:
-        # Without figures: how many examples have none is exact information about the data.
-        raise PolicyViolation(
-            "group", f"the run protects groups of examples (privacy.unit), and in {task.dataset!r} {fault}"
-        ) from None
-    return known[task.dataset]
-
-
 def _reserved(
     checkpoint: TaskCheckpoint | None, held: tuple[Summary, HeldTask] | None
 ) -> tuple[str, Mapping[str, JsonValue] | None]:
-    """Return the key under which the ledger may have what a private task has reserved, and its progress, if any."""
+    """Return the key under which the ledger may have what a private task has reserved, and these charges, if any."""
     if held:
         return held[1].checkpoint, held[1].private
     if checkpoint is None:
         return "", None
-    return checkpoint.key.digest, checkpoint.document["private"] if checkpoint.document else None
+    private = checkpoint.document["private"] if checkpoint.document else None
+    return checkpoint.key.digest, private and private["account"]
 
 
-def _private(
-    run: TaskRun, dataset: Dataset, groups: Groups | None, key: str, progress: Mapping[str, JsonValue] | None
-) -> PrivateTask | None:
-    """Return the task's privacy accounting, if any, to continue from the `progress` under a checkpoint's key. Raises
+def _account(run: TaskRun, units: int, key: str, charges: Mapping[str, JsonValue] | None) -> PrivacyAccount | None:
+    """Return the task's privacy accounting, if any, to continue from the `charges` under a checkpoint's key. Raises
     PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
     if task.privacy is None:
@@ -286,20 +269,18 @@ def _private(
             f"{task.dataset!r} is one part of a partition, where adding one example moves others between sites: "
             "no epsilon holds for it",
         )
-    privacy = privacy_module("private_task")
+    privacy = privacy_module("account")
     run.report.activity = CALIBRATING
-    private: PrivateTask = privacy.PrivateTask(
+    account: PrivacyAccount = privacy.PrivacyAccount(
         task,
         task.privacy,
-        dataset.examples,
+        units,
         env.ledger or Ledger(env.scratch, durable=False),
         env.allowances.get(task.dataset),
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,
         env.policy.max_total_privacy,
-        env.noise_key(task),
         key,
-        progress,
-        groups,
+        charges,
     )
-    return private
+    return account

@@ -29,10 +29,10 @@ from tessera.shared.tensors.hashing import Sink, derive_seed
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.groups import Groups
+from tessera.worker.data.groups import Groups, UngroupedExamples
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
-from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
+from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.governance.run_history import RunHistory, RunSnapshot
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
@@ -415,6 +415,21 @@ class TaskRun:
         """
         key, task = self.env.seed_key, self.task
         return task.seed if key is None else mixed_seed(key, task)
+
+    def groups(self, dataset: Dataset) -> Groups | None:
+        """Return the groups of the examples if the task protects them. Raises PolicyViolation for one without."""
+        task, known = self.task, self.env.groups
+        if task.privacy is None or task.privacy.unit != "group":
+            return None
+        try:
+            if task.dataset not in known:
+                known[task.dataset] = Groups.of(dataset.groups)
+        except UngroupedExamples as fault:
+            # Without figures: how many examples have none is exact information about the data.
+            raise PolicyViolation(
+                "group", f"the run protects groups of examples (privacy.unit), and in {task.dataset!r} {fault}"
+            ) from None
+        return known[task.dataset]
 
     def half(self, model: Model) -> WorkerHalf[Any]:
         """Return the worker's half of the task's method."""

@@ -44,7 +44,7 @@ from tessera.worker.training.optimization.micro_batch import Indivisible
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
-    from tessera.worker.privacy.private_task import PrivateTask
+    from tessera.worker.privacy.account import PrivacyAccount
 
 VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
 """Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data, and
@@ -67,7 +67,7 @@ class RankStages(Protocol):
         fetched: Fetched,
         loaded: Loaded,
         dataset: Dataset,
-        private: PrivateTask | None,
+        account: PrivacyAccount | None,
         checkpoint: TaskCheckpoint | None,
     ) -> tuple[LocalResult, TrainingStats]: ...
     def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int: ...
@@ -111,16 +111,16 @@ class TaskRunner(TaskEnvironment):
             help_open(run)
             return None
         admission = admit(run)
-        dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
+        dataset, account, checkpoint = admission.dataset, admission.account, admission.checkpoint
         held = None
         if admission.held and self.airlock:
             # The task was done under an earlier lease.
-            return HeldUpdate.again(Egress(run, private, checkpoint, admission.terms), self.airlock, *admission.held)
+            return HeldUpdate.again(Egress(run, account, checkpoint, admission.terms), self.airlock, *admission.held)
         device_failed, in_sum = False, admission.terms is not None
         rounds = task.kind == "evaluate" and self.rounds_figures(task)
         private_errors = in_sum or task.privacy is not None or rounds
         report.begin("fetching")
-        with _at_quantum(run), self.shelf.pinning(), _settling(private), ending(checkpoint):
+        with _at_quantum(run), self.shelf.pinning(), _settling(account), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 if admission.terms:
@@ -135,21 +135,21 @@ class TaskRunner(TaskEnvironment):
                     require_output(loaded.context, dataset)
                     require_apart(run, loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=private_errors)
-            egress = Egress(run, private, checkpoint, admission.terms)
+            egress = Egress(run, account, checkpoint, admission.terms)
             if task.kind == "train":
                 try:
                     with spans.span("train"), fitting:
                         if self.ranks:
-                            result, stats = self.ranks.train(run, fetched, loaded, dataset, private, checkpoint)
+                            result, stats = self.ranks.train(run, fetched, loaded, dataset, account, checkpoint)
                         else:
                             seconds = self.checkpoint_seconds
                             checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
-                            result, stats = train(run, loaded, dataset, private, checkpoints)
+                            result, stats = train(run, loaded, dataset, account, checkpoints)
                 except Exception as fault:
                     if not in_sum or (isinstance(fault, VISIBLE) and not isinstance(fault, BY_DATA)):
                         raise
                     device_failed = is_device_failure(fault)
-                    result, stats = without_step(run, loaded, dataset, private, fault)
+                    result, stats = without_step(run, loaded, dataset, account, fault)
                 held = self._sent(egress, result, loaded, stats.examples)
             else:
                 with spans.span("evaluate"):
@@ -295,7 +295,7 @@ def _at_quantum(run: TaskRun) -> Iterator[None]:
 
 
 @contextmanager
-def _settling(private: PrivateTask | None) -> Iterator[None]:
+def _settling(account: PrivacyAccount | None) -> Iterator[None]:
     """Release a private task's reserved budget if the block ends before its first step, because of the coordinator,
     the network or a stop. Any other failure is reported and may depend on the data, so the budget counts as spent.
 
@@ -305,6 +305,6 @@ def _settling(private: PrivateTask | None) -> Iterator[None]:
     try:
         yield
     except (Problem, Stopped):
-        if private:
-            private.void()
+        if account:
+            account.void()
         raise

@@ -25,7 +25,7 @@ from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.privacy.bounded_figures import disclosed
-from tessera.worker.task.environment import TaskRun, loss_scaler
+from tessera.worker.task.environment import TaskRun, loss_scaler, privacy_module
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded, read_model
 from tessera.worker.task.tokenize import require_apart
@@ -37,14 +37,15 @@ from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
 if TYPE_CHECKING:
-    from tessera.worker.privacy.private_task import PrivateTask
+    from tessera.worker.privacy.account import PrivacyAccount
+    from tessera.worker.privacy.private_task import Account, PrivateTask
 
 
 def train(
     run: TaskRun,
     loaded: Loaded,
     dataset: Dataset,
-    private: PrivateTask | None,
+    account: Account | None,
     checkpoints: TrainingCheckpoints | None = None,
 ) -> tuple[LocalResult, TrainingStats]:
     """Train by the method and return its result.
@@ -56,6 +57,7 @@ def train(
     loaded.personalise()
     _check_plan(run, loaded)
     require_apart(run, context, dataset)
+    private = _private(run, dataset, account, checkpoints) if account else None
     units = report.examples = private.units if private else dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
@@ -130,6 +132,18 @@ def train(
     return result, stats
 
 
+def _private(
+    run: TaskRun, dataset: Dataset, account: Account, checkpoints: TrainingCheckpoints | None
+) -> PrivateTask:
+    """Return the private half of the task's training."""
+    env, task = run.env, run.task
+    resumed = checkpoints.document["private"] if checkpoints and checkpoints.document else None
+    private: PrivateTask = privacy_module("private_task").PrivateTask(
+        account, task, run.groups(dataset), env.noise_key(task), resumed, env.setup.ranks
+    )
+    return private
+
+
 def _require_mergeable(run: TaskRun, units: int) -> None:
     """Raise PolicyViolation if the method cannot merge without the metrics that do not leave this site."""
     task = run.task
@@ -149,7 +163,7 @@ def _require_finite_keep(result: LocalResult, rate: float) -> None:
 
 
 def without_step(
-    run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None, fault: Exception
+    run: TaskRun, loaded: Loaded, dataset: Dataset, account: PrivacyAccount | None, fault: Exception
 ) -> tuple[LocalResult, TrainingStats]:
     """Return the result of a site that learned nothing: the version as it was fetched, and the vault as it was.
 
@@ -158,11 +172,11 @@ def without_step(
     """
     run.journal.note("train.fail", code=type(fault).__name__)
     structlog.get_logger("worker").error("update-without-step", cause=type(fault).__name__, exc_info=fault)
-    units = private.units if private else dataset.examples
+    units = account.units if account else dataset.examples
     run.report.examples, run.report.metrics = units, {}
-    if private:
-        private.charge(local_steps(run.task.training, units))
-        run.report.metrics = {EPSILON: private.spent()}
+    if account:
+        account.charge(local_steps(run.task.training, units))
+        run.report.metrics = {EPSILON: account.spent()}
     asked = run.task.plan.upload.resolve(loaded.context.blocks)
     upload = {block.name: to_array(loaded.bases[block.name]) for block in asked if block.name in loaded.bases}
     return LocalResult(upload, loaded.context.vault), TrainingStats(units, 0, math.nan, 0.0)

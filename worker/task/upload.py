@@ -55,7 +55,7 @@ from tessera.worker.task.upload_budget import write_within
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
-    from tessera.worker.privacy.private_task import PrivateTask
+    from tessera.worker.privacy.account import PrivacyAccount
 
 
 APPROVAL_SECONDS = 5.0
@@ -102,7 +102,7 @@ class Egress:
     """Egress of one task's result from the worker."""
 
     run: TaskRun
-    private: PrivateTask | None = None
+    account: PrivacyAccount | None = None
     checkpoint: TaskCheckpoint | None = None
     terms: Terms | None = None
     """The terms of the secure sum that the update goes into."""
@@ -144,11 +144,11 @@ class Egress:
         env = self.run.env
         if summary is None and env.audit:
             summary = self.summary(update, examples)
-        if self.private:
+        if self.account:
             if self.checkpoint:
                 # Another update with the same noise would reveal the sums that differ.
                 self.checkpoint.remove()
-            self.private.leave()
+            self.account.leave()
         else:
             self.run.journal.note_exact(examples, "training")
         if env.history:
@@ -352,15 +352,15 @@ class HeldUpdate:
         blocks: tuple[Block, ...],
     ) -> HeldUpdate:
         """Move a checked update into the airlock. `keep` waits in the vault."""
-        run, private = egress.run, egress.private
+        run, account = egress.run, egress.account
         summary = egress.summary(update, examples)
         stored = HeldTask(
             work=work_of(run.task),
             blocks=blocks,
             envelope=update.envelope,
             download_bytes=run.report.download_bytes,
-            checkpoint=private.checkpoint if private else "",
-            private=private.progress_without_noise() if private else None,
+            checkpoint=account.checkpoint if account else "",
+            private=account.charges() if account else None,
         )
         run.journal.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
         run.env.vault.set_aside(run.task.run, run.task.id, keep)
@@ -384,8 +384,8 @@ class HeldUpdate:
             raise PolicyViolation("airlock", "the update in the airlock is not the one that the site's audit records")
         run.report.metrics, run.report.examples = dict(summary.metrics), summary.examples
         run.report.download_bytes = stored.download_bytes
-        if egress.private:
-            egress.private.resume_leaving()
+        if egress.account:
+            egress.account.resume_leaving()
         return cls(egress, airlock, summary, stored)
 
     def __post_init__(self) -> None:
@@ -422,8 +422,8 @@ class HeldUpdate:
         env.policy.check_task(task, env.kinds)
         if allowance := env.allowances.get(task.dataset):
             allowance.check(task, env.policy.figures_privacy)
-        if egress.private:
-            egress.private.limit_weekly(env.policy.max_weekly_privacy)
+        if egress.account:
+            egress.account.limit_weekly(env.policy.max_weekly_privacy)
         self._require_approval(env)
         written = WrittenUpdate({}, {}, summary.update)
         opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
@@ -433,10 +433,10 @@ class HeldUpdate:
         egress.check_egress(update, task.plan.upload.resolve(self.stored.blocks), ())
         keep = env.vault.read_aside(task.run, task.id)
         ready = egress.leave(update, summary.examples, self.stored.blocks, summary, keeps=bool(keep))
-        if egress.private:
+        if egress.account:
             # Sent again under another lease, it is not charged again.
-            private = egress.private.progress_without_noise()
-            self.airlock.note(summary, self.stored.model_copy(update={"private": private}))
+            charges = egress.account.charges()
+            self.airlock.note(summary, self.stored.model_copy(update={"private": charges}))
         egress.submit(ready, keep, summary.examples)
 
     def _require_approval(self, env: TaskEnvironment) -> None:

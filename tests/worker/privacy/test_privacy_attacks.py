@@ -28,10 +28,12 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.account import PrivacyAccount
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.privacy.per_example_grads import Batch, Gradients, Hooked, PerExample
 from tessera.worker.privacy.private_task import PrivateTask
+from tessera.worker.privacy.sampling import sampling
 from tessera.worker.simulation import Weights, simulate
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.training.batches import Batches, ReadableBatches
@@ -94,7 +96,8 @@ def train(
     half = worker_half(task.method, RunInfo(tuple(context.blocks), 1, training=training, privacy=privacy))
     half.setup(context)
     cpu, drawn = torch.device("cpu"), hashlib.sha256(key.encode()).digest()
-    private = PrivateTask(task, privacy, EXAMPLES, Ledger(folder), None, key=drawn)
+    account = PrivacyAccount(task, privacy, EXAMPLES, Ledger(folder), None)
+    private = PrivateTask(account, task, key=drawn)
     Trainer(half, context, training, TrainingSetup(cpu), lambda: None, private).train([Phase(train)], data, seed=0)
 
 

@@ -18,6 +18,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings import Privacy
 from tessera.worker.agent import Agent
 from tessera.worker.governance.policy import Policy
+from tessera.worker.privacy.account import PrivacyAccount
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import WorkerSettings
@@ -119,7 +120,7 @@ def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
 def test_a_worker_without_what_privacy_needs_says_what_to_install(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tessera.worker.privacy.private_task", None)
+    monkeypatch.setitem(sys.modules, "tessera.worker.privacy.account", None)
     client = coordinator.client()
     with site(coordinator, tmp_path):
         run = ended(client, privacy=PRIVACY)
@@ -194,9 +195,9 @@ def test_the_noise_is_removed_before_anything_leaves(
     def checkpoints() -> int:
         return len(list(vault.glob("*/checkpoint-*")))
 
-    phase, leave = PrivateTask.phase, PrivateTask.leave
+    phase, leave = PrivateTask.phase, PrivacyAccount.leave
     monkeypatch.setattr(PrivateTask, "phase", lambda *given: begun.append(checkpoints()) or phase(*given))
-    monkeypatch.setattr(PrivateTask, "leave", lambda own: leaving.append(checkpoints()) or leave(own))
+    monkeypatch.setattr(PrivacyAccount, "leave", lambda own: leaving.append(checkpoints()) or leave(own))
     with site(coordinator, tmp_path):
         run = ended(client, privacy=PRIVACY, rounds=1)
     assert run.state == "completed"

@@ -23,9 +23,11 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.account import PrivacyAccount
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.private_task import PrivateTask
+from tessera.worker.privacy.sampling import sampling
 from tessera.worker.privacy.selection import bounded_sums
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
@@ -151,7 +153,8 @@ def grouped_task(
     folder: Path, data: Dataset, training: Training, privacy: Privacy = GROUPED, **more: Any
 ) -> PrivateTask:
     asked = task(training=training, privacy=privacy)
-    return PrivateTask(asked, privacy, data.examples, Ledger(folder), key=KEY, groups=Groups.of(data.groups), **more)
+    groups = Groups.of(data.groups)
+    return PrivateTask(PrivacyAccount(asked, privacy, groups.count, Ledger(folder), **more), asked, groups, KEY)
 
 
 def weights_after_a_step(folder: Path, method: str, number: int, zeroed: int | None) -> tuple[list[Tensor], int]:

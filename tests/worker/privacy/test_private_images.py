@@ -18,8 +18,9 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.privacy.sampling import sampling
 from tessera.worker.training.batches import ReadableBatches
 from tessera.worker.training.freeze import Freeze
 from tests.support.scans import write_scans

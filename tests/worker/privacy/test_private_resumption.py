@@ -16,6 +16,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
+from tessera.worker.privacy.account import PrivacyAccount
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
@@ -53,7 +54,7 @@ def private_update(
     checkpoint: CheckpointKey = CHECKPOINT,
     method: str = "safl",
     groups: Sequence[bytes] | None = None,
-) -> tuple[dict[str, bytes], PrivateTask]:
+) -> tuple[dict[str, bytes], PrivacyAccount]:
     """What a private task sends, as a runner computes it. With `groups` of the examples, these are its units."""
     model = PLAIN.model()
     privacy = PRIVACY.model_copy(update={"unit": "group", "max_per_group": 2, "delta": 1e-2} if groups else {})
@@ -71,10 +72,12 @@ def private_update(
     stored = Checkpoints(folder / "vault").of_task(checkpoint)
     resumed = stored.document["private"] if stored.document else None
     data: Dataset = images()
-    private = PrivateTask(
-        task, privacy, data.examples, Ledger(folder), budget, key=noise_key, checkpoint=checkpoint.digest,
-        resumed=resumed, groups=Groups.of(groups) if groups else None,
+    units = Groups.of(groups) if groups else None
+    account = PrivacyAccount(
+        task, privacy, units.count if units else data.examples, Ledger(folder), budget,
+        checkpoint=checkpoint.digest, resumed=resumed and resumed["account"],
     )  # fmt: skip
+    private = PrivateTask(account, task, units, noise_key, resumed)
     context = LocalTaskContext(model, PLAIN.head, plan, facts.blocks, choose_top=private.top_k)
     half = worker_half(chosen, facts)
     seed_everything(0)
@@ -85,7 +88,7 @@ def private_update(
     trainer = Trainer(half, context, TRAINING, TrainingSetup(CPU), check, private, checkpoints=checkpoints)
     stats = trainer.train(half.phases(context, selected), data, 0)
     result = half.collect(context, selected, stats)
-    return {name: values.tobytes() for name, values in result.upload.items()}, private
+    return {name: values.tobytes() for name, values in result.upload.items()}, account
 
 
 def killed_at(step: int) -> Callable[[], None]:
@@ -204,13 +207,13 @@ def test_a_fault_amid_the_departure_of_a_held_update_does_not_charge_it_twice(tm
     asked = task_of(privacy=PRIVACY.model_copy(update={"selection": "refused"}))
     assert asked.privacy
     about = (asked, asked.privacy, 40, Ledger(tmp_path), None)
-    first = PrivateTask(*about, checkpoint="c")
+    first = PrivacyAccount(*about, checkpoint="c")
     first.begin(STEPS)
-    stored = first.progress_without_noise()
+    stored = first.charges()
     # The ledger has it, and the airlock could not be told.
     first.leave()
     paid = first.spent()
-    again = PrivateTask(*about, checkpoint="c", resumed=stored)
+    again = PrivacyAccount(*about, checkpoint="c", resumed=stored)
     again.resume_leaving()
     again.leave()
     assert charges(tmp_path) == ["noisy-steps"]

@@ -23,15 +23,17 @@ from tessera.shared.methods.registry import coordinator_half, methods, worker_ha
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource, secret_key
-from tessera.shared.run_settings import Budget, Privacy
+from tessera.shared.run_settings import Privacy
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.privacy.account import PrivacyAccount
 from tessera.worker.privacy.accountant import epsilon
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, box_muller, sampling, scaled_sum, scales
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, box_muller, scaled_sum, scales
 from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
+from tessera.worker.privacy.sampling import sampling
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
 from tessera.worker.training.batches import Batches
@@ -492,10 +494,14 @@ def task(**more: object) -> Task:
     return task_of(**{"rounds": 4, "training": training, "privacy": PRIVACY, **more})
 
 
-def private_task(folder: Path, budget: Budget | None = None, examples: int = 40, **more: object) -> PrivateTask:
+def account(folder: Path, budget: Allowance | None = None, examples: int = 40, **more: object) -> PrivacyAccount:
     asked = task(**more)
     assert asked.privacy
-    return PrivateTask(asked, asked.privacy, examples, Ledger(folder), budget)
+    return PrivacyAccount(asked, asked.privacy, examples, Ledger(folder), budget)
+
+
+def private_task(folder: Path, **more: object) -> PrivateTask:
+    return PrivateTask(account(folder, **more), task(**more))
 
 
 def spent(folder: Path) -> list[Event]:
@@ -535,7 +541,7 @@ def test_private_steps_follow_the_schedule_and_are_paid_for_one_by_one(tmp_path:
 def test_the_noise_of_a_run_in_steps_is_that_of_all_its_steps(tmp_path: Path) -> None:
     training = Training(steps=7, batch_size=8)
     for number in range(1, 5):
-        private_task(tmp_path, round=number, training=training).begin(steps=7)
+        account(tmp_path, round=number, training=training).begin(steps=7)
     events = spent(tmp_path)
     assert 0.97 * 3.0 < epsilon(events, 1e-5) <= 3.0
     assert len({event.noise_multiplier for event in events if isinstance(event, NoisySteps)}) == 1
@@ -565,7 +571,7 @@ def test_the_same_seed_gives_other_noise_each_time(tmp_path: Path) -> None:
 
 def test_noise_is_the_same_in_every_round_and_the_run_keeps_its_target(tmp_path: Path) -> None:
     for number in range(1, 5):
-        private_task(tmp_path, round=number, token=number).begin(steps=5)
+        account(tmp_path, round=number, token=number).begin(steps=5)
     events = spent(tmp_path)
     assert len({event.noise_multiplier for event in events if isinstance(event, NoisySteps)}) == 1
     assert 0.99 * 3.0 < epsilon(events, 1e-5) <= 3.0
@@ -583,7 +589,7 @@ def test_which_blocks_train_has_no_part_in_what_it_costs(tmp_path: Path) -> None
 def test_a_task_that_is_tried_again_costs_again_and_later_rounds_make_up_for_it(tmp_path: Path) -> None:
     tries = [(1, 1), (1, 2), (2, 3), (3, 4)]
     for number, token in tries:
-        private_task(tmp_path, round=number, token=token).begin(steps=5)
+        account(tmp_path, round=number, token=token).begin(steps=5)
     noises = [event.noise_multiplier for event in spent(tmp_path) if isinstance(event, NoisySteps)]
     assert noises[0] < noises[1] == noises[2] == noises[3]
     assert epsilon(spent(tmp_path), 1e-5) <= 3.0
@@ -593,13 +599,13 @@ def test_a_run_that_has_spent_its_target_is_refused(tmp_path: Path) -> None:
     with Ledger(tmp_path).page("wards") as page:
         page.spend(TaskRef.of(task()), 40, PRIVACY, [NoisySteps(noise_multiplier=0.5, sampling_rate=0.2, steps=50)])
     with pytest.raises(PolicyViolation, match="the run has spent its target on 'wards'"):
-        private_task(tmp_path)
+        account(tmp_path)
 
 
 def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp_path: Path) -> None:
     budget = Allowance(epsilon=3.5, delta=1e-5)
     for number in range(1, 5):
-        private_task(tmp_path, budget, round=number).begin(steps=5)
+        account(tmp_path, budget, round=number).begin(steps=5)
     # The first run took 3 of 3.5; half a run more, with as much noise, would come to more than that.
     with Ledger(tmp_path).page("wards") as page:
         page.spend(TaskRef.of(task()), 40, PRIVACY, spent(tmp_path)[:2])
@@ -607,7 +613,7 @@ def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp
     with pytest.raises(
         PolicyViolation, match=r"epsilon of \d\.\d+ at delta 1e-05, and the site allows 3.5"
     ) as refusal:
-        private_task(tmp_path, budget, run="another")
+        account(tmp_path, budget, run="another")
     assert refusal.value.rule == "privacy"
     assert spent(tmp_path) == before
 
@@ -618,35 +624,35 @@ def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the
         steps = NoisySteps(noise_multiplier=2.0, sampling_rate=0.4, steps=20)
         page.spend(TaskRef.of(task(run="old")), 40, PRIVACY, [steps])
     lines = ChainRows(tmp_path, "ledger wards").read_bytes()
-    private_task(tmp_path / "alone").begin(steps=5)
+    account(tmp_path / "alone").begin(steps=5)
     together = [*spent(tmp_path), *spent(tmp_path / "alone")]
     # Had both settings been fixed beforehand, the budget would hold a twentieth more than this.
     budget = Allowance(epsilon=1.05 * epsilon(together, 1e-5), delta=1e-5)
     with pytest.raises(
         PolicyViolation, match=r"to an epsilon of \d\.\d+ at delta 1e-05, and the site allows 5"
     ) as refused:
-        private_task(tmp_path, budget)
+        account(tmp_path, budget)
     assert ChainRows(tmp_path, "ledger wards").read_bytes() == lines
     least, to_the_end = map(float, re.findall(r"(?:epsilon|budget) of (\d+\.?\d*)", refused.value.detail))
     assert budget.epsilon < least < to_the_end
-    private_task(tmp_path, Allowance(epsilon=least, delta=1e-5))
+    account(tmp_path, Allowance(epsilon=least, delta=1e-5))
     for number in range(1, 5):
-        private_task(tmp_path, Allowance(epsilon=to_the_end, delta=1e-5), round=number).begin(steps=5)
+        account(tmp_path, Allowance(epsilon=to_the_end, delta=1e-5), round=number).begin(steps=5)
 
 
 def test_a_budget_that_equals_the_runs_target_is_warned_of_at_the_runs_first_task(tmp_path: Path) -> None:
     with capture_logs() as told:
         for number in range(1, 4):
-            private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=number).begin(steps=5)
+            account(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=number).begin(steps=5)
     (warning,) = [line for line in told if line["event"] == "budget-below-run"]
     with pytest.raises(PolicyViolation, match="all rounds of the run need a budget of") as refused:
-        private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=4)
+        account(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=4)
     # The first task knows what the last one does.
     enough = warning["detail"].split()[-1]
     assert refused.value.detail.split()[-1] == enough
     with capture_logs() as told:
         for number in range(1, 5):
-            private_task(tmp_path / "more", Allowance(epsilon=float(enough), delta=1e-5), round=number).begin(steps=5)
+            account(tmp_path / "more", Allowance(epsilon=float(enough), delta=1e-5), round=number).begin(steps=5)
     assert "budget-below-run" not in [line["event"] for line in told]
 
 
@@ -656,7 +662,7 @@ def test_a_delta_that_promises_nothing_is_refused(tmp_path: Path, delta: float) 
     with pytest.raises(
         PolicyViolation, match=r"gives no guarantee for 200 examples: set privacy.delta to 0.0029 or less"
     ):
-        private_task(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=delta, clip_norm=1.0))
+        account(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=delta, clip_norm=1.0))
 
 
 @pytest.mark.parametrize(("delta", "warns"), [(0.0029, True), (0.0005, False)])
@@ -664,7 +670,7 @@ def test_a_delta_above_a_tenth_of_one_over_the_examples_is_warned_of(
     tmp_path: Path, delta: float, warns: bool
 ) -> None:
     with capture_logs() as told:
-        private_task(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=delta, clip_norm=1.0))
+        account(tmp_path, examples=200, privacy=Privacy(epsilon=3.0, delta=delta, clip_norm=1.0))
     assert ("privacy-delta-large" in [line["event"] for line in told]) == warns
 
 

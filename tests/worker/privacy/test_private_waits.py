@@ -15,9 +15,10 @@ from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.data.groups import Groups
 from tessera.worker.privacy import dp_sgd, per_example_grads
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.per_example_grads import Batched, Hooked, OneByOne, PerExample
 from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.privacy.sampling import sampling
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tests.worker.privacy.test_private_task import (

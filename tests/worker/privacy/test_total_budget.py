@@ -16,8 +16,8 @@ from tessera.shared.run_settings import Budget, Unit
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.privacy import accountant
+from tessera.worker.privacy.account import PrivacyAccount
 from tessera.worker.privacy.accountant import admits, least_budget
-from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import read_settings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
@@ -49,9 +49,9 @@ def spend(folder: Path, dataset: str, unit: Unit = "example", steps: NoisySteps 
         page.spend(TaskRef("other", "other", 1, "t", 1), 40, PRIVACY, [steps], unit=unit)
 
 
-def task_under(folder: Path, total: Allowance = TOTAL) -> PrivateTask:
+def task_under(folder: Path, total: Allowance = TOTAL) -> PrivacyAccount:
     """A task on the data set `wards`, whose run has epsilon 3."""
-    return PrivateTask(task_of(rounds=1), PRIVACY, 40, Ledger(folder), None, total=total)
+    return PrivacyAccount(task_of(rounds=1), PRIVACY, 40, Ledger(folder), None, total=total)
 
 
 def test_what_runs_spent_of_other_data_sets_counts(tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_a_site_with_a_budget_is_measured_only_if_the_budget_allows_it(tmp_path:
 def test_two_tasks_at_once_on_two_data_sets_do_not_both_get_what_is_left(tmp_path: Path) -> None:
     total = Allowance(epsilon=4.0, delta=1e-5)
     tasks = [
-        PrivateTask(task_of(rounds=1, dataset=name), PRIVACY, 40, Ledger(tmp_path), None, total=total)
+        PrivacyAccount(task_of(rounds=1, dataset=name), PRIVACY, 40, Ledger(tmp_path), None, total=total)
         for name in ("wards", "clinics")
     ]
     refused: list[PolicyViolation] = []
 
-    def begin(task: PrivateTask) -> None:
+    def begin(task: PrivacyAccount) -> None:
         try:
             task.begin(steps=5)
         except PolicyViolation as violation:

@@ -24,8 +24,8 @@ from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock, HeldTask, UpdateWithheld
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
+from tessera.worker.privacy.account import PrivacyAccount
 from tessera.worker.privacy.accountant import epsilon
-from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
@@ -41,7 +41,7 @@ from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.tasks import PLAIN, untrained
-from tests.worker.privacy.test_private_task import PRIVACY, private_task, spent
+from tests.worker.privacy.test_private_task import PRIVACY, account, private_task, spent
 from tests.worker.privacy.test_private_task import task as task_of
 
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ def test_a_held_update_of_a_killed_process_is_sent_by_the_next_one_and_charged_o
     assert (again.summary, report.metrics) == (held.summary, held.summary.metrics)
     (stored,) = Database.of(tmp_path).documents(HeldTask, "SELECT task FROM held")
     assert stored.private
-    assert stored.private["noise_key"] == "00" * 32
+    assert "noise_key" not in stored.private
     again.wait(lambda: None)
     again.send(runner, lambda: None)
     assert site.worker.client.task(task.id).update == held.summary.update
@@ -207,8 +207,8 @@ def test_a_task_whose_time_was_up_stays_spent(coordinator: LiveCoordinator, tmp_
 
 
 def _leave_and_die(folder: Path) -> None:
-    private_task(folder, token=1).begin(steps=5)
-    leaving = private_task(folder, token=2)
+    account(folder, token=1).begin(steps=5)
+    leaving = account(folder, token=2)
     leaving.begin(steps=5)
     leaving.leave()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_what_a_killed_process_reserved_stays_spent(tmp_path: Path) -> None:
 
 
 def test_what_may_have_left_is_not_taken_back(tmp_path: Path) -> None:
-    private = private_task(tmp_path)
+    private = account(tmp_path)
     private.begin(steps=5)
     private.leave()
     private.void()
@@ -232,7 +232,7 @@ def test_what_may_have_left_is_not_taken_back(tmp_path: Path) -> None:
 
 def test_a_try_under_a_token_that_was_used_before_takes_back_its_own_noise_alone(tmp_path: Path) -> None:
     # A coordinator may give two tries the same token; of the first one something left.
-    first, second = private_task(tmp_path), private_task(tmp_path)
+    first, second = account(tmp_path), account(tmp_path)
     first.begin(steps=5)
     first.leave()
     second.begin(steps=5)
@@ -352,10 +352,10 @@ def test_what_may_reveal_nothing_of_an_example(coordinator: LiveCoordinator, tmp
 # ---------------------------------------------------------------- a week
 
 
-def weekly(folder: Path, most: Allowance, **more: object) -> PrivateTask:
+def weekly(folder: Path, most: Allowance, **more: object) -> PrivacyAccount:
     asked = task_of(**more)
     assert asked.privacy
-    return PrivateTask(asked, asked.privacy, 40, Ledger(folder), None, weekly=most)
+    return PrivacyAccount(asked, asked.privacy, 40, Ledger(folder), None, weekly=most)
 
 
 def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path) -> None:
@@ -445,13 +445,13 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     with pytest.raises(
         PolicyViolation, match=r"unbounded since 2\d{3}-\d\d-\d\d \(training without noise, run 'test'"
     ) as refusal:
-        PrivateTask(private, private.privacy, 24, site.ledger, budget)
+        PrivacyAccount(private, private.privacy, 24, site.ledger, budget)
     assert "acknowledge_exact = true" in refusal.value.remedy
     runner = replace(site.runner, allowances={"data": budget})
     assert runner.spent() == {"data": math.inf}
     assert runner.policy.advertised_policy(runner.allowances, 0, runner.spent()).spent == {"data": MAX_NUMBER}
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
-    PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(steps=3)
+    PrivacyAccount(private, private.privacy, 24, site.ledger, acknowledged).begin(steps=3)
     assert 0 < replace(runner, allowances={"data": acknowledged}).spent()["data"] <= 8.0
 
 
