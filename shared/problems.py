@@ -348,7 +348,7 @@ OF_WORKERS: Mapping[str, str] = {
     "invalid-terms": "The coordinator and the worker differ in version: install the same at both.",
     "invalid-task": "The coordinator and the worker differ in version: install the same at both.",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
-    "ranks-ended": "If it recurs, ask the site: its worker's log says why a process ended, such as for lack of "
+    "executor-ended": "If it recurs, ask the site: its worker's log says why a process ended, such as for lack of "
     "memory.",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
     "no-base": "Ask the site to add the base, the snapshot that the model was made of: "

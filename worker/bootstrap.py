@@ -7,11 +7,12 @@ import structlog
 import torch
 
 from tessera.shared.client.client import Client
+from tessera.worker.executor.executor import ProcessExecutor
+from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.inventory import check_deltas, datasets_of, devices_of, mappings_of
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
-from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import signed_sets
@@ -65,7 +66,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     devices, several = devices_of(settings), None
     if len(devices) > 1:
         threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
-        several = DeviceStages(devices, settings.state_dir, threads)
+        several = ProcessExecutor(RankSettings(devices=tuple(map(str, devices)), threads=threads), settings.state_dir)
     vault_folder = settings.state_dir / "vault"
     airlock_of(settings).sweep()
     allow_tf32(allowed=settings.compute.tf32)
@@ -96,7 +97,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
-        ranks=several,
+        executor=several,
         checkpoints=Checkpoints(vault_folder),
         duration_quantum_seconds=settings.duration_quantum_seconds,
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,

@@ -44,7 +44,7 @@ _WORKERS = (
     "tessera.worker.agent",
     "tessera.worker.doctor",
     "tessera.worker.data.kinds.digits",
-    "tessera.worker.ranks.rank",
+    "tessera.worker.executor.rank",
     "transformers.modeling_utils",
 )
 NEEDS = {
@@ -52,7 +52,7 @@ NEEDS = {
     "tessera.shared.cli": _WORKERS,
     SANDBOX: _WORKERS,
     TESTS: _WORKERS,
-    "tessera.worker.ranks.launcher": _WORKERS,
+    "tessera.worker.executor.supervisor": _WORKERS,
     "tests.support.code": _WORKERS,
     "tests.support.demo": _WORKERS,
     "tests.support.hostile": _WORKERS,
@@ -94,15 +94,13 @@ def start(
     reads: int,
     writes: int,
     errors: int,
-    more: Sequence[int] = (),
     folder: str | None = None,
 ) -> Forked:
-    """`python -m module`, with these descriptors as its standard streams, and `more` under the numbers they have."""
+    """`python -m module`, with these descriptors as its standard streams."""
     wanted = {
         "module": module,
         "arguments": arguments,
         "environment": dict(environment),
-        "more": list(more),
         "folder": folder or str(Path.cwd()),
     }
     message = json.dumps(wanted).encode()
@@ -110,7 +108,7 @@ def start(
     with _TURN:
         line = _zygote(NEEDS[module])
         adopts(_ADOPTS, 1, 0, 0, 0)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [reads, writes, errors, *more]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [reads, writes, errors]))]
         line.sendmsg([len(message).to_bytes(8, "big")], rights)
         line.sendall(message)
         pid = int.from_bytes(_read(line, 8), "big")
@@ -138,12 +136,14 @@ def _piped(module: str, arguments: Sequence[str], environment: Mapping[str, str]
     return forked
 
 
-def passing(
-    command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: object
-) -> subprocess.Popen[bytes]:
-    """In place of `subprocess.Popen` of `python -m module`, with the standard output and error of this process."""
-    with open(os.devnull) as nothing:  # noqa: PTH123 (a device)
-        return start(command[2], command[3:], env, reads=nothing.fileno(), writes=1, errors=2, more=pass_fds)
+def reading(command: Sequence[str], *, env: Mapping[str, str], **_: object) -> Forked:
+    """In place of `subprocess.Popen` of `python -m module`, with a pipe for its standard input and this process's
+    output."""
+    theirs, ours = os.pipe()
+    forked = start(command[2], command[3:], env, reads=theirs, writes=1, errors=2)
+    os.close(theirs)
+    forked.stdin = os.fdopen(ours, "wb")
+    return forked
 
 
 def _zygote(needs: Sequence[str]) -> socket.socket:
@@ -200,7 +200,7 @@ def _serve(line: socket.socket) -> dict[str, object]:
             os.close(told)
             os.close(telling)
             line.close()
-            _rename(descriptors, [0, 1, 2, *wanted["more"]])  # type: ignore[misc]
+            _rename(descriptors, [0, 1, 2])
             return wanted
         os.waitpid(middle, 0)
         line.sendall(os.read(told, 8))
@@ -218,16 +218,18 @@ def _rename(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _fork_rank(command: Sequence[str], *, preexec_fn: Callable[[], None], **_: object) -> Forked:
-    """In place of `subprocess.Popen` in the launcher of a rank group: a rank, which has imported what it needs."""
+def _fork_rank(command: Sequence[str], *, stdin: int | None, preexec_fn: Callable[[], None], **_: object) -> Forked:
+    """In place of `subprocess.Popen` in an executor's supervisor: a rank, which has imported what it needs."""
     pid = os.fork()
     if pid == 0:
         try:
+            if stdin is not None:
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             preexec_fn()
             sys.argv = ["-c", *command[3:]]
-            _run(importlib.import_module("tessera.worker.ranks.rank").main)
-        except BaseException:  # noqa: BLE001  (its launcher must not go on in this process)
+            _run(importlib.import_module("tessera.worker.executor.rank").main)
+        except BaseException:  # noqa: BLE001  (its supervisor must not go on in this process)
             traceback.print_exc()
             os._exit(1)
     return Forked(pid)
@@ -333,6 +335,6 @@ if __name__ == "__main__":
     module, arguments = _called(str(given["module"]), given["arguments"])  # type: ignore[arg-type]
     _seed()
     sys.argv = [module, *arguments]
-    if module == "tessera.worker.ranks.launcher":
+    if module == "tessera.worker.executor.supervisor":
         subprocess.Popen = _fork_rank  # type: ignore[misc,assignment]
     _run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))

@@ -363,9 +363,12 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
-    folders = (ROOT / "worker" / "task", ROOT / "worker" / "ranks")
+    folders = (ROOT / "worker" / "task", ROOT / "worker" / "executor")
     failures = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
-    codes = {*REPORTABLE.values(), *re.findall(r"(?:TaskFailure|RanksEnded|failing_as)\(\s*\"([a-z-]+)\"", failures)}
+    codes = {
+        *REPORTABLE.values(),
+        *re.findall(r"(?:TaskFailure|ExecutorEnded|failing_as)\(\s*\"([a-z-]+)\"", failures),
+    }
     assert (
         sorted({*codes, "out-of-memory", "data-unreadable", DISK_FULL, StateRolledBack.code} ^ set(OF_WORKERS)) == []
     )

@@ -39,14 +39,14 @@ E = TypeVar("E", NoisySteps, NoisyChoice)
 
 
 class Charges(Frozen):
-    """What a task has reserved, for its checkpoint and for its update that waits for release."""
+    """A task's charges, for its checkpoint and for its update that waits for release."""
 
     reserved: tuple[NonNegativeInt, ...]
     """The numbers of the ledger's entries for its events."""
     charged_choices: tuple[NoisyChoice, ...]
     charged_steps: NoisySteps
     looked: bool
-    """Whether the task has read the data for a choice."""
+    """True if the task has read the data for a choice."""
 
 
 class PrivacyAccount:

@@ -23,7 +23,7 @@ import torch
 from tessera.shared.api.runs import Measurement, Round
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.schema import Message
-from tessera.worker.ranks.launcher import end_with_parent
+from tessera.worker.executor.supervisor import end_with_parent
 from tessera.worker.simulation.in_process_coordinator import HandedOver, Order
 from tessera.worker.simulation.virtual_workers import Workers
 

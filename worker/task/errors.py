@@ -17,6 +17,11 @@ class TaskFailure(ValueError):
         self.code = code
 
 
+class HiddenFailure(Exception):
+    """A failure in a secure sum that may depend on the data, by the name of its class: the coordinator learns nothing
+    of it."""
+
+
 @contextmanager
 def failing_as(code: str) -> Iterator[None]:
     """Turn validation errors in the block into TaskFailure with this code."""

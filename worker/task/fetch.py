@@ -1,7 +1,7 @@
 """The stages that fetch a version according to the plan and load it into a model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
@@ -15,10 +15,10 @@ from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import token_rows
-from tessera.shared.model.preprocessing import TOKENIZER, vocabulary_in
+from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
-from tessera.shared.problems import InvalidUpdate
+from tessera.shared.problems import Invalid, InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.stage import CodecError
@@ -40,7 +40,7 @@ from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.vault import NoReceipt
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
-from tessera.worker.task.error_feedback import Feedback, without_feedback
+from tessera.worker.task.error_feedback import without_feedback
 from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
@@ -52,6 +52,7 @@ from tessera.worker.training.ranks import require_shardable
 
 MIN_DIFFERENCE_BYTES = 1 << 16
 """The smallest total size of missing blocks for which a difference is requested."""
+TOKENIZER_FILES: tuple[FileName, ...] = (TOKENIZER, "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,20 @@ class Fetched:
     """The model's block table, computed here."""
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
-    last: Built | None
-    """The last round's model, if this round can reuse it."""
     four_bits: frozenset[str] = frozenset()
     """The matrices to keep in 4 bits."""
+    server_state: Mapping[str, Array] = field(default_factory=dict)
+    """The server state that the plan requests."""
+    kept: Mapping[str, Array] = field(default_factory=dict)
+    """The tensors that this site keeps between the run's rounds."""
+    tokenizer: Mapping[FileName, bytes] = field(default_factory=dict)
+    """The files of the run's tokenizer, if the data set takes it."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every block is fetched, so that a model of the last round is overwritten: local values of a block
+        that is not fetched must not leak into this round."""
+        return len(self.bases) == len(self.blocks)
 
     def content(self, block: Block) -> str:
         """Return the digest of a block's values."""
@@ -84,8 +95,6 @@ class Loaded:
     context: LocalTaskContext
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
-    feedback: Feedback
-    """Residuals of lossy codecs from earlier rounds."""
     moments: Moments
     """The optimizer's moments from earlier rounds."""
 
@@ -133,32 +142,33 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
-    # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
-    # must not leak into this round.
-    last = env.models.take(task.run, task.model)
-    if last and len(names) < len(document.blocks):
-        last = None
     mapping = env.mappings.get(model_type)
-    if last is None and env.sandbox:
-        env.sandbox.require(document, mapping, run.check)
-    blocks = last.blocks if last else check_model(document, mapping)
+
+    def block_table() -> tuple[Block, ...]:
+        if env.sandbox:
+            env.sandbox.require(document, mapping, run.check)
+        return check_model(document, mapping)
+
+    blocks = env.models.document(tuple, task.model, block_table)
     _require_dense(run, document, blocks)
     four_bits = frozenset[str]()
     if env.setup.compute.base_bits:
-        four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
+        four_bits = env.models.document(frozenset, task.model, lambda: four_bit_tensors(document, mapping))
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
         require_shardable(run.half(document), task.plan, document, task.training, private=task.privacy is not None)
     if task.kind == "train" and task.privacy is None:
         require_divisible(run.half(document), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)
-    if last is None:
+    if len(names) < len(blocks) or not env.models.holds(task.run, task.model, four_bits):
         require_memory(run, document, four_bits)
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
-    return Fetched(document, mapping, manifest, blocks, bases, last, four_bits)
+    tokenizer = _tokenizer_files(run, document) if dataset.texts else {}
+    state, kept = _fetch_memory(run, manifest), _kept(run)
+    return Fetched(document, mapping, manifest, blocks, bases, four_bits, state, kept, tokenizer)
 
 
 def _require_dense(run: TaskRun, document: Model, blocks: Sequence[Block]) -> None:
@@ -175,7 +185,7 @@ def require_memory(run: TaskRun, model: Model, four_bits: frozenset[str]) -> Non
     """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
     task, device = run.task, run.env.device
     if device.type == "meta":
-        # The ranks have the model. Each looks for itself.
+        # The executor's processes have the model. Each looks for itself.
         return
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
     fixed = task.kind == "train" and type(run.half(model)).select is WorkerHalf.select
@@ -197,32 +207,41 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     Raises TaskFailure, PolicyViolation, Problem, and the exceptions of the method's worker half.
     """
     env, task = run.env, run.task
+    last = env.models.take(task.run, task.model, fetched.four_bits)
+    if not fetched.is_whole:
+        last = None
     # Only once the version is here, so that a false claim of a large model allocates no memory.
-    built = fetched.last or _built(run, fetched)
-    _fill(run, fetched, built)
+    built = last or _built(run, fetched)
+    _fill(run, fetched, built, is_new=built is not last)
     seed_everything(run.training_seed)
     half = run.half(fetched.document)
-    server_state = _fetch_memory(run, fetched.manifest)
-    try:
-        env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
-    except NoReceipt as fault:
-        raise TaskFailure("no-receipt", str(fault)) from None
-    _require_merged(run)
-    vault = env.vault.load(task.run)
-    feedback = Feedback.of(vault, task.plan.stage, task.round)
     context = LocalTaskContext(
         built.model,
         fetched.document.head,
         task.plan,
         built.blocks,
-        without_moments(without_feedback(vault)),
-        server_state,
+        without_moments(without_feedback(fetched.kept)),
+        fetched.server_state,
         objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
         training=task.training,
         held=built.held,
         images=built.images,
     )
-    return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
+    return Loaded(built, half, context, fetched.bases, Moments.of(fetched.kept))
+
+
+def _kept(run: TaskRun) -> dict[str, Array]:
+    """Return the tensors that the site keeps of the run, once it is known whether its last update was merged.
+
+    Raises TaskFailure, PolicyViolation, StateRolledBack and Problem.
+    """
+    env, task = run.env, run.task
+    try:
+        env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
+    except NoReceipt as fault:
+        raise TaskFailure("no-receipt", str(fault)) from None
+    _require_merged(run)
+    return env.vault.load(task.run)
 
 
 def _require_merged(run: TaskRun) -> None:
@@ -242,7 +261,7 @@ def _require_merged(run: TaskRun) -> None:
         raise StateRolledBack(older, NO_HEAD)
 
 
-def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
+def _fill(run: TaskRun, fetched: Fetched, built: Built, *, is_new: bool) -> None:
     """Write the version's values into a model: blocks in memory together, matrices in 4 bits one by one."""
     built.held.written.clear()
     built.images.begin({name: fetched.content(base.block) for name, base in fetched.bases.items()})
@@ -269,7 +288,7 @@ def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
             matrix = {name: torch.empty(whole.shape, dtype=whole.dtype, device=run.env.device)}
         for base in bases:
             run.check()
-            _write(matrix, base, is_checked=fetched.last is not None and base.block.name in fetched.document.external)
+            _write(matrix, base, is_checked=not is_new and base.block.name in fetched.document.external)
         if layer:
             layer.fill(matrix[name], content)
         elif whole is not None:
@@ -297,12 +316,28 @@ def _built(run: TaskRun, fetched: Fetched) -> Built:
     random_weights = len(fetched.bases) < len(fetched.blocks)
     model = laid_out(fetched.document, fetched.mapping, seed=run.training_seed, random_weights=random_weights)
     device = run.env.device
-    # On several devices the ranks have the values, and this process shapes.
-    if device.type != "meta":
-        put_four_bits(model, fetched.four_bits)
+    put_four_bits(model, fetched.four_bits)
     run.env.setup.ranks.shard(model, device)
     allocate(model, device)
     return Built(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)
+
+
+def _tokenizer_files(run: TaskRun, document: Model) -> dict[FileName, bytes]:
+    """Return the files of the run's tokenizer. Raises TaskFailure and Problem."""
+    files = document.preprocessing
+    if TOKENIZER not in files:
+        raise TaskFailure(
+            "no-tokenizer",
+            f"the data set {run.task.dataset!r} takes the run's tokenizer, and the run's model has none: start the "
+            "run from a folder with one, or name a tokenizer in the site's settings",
+        )
+    found = {name: run.read(files[name].digest, files[name].nbytes) for name in TOKENIZER_FILES if name in files}
+    for name, raw in found.items():
+        try:
+            require_file(name, raw)
+        except Invalid as fault:
+            raise TaskFailure("invalid-tokenizer", fault.detail) from None
+    return found
 
 
 def read_model(run: TaskRun) -> Model:

@@ -60,10 +60,16 @@ class ModelCache:
             self._documents[key] = document
         return cast("D", self._documents[key])
 
-    def take(self, run: str, digest: str) -> Built | None:
-        """Remove the cached model and return it if it is this run's."""
+    def holds(self, run: str, digest: str, four_bits: frozenset[str]) -> bool:
+        """Return whether the cached model is this run's, with these matrices in 4 bits."""
+        last = self._last
+        return last is not None and (last.run, last.digest, last.four_bits) == (run, digest, four_bits)
+
+    def take(self, run: str, digest: str, four_bits: frozenset[str]) -> Built | None:
+        """Remove the cached model and return it if it is as `holds` asks."""
+        is_here = self.holds(run, digest, four_bits)
         last, self._last = self._last, None
-        return last if last and (last.run, last.digest) == (run, digest) else None
+        return last if is_here else None
 
     def keep(self, built: Built) -> None:
         """Cache a model unless a method changed its modules or hooks."""

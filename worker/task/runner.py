@@ -13,7 +13,7 @@ import structlog
 
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
-from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
+from tessera.shared.methods.base import LocalResult
 from tessera.shared.problems import Problem
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
@@ -29,48 +29,37 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.evaluate import evaluate
-from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
+from tessera.worker.task.error_feedback import Feedback
+from tessera.worker.task.errors import HiddenFailure
+from tessera.worker.task.execution import Outcome, execute, without_step
+from tessera.worker.task.fetch import Fetched, fetch
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
-from tessera.worker.task.tokenize import require_apart, tokenize
-from tessera.worker.task.train import train, without_step
 from tessera.worker.task.upload import Egress, HeldUpdate
 from tessera.worker.training.checkpoints import TrainingCheckpoints
-from tessera.worker.training.input_mismatch import InputMismatch, explained, require_output, require_own_loss
-from tessera.worker.training.optimization.micro_batch import Indivisible
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.account import PrivacyAccount
 
-VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
-"""Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data, and
-would be an exact answer about a site of which a secure sum reveals the sum alone."""
 
-BY_DATA = (InputMismatch, Indivisible)
-"""Ends among `VISIBLE` that may follow from the data too."""
-
-
-class RankStages(Protocol):
-    """The stages of tasks on several devices, for which this process needs no GPU. `worker.ranks` implements it."""
+class Executor(Protocol):
+    """The execution of tasks in other processes. `worker.executor` implements it."""
 
     @property
     def kind(self) -> str:
         """The number of the devices, and their kind."""
 
-    def train(
+    def execute(
         self,
         run: TaskRun,
         fetched: Fetched,
-        loaded: Loaded,
         dataset: Dataset,
         account: PrivacyAccount | None,
         checkpoint: TaskCheckpoint | None,
-    ) -> tuple[LocalResult, TrainingStats]: ...
-    def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int: ...
+    ) -> Outcome:
+        """Return the outcome that `task.execution.execute` has there. Raises as it does."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +67,12 @@ class TaskRunner(TaskEnvironment):
     """Executor of a worker's tasks. The site's rules apply at three gates: before a version is fetched (`admission`),
     before data are read (`train`, `evaluate`) and before anything leaves (`upload`)."""
 
-    ranks: RankStages | None = None
-    """The stages on several devices; None executes them in this process, on the device of `setup`."""
+    executor: Executor | None = None
+    """The processes that execute tasks; None executes them in this process, on the device of `setup`."""
 
     @property
     def device_kind(self) -> str:
-        return self.ranks.kind if self.ranks else super().device_kind
+        return self.executor.kind if self.executor else super().device_kind
 
     def run(self, task: Task, check: Check, report: Report) -> HeldUpdate | None:
         """Execute a task; when this returns, the coordinator has accepted the result, or the returned update waits
@@ -116,65 +105,54 @@ class TaskRunner(TaskEnvironment):
         if admission.held and self.airlock:
             # The task was done under an earlier lease.
             return HeldUpdate.again(Egress(run, account, checkpoint, admission.terms), self.airlock, *admission.held)
-        device_failed, in_sum = False, admission.terms is not None
-        rounds = task.kind == "evaluate" and self.rounds_figures(task)
-        private_errors = in_sum or task.privacy is not None or rounds
+        device_failed = False
         report.begin("fetching")
         with _at_quantum(run), self.shelf.pinning(), _settling(account), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 if admission.terms:
                     check_values(admission.terms, fetched.manifest)
-                loaded = load(run, fetched)
-                with _without_cause(rounds=rounds):
-                    dataset = tokenize(run, fetched.document, loaded, dataset)
-                # Its longest text would decide where the comparison fails.
-                require_own_loss(loaded.context, dataset.padded() if private_errors else dataset)
-                if in_sum and not self.ranks:
-                    # From now on only this site's log has a mismatch.
-                    require_output(loaded.context, dataset)
-                    require_apart(run, loaded.context, dataset)
-            fitting = explained(fetched.document, loaded.context, dataset, private=private_errors)
             egress = Egress(run, account, checkpoint, admission.terms)
-            if task.kind == "train":
+            with spans.span(task.kind):
                 try:
-                    with spans.span("train"), fitting:
-                        if self.ranks:
-                            result, stats = self.ranks.train(run, fetched, loaded, dataset, account, checkpoint)
-                        else:
-                            seconds = self.checkpoint_seconds
-                            checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
-                            result, stats = train(run, loaded, dataset, account, checkpoints)
-                except Exception as fault:
-                    if not in_sum or (isinstance(fault, VISIBLE) and not isinstance(fault, BY_DATA)):
-                        raise
-                    device_failed = is_device_failure(fault)
-                    result, stats = without_step(run, loaded, dataset, account, fault)
-                held = self._sent(egress, result, loaded, stats.examples)
+                    outcome = self._executed(run, fetched, dataset, account, checkpoint)
+                except HiddenFailure as hidden:
+                    device_failed = is_device_failure(hidden.__cause__)
+                    outcome = without_step(run, fetched, dataset, account, hidden)
+            if outcome.result:
+                held = self._sent(egress, fetched, outcome, outcome.result)
             else:
-                with spans.span("evaluate"):
-                    with _without_cause(rounds=rounds), fitting:
-                        examples = (
-                            self.ranks.evaluate(run, fetched, loaded, dataset)
-                            if self.ranks
-                            else evaluate(run, loaded, dataset)
-                        )
-                    egress.submit_evaluation(examples)
+                egress.submit_evaluation(outcome.examples)
         if device_failed:
             raise DeviceFailed
-        loaded.context.close()
-        self.models.keep(loaded.built)
+        if outcome.built:
+            self.models.keep(outcome.built)
         return held
 
-    def _sent(self, egress: Egress, result: LocalResult, loaded: Loaded, examples: int) -> HeldUpdate | None:
+    def _executed(
+        self,
+        run: TaskRun,
+        fetched: Fetched,
+        dataset: Dataset,
+        account: PrivacyAccount | None,
+        checkpoint: TaskCheckpoint | None,
+    ) -> Outcome:
+        if self.executor:
+            return self.executor.execute(run, fetched, dataset, account, checkpoint)
+        checkpoints = TrainingCheckpoints(checkpoint, self.checkpoint_seconds) if checkpoint else None
+        return execute(run, fetched, dataset, account, checkpoints)
+
+    def _sent(self, egress: Egress, fetched: Fetched, outcome: Outcome, result: LocalResult) -> HeldUpdate | None:
         """Submit an update, or return it held for release."""
-        with spans.span("upload"), egress.checked(result, loaded) as update:
-            keep, blocks = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}, loaded.built.blocks
+        task = egress.run.task
+        feedback = Feedback.of(fetched.kept, task.plan.stage, task.round)
+        with spans.span("upload"), egress.checked(result, fetched, feedback) as update:
+            keep, blocks = {**result.keep, **feedback.kept(), **outcome.moments}, fetched.blocks
             if self.airlock:
-                return HeldUpdate.of(egress, self.airlock, update, keep, examples, blocks)
-            ready = egress.leave(update, examples, blocks, keeps=bool(keep))
+                return HeldUpdate.of(egress, self.airlock, update, keep, outcome.examples, blocks)
+            ready = egress.leave(update, outcome.examples, blocks, keeps=bool(keep))
             with spans.span("submit"):
-                egress.submit(ready, keep, examples)
+                egress.submit(ready, keep, outcome.examples)
         return None
 
     def _require_state(self, head: str | None) -> None:
@@ -257,23 +235,6 @@ def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float 
         entries = read()
         return math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries, most.unit), most.delta)
     return None
-
-
-@contextmanager
-def _without_cause(*, rounds: bool) -> Iterator[None]:
-    """If figures leave rounded, report a failed evaluation without its cause, which may depend on an example.
-
-    This site's log has it. Raises TaskFailure.
-    """
-    try:
-        yield
-    except VISIBLE:
-        raise
-    except Exception as fault:
-        if not rounds:
-            raise
-        structlog.get_logger("worker").error("no-figures", cause=type(fault).__name__, exc_info=fault)
-        raise TaskFailure("no-figures", "this site has no figures of the version; its own log has more") from fault
 
 
 @contextmanager

@@ -7,9 +7,7 @@ from tempfile import TemporaryDirectory
 import structlog
 
 from tessera.shared.model.dataset_schema import token_limit
-from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file
-from tessera.shared.model.spec import Model
-from tessera.shared.problems import Invalid
+from tessera.shared.model.preprocessing import TOKENIZER
 from tessera.worker.data.dataset import DataChanged, DataError, Dataset
 from tessera.worker.data.packing import POSITIONS, packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
@@ -17,19 +15,18 @@ from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.fetch import Fetched, Loaded
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 
-SETTINGS_FILE: FileName = "tokenizer_config.json"
 AT_ONCE = 1 << 14
 """Number of texts that a child of the sandbox converts."""
 
 
-def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:
+def tokenize(run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
     """Return the data set as it is, or its raw texts as tokens of the run's tokenizer, packed if it is to be.
 
-    Raises TaskFailure, UnsafeConfig and Problem. No message depends on the texts.
+    Raises TaskFailure and UnsafeConfig. No message depends on the texts.
     """
     env, task = run.env, run.task
     # The length of one document decides in which rows the next ones are, and so moves figures without a bound.
@@ -39,9 +36,12 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
     made_as = f"{task.model}{' packed' if packs else ''}"
     if (known := env.tokenized.get(task.dataset)) and known[0] == made_as:
         return known[1]
-    made = _tokenized(run, document, loaded, dataset) if dataset.texts else dataset
-    if packs:
-        made = packed(made)
+
+    def make() -> Dataset:
+        made = _tokenized(run, fetched, loaded, dataset) if dataset.texts else dataset
+        return packed(made) if packs else made
+
+    made = env.setup.ranks.shared(make)
     env.tokenized[task.dataset] = made_as, made
     return made
 
@@ -56,19 +56,20 @@ def require_apart(run: TaskRun, context: LocalTaskContext, dataset: Dataset) -> 
         )
 
 
-def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:
+def _tokenized(run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
     env, task, texts = run.env, run.task, dataset.texts
     if texts is None:
         return dataset
     with TemporaryDirectory(dir=env.scratch) as folder:
-        raw = _write_files(run, document, Path(folder))
+        for name, raw in fetched.tokenizer.items():
+            (Path(folder) / name).write_bytes(raw)
         if env.sandbox:
             parts = chain.from_iterable(
                 part.texts.parts() for part in (dataset, dataset.held_out) if part and part.texts
             )
             while some := tuple(islice(parts, AT_ONCE)):
                 request = TokenizerRequest(
-                    tokenizer=raw.decode(errors="replace"),
+                    tokenizer=fetched.tokenizer[TOKENIZER].decode(errors="replace"),
                     texts=some,
                     max_length=texts.max_length or MAX_TOKENS,
                     by_word=texts.by_word,
@@ -86,7 +87,7 @@ def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) 
             "run from a folder with the model's own tokenizer",
         )
     # Texts keep what fits the model, and the site reads below how many are longer.
-    tokenizer.model_max_length = min(tokenizer.model_max_length, token_limit(document) or MAX_TOKENS)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, token_limit(fetched.document) or MAX_TOKENS)
     try:
         made = tokenized(dataset, tokenizer)
     except DataChanged:
@@ -100,25 +101,3 @@ def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) 
     for warning in made.report.sentences():
         structlog.get_logger("worker").warning("texts", dataset=task.dataset, detail=warning)
     return made
-
-
-def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:
-    """Write the tokenizer's files to a folder and return the first. Raises TaskFailure and Problem."""
-    files = document.preprocessing
-    if TOKENIZER not in files:
-        raise TaskFailure(
-            "no-tokenizer",
-            f"the data set {run.task.dataset!r} takes the run's tokenizer, and the run's model has none: start the "
-            "run from a folder with one, or name a tokenizer in the site's settings",
-        )
-    names: tuple[FileName, ...] = (TOKENIZER, SETTINGS_FILE)
-    for name in names:
-        if name not in files:
-            continue
-        raw = run.read(files[name].digest, files[name].nbytes)
-        try:
-            require_file(name, raw)
-        except Invalid as fault:
-            raise TaskFailure("invalid-tokenizer", fault.detail) from None
-        (folder / name).write_bytes(raw)
-    return (folder / TOKENIZER).read_bytes()

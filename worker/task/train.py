@@ -11,15 +11,12 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
-import structlog
 from torch import Tensor
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.block_rates import PRIVATE
-from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
-from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
@@ -37,7 +34,6 @@ from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
 if TYPE_CHECKING:
-    from tessera.worker.privacy.account import PrivacyAccount
     from tessera.worker.privacy.private_task import Account, PrivateTask
 
 
@@ -160,26 +156,6 @@ def _require_finite_keep(result: LocalResult, rate: float) -> None:
     for name, values in result.keep.items():
         if not np.isfinite(values).all():
             raise TrainingDiverged(f"{name}, which the site keeps, is not finite with a learning rate of {rate:g}")
-
-
-def without_step(
-    run: TaskRun, loaded: Loaded, dataset: Dataset, account: PrivacyAccount | None, fault: Exception
-) -> tuple[LocalResult, TrainingStats]:
-    """Return the result of a site that learned nothing: the version as it was fetched, and the vault as it was.
-
-    Only this site's log and audit record the fault. It reports what it would have reported after training. Raises
-    PolicyViolation if a budget has no room for the round's steps.
-    """
-    run.journal.note("train.fail", code=type(fault).__name__)
-    structlog.get_logger("worker").error("update-without-step", cause=type(fault).__name__, exc_info=fault)
-    units = account.units if account else dataset.examples
-    run.report.examples, run.report.metrics = units, {}
-    if account:
-        account.charge(local_steps(run.task.training, units))
-        run.report.metrics = {EPSILON: account.spent()}
-    asked = run.task.plan.upload.resolve(loaded.context.blocks)
-    upload = {block.name: to_array(loaded.bases[block.name]) for block in asked if block.name in loaded.bases}
-    return LocalResult(upload, loaded.context.vault), TrainingStats(units, 0, math.nan, 0.0)
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:

@@ -49,7 +49,7 @@ from tessera.worker.state.pieces_file import PiecesFile
 from tessera.worker.task.environment import MAX_INLINE, TaskEnvironment, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.fetch import Fetched
 from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within
 from tessera.worker.training.progress import Check, Report
@@ -108,12 +108,11 @@ class Egress:
     """The terms of the secure sum that the update goes into."""
 
     @contextmanager
-    def checked(self, result: LocalResult, loaded: Loaded) -> Iterator[UpdateFile]:
+    def checked(self, result: LocalResult, fetched: Fetched, feedback: Feedback) -> Iterator[UpdateFile]:
         """Yield the update, written and checked. Raises TaskFailure, PolicyViolation, OverBudget."""
         task, report = self.run.task, self.run.report
-        feedback = loaded.feedback
-        changes = feedback.add(_changes(result, loaded.bases))
-        asked = task.plan.upload.resolve(loaded.built.blocks)
+        changes = feedback.add(_changes(result, fetched.bases))
+        asked = task.plan.upload.resolve(fetched.blocks)
         written = self._masked(changes, feedback) if self.terms else self._written(changes)
         with written as (update, exact):
             if not exact:

@@ -96,7 +96,7 @@ def _layer_drops(config: Mapping[str, Any]) -> set[str]:
 class Ranks(Protocol):
     """A rank group, as one of its ranks sees it. Each rank makes the same calls in the same order.
 
-    `worker.ranks` implements it.
+    `worker.executor` implements it.
     """
 
     @property
@@ -116,6 +116,9 @@ class Ranks(Protocol):
 
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         """Set a tensor of a divided model to this rank's part of its values."""
+
+    def context(self, context: LocalTaskContext) -> LocalTaskContext:
+        """Return the context whose measurements are the same in each rank."""
 
     def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset) -> None:
         """Compute a forward pass on a synthetic example if the other ranks, which have rows, wait for this one."""
@@ -147,6 +150,9 @@ class Ranks(Protocol):
     def same(self, compute: Callable[[], T]) -> T:
         """Return what the first rank computes, or raise what it raises."""
 
+    def shared(self, make: Callable[[], Dataset]) -> Dataset:
+        """Return the data set that the first rank makes."""
+
 
 class OneRank:
     """A single process, whose batches are whole."""
@@ -159,6 +165,9 @@ class OneRank:
 
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
+
+    def context(self, context: LocalTaskContext) -> LocalTaskContext:
+        return context
 
     def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset) -> None:
         pass
@@ -189,3 +198,6 @@ class OneRank:
 
     def same(self, compute: Callable[[], T]) -> T:
         return compute()
+
+    def shared(self, make: Callable[[], Dataset]) -> Dataset:
+        return make()

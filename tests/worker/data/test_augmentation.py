@@ -17,7 +17,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.image_transforms import OPERATIONS, transform
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
-from tessera.worker.ranks.shared_dataset import SharedDataset
+from tessera.worker.executor.shared_dataset import SharedDataset
 from tessera.worker.training.batches import Batches
 from tests.support.scans import write_scans
 

@@ -15,9 +15,9 @@ from tessera.worker.data.dataset import DataError, Dataset, Padding
 from tessera.worker.data.packing import packed
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.executor import mapped
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
-from tessera.worker.ranks.shared_dataset import dataset_of, parts_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 from tests.support.pretrained import plain_tokenizer
@@ -149,7 +149,8 @@ def test_another_process_reads_packed_rows_from_the_files(tmp_path: Path) -> Non
     options = {"file": str(tmp_path / "notes.jsonl"), "tokenizer": str(plain), "head": "causal-lm", "max_length": 8}
     given = {**options, "pack": True, "in_memory": False, "group": "patient"}
     rows = packed(load("text", given, prepared=Prepared(tmp_path / "state")))
-    there, index = dataset_of(parts_of(rows)), torch.tensor([2, 0])
+    mapped.write(tmp_path / "rows", mapped.plain(rows))
+    there, index = mapped.read(tmp_path / "rows"), torch.tensor([2, 0])
     assert there.on_disk.keys() == {"input_ids", "position_ids", "labels"}
     assert all(torch.equal(there.read(index)[name], tensor) for name, tensor in rows.read(index).items())
 

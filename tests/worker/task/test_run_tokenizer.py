@@ -41,9 +41,11 @@ from tessera.worker.stores import inbox_of
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import _tokenizer_files
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.training.progress import Report
+from tessera.worker.training.ranks import OneRank
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.pretrained import bert_tokenizer, picture
@@ -83,16 +85,20 @@ def tokens(
 
     coordinator = SimpleNamespace(copy_blob=copy_blob)
     shelf = Cache(folder / "cache", 1 << 30)
-    env: Any = SimpleNamespace(tokenized={}, scratch=folder, sandbox=sandbox, shelf=shelf, coordinator=coordinator)
+    setup = SimpleNamespace(ranks=OneRank())
+    env: Any = SimpleNamespace(
+        tokenized={}, scratch=folder, sandbox=sandbox, shelf=shelf, coordinator=coordinator, setup=setup
+    )
     task: Any = SimpleNamespace(dataset="notes", model="sha256:" + "0" * 64)
     journal: Any = None
     run = TaskRun(env, task, lambda: None, Report(), journal)
     rows = SimpleNamespace(num_embeddings=embeddings)
     loaded: Any = SimpleNamespace(built=SimpleNamespace(model=SimpleNamespace(get_input_embeddings=lambda: rows)))
     document: Any = SimpleNamespace(preprocessing=refs or named, blocks=blocks, config={})
-    made = tokenize(run, document, loaded, dataset)
+    fetched: Any = SimpleNamespace(document=document, tokenizer=_tokenizer_files(run, document))
+    made = tokenize(run, fetched, loaded, dataset)
     # Later tasks of the run convert nothing.
-    assert tokenize(run, document, loaded, dataset) is made
+    assert tokenize(run, fetched, loaded, dataset) is made
     return made
 
 

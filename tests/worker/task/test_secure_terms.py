@@ -45,6 +45,7 @@ from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
+from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.secure_sums import admitted_terms, check_values, help_open, masked
@@ -215,13 +216,13 @@ class Trained:
             journal = Journal(TaskRef.of(task), task.dataset, None, None)
             run = TaskRun(self.env, task, lambda: None, Report(), journal)
             admission = admit(run)
-            loaded = load(run, fetch(run, admission.dataset))
-            result, _ = train(run, loaded, admission.dataset, None)
+            fetched = fetch(run, admission.dataset)
+            result, _ = train(run, load(run, fetched), admission.dataset, None)
         except (PolicyViolation, TaskFailure, ValidationError) as fault:
             return str(fault)
         assert admission.terms
         egress = Egress(run, terms=admission.terms)
-        with egress.checked(result, loaded) as update, update.open() as file:
+        with egress.checked(result, fetched, Feedback("")) as update, update.open() as file:
             rings = ring_of(file.read(), admission.terms, sorted(admission.terms.blocks))
         return {name: b"".join(chunk.tobytes() for chunk in ring.chunks()) for name, ring in rings.items()}
 

@@ -1,35 +1,56 @@
 """A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tessera.shared.methods.base import Phase
+from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.executor import mapped
+from tessera.worker.executor.sharding import bytes_here, gathered, keep_shard, shard
+from tessera.worker.executor.shared_dataset import SharedDataset
+from tessera.worker.model.build import read_block
 from tessera.worker.model.forward import forward, label_count
-from tessera.worker.ranks.serialization import dumps, loads
-from tessera.worker.ranks.sharding import keep_shard, shard
-from tessera.worker.ranks.shared_dataset import SharedDataset
+from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 from tessera.worker.training.ranks import Pieces
 
 T = TypeVar("T")
 N = TypeVar("N", float, Tensor)
 
+SHARED_FILE = "shared"
+"""The file of the data set that the first rank has made last."""
+
 BUCKET = 1 << 24
 """Largest number of gradient values in one reduction, unless a single tensor has more: the memory it takes."""
 
 
-class Group:
-    """`worker.training.ranks.Ranks`, in a process of an initialised process group."""
+class FirstRankFailed(Stopped):
+    """The first rank failed at what it computes for all ranks, and says why."""
 
-    def __init__(self) -> None:
+
+class Group:
+    """`worker.training.ranks.Ranks`, in a process of an initialised process group. `folder` is for its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._shared: WeakKeyDictionary[Dataset, SharedDataset] = WeakKeyDictionary()
         self.alone = False
@@ -54,6 +75,13 @@ class Group:
 
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         keep_shard(tensor, values, self.rank, self.size)
+
+    def context(self, context: LocalTaskContext) -> LocalTaskContext:
+        if self.sharded:
+            nbytes = sum(each.nbytes for each in context.model.parameters())
+            log = structlog.get_logger("worker")
+            log.info("model-sharded", rank=self.rank, bytes=bytes_here(context.model), model_bytes=nbytes)
+        return GroupContext.of(context, self)
 
     def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset) -> None:
         if self.sharded:
@@ -134,37 +162,43 @@ class Group:
         # What the first rank computes for all may itself ask for this.
         if self.alone:
             return compute()
-        document, cause = self._outcome(compute) if self.is_first else (b"", None)
-        value, fault = self._sent(document, 0)
+        value, fault = self._alone(compute) if self.is_first else (None, None)
+        value, failed = self._sent((value, fault is not None), 0)
         if fault:
-            # The cause has the traceback, for this rank's log.
-            raise fault from cause
+            raise fault
+        if failed:
+            raise FirstRankFailed
         return value  # type: ignore[no-any-return]
+
+    def shared(self, make: Callable[[], Dataset]) -> Dataset:
+        path = self._folder / SHARED_FILE
+        self.same(lambda: mapped.write(path, make()))
+        return mapped.read(path)  # type: ignore[no-any-return]
 
     def each(self, own: object) -> list[Any]:
         """Return each rank's object, in their order."""
-        document = dumps(own)
-        return [self._sent(document, rank) for rank in range(self.size)]
+        return [self._sent(own, rank) for rank in range(self.size)]
 
-    def _outcome(self, compute: Callable[[], object]) -> tuple[bytes, Exception | None]:
-        """Return the document of a result and of an exception, one of which is None, and this exception."""
+    def _alone(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Return a result, or an exception."""
         self.alone = True
         try:
-            return dumps((compute(), None)), None
-        except Exception as fault:  # noqa: BLE001  (each rank raises it)
-            return dumps((None, fault)), fault
+            return compute(), None
+        except Exception as fault:  # noqa: BLE001  (each rank has to end the task)
+            return None, fault
         finally:
             self.alone = False
 
-    def _sent(self, document: bytes, rank: int) -> Any:
-        """Return what a rank's document holds, in each rank."""
+    def _sent(self, value: object, rank: int) -> Any:
+        """Return a rank's object, in each rank."""
+        document = pickle.dumps(value) if self.rank == rank else b""
         length = torch.tensor(len(document))
         dist.broadcast(length, rank)
         raw = torch.empty(int(length), dtype=torch.uint8)
         if self.rank == rank:
             raw = torch.frombuffer(bytearray(document), dtype=torch.uint8)
         dist.broadcast(raw, rank)
-        return loads(raw.numpy().tobytes())
+        return pickle.loads(raw.numpy().tobytes())  # noqa: S301  (of a rank of this group)
 
 
 def next_seed(seed: int, rank: int) -> int:
@@ -182,3 +216,41 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket.append(parameter)
     if bucket:
         yield bucket
+
+
+class GroupContext(LocalTaskContext):
+    """A context whose measurements are the first rank's, since those of two GPUs differ by rounding."""
+
+    group: Group
+
+    @classmethod
+    def of(cls, context: LocalTaskContext, group: Group) -> "GroupContext":
+        made = cls(**{each.name: getattr(context, each.name) for each in fields(LocalTaskContext)})
+        made.group = group
+        return made
+
+    def read(self, block: Block) -> Array:
+        tensors = {name: gathered(tensor) for name, tensor in self._tensor(block).items()}
+        if self.group.sharded and not self.group.is_first:
+            # Of a sharded model, rank 0's result alone is read.
+            return np.zeros(block.shape, NUMPY_DTYPES[block.dtype])
+        return read_block(tensors, block)
+
+    def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
+        return {block.name: self.read(block) for block in blocks}
+
+    def images_once(self, data: Dataset, phases: Sequence[Phase] | None = None) -> AbstractContextManager[Dataset]:
+        """Return the data set as it is: ranks that share a tower's weights must all call it for each batch."""
+        return nullcontext(data)
+
+    def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
+        return self.group.same(lambda: super(GroupContext, self).attention(batches, tokens))
+
+    def attention_rows(self, batch: Mapping[str, Tensor], queries: int) -> dict[str, Array]:
+        return self.group.same(lambda: super(GroupContext, self).attention_rows(batch, queries))
+
+    def gradient_norms(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return self.group.same(lambda: super(GroupContext, self).gradient_norms(batches, blocks))
+
+    def fisher(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return self.group.same(lambda: super(GroupContext, self).fisher(batches, blocks))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from tessera.worker.ranks.group import Group
+from tessera.worker.executor.group import Group
 from tessera.worker.training.checkpoints import (
     Below,
     Document,

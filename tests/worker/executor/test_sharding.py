@@ -16,12 +16,12 @@ from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Training
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.inventory import devices_of
-from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.simulation import Stalled
 from tessera.worker.training.ranks import require_shardable
-from tests.worker.ranks.test_equal_results import (
+from tests.worker.executor.test_equal_results import (
     BERT,
     CASES,
     EXAMPLES,
@@ -80,25 +80,25 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_two_ranks_with_half_a_model_each_train_as_one_process(
-    name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    name: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(TRAINED[name], stages, monkeypatch, compute=SHARD)
+    compare(TRAINED[name], executor, monkeypatch, compute=SHARD)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in TRAINED if name not in CASES])
 def test_two_ranks_with_half_a_model_each_train_other_runs_as_one_process(
-    name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    name: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(TRAINED[name], stages, monkeypatch, compute=SHARD)
+    compare(TRAINED[name], executor, monkeypatch, compute=SHARD)
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_run_whose_model_cannot_be_divided_is_refused_before_it_is_fetched(
-    reason: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    reason: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stalled, match=f"unsuited: .*compute.shard.*{reason}"):
-        divided(REFUSED[reason], stages, monkeypatch, compute=SHARD)
+        divided(REFUSED[reason], executor, monkeypatch, compute=SHARD)
 
 
 def test_a_model_with_a_parameter_of_a_single_number_is_refused() -> None:
@@ -111,19 +111,19 @@ def test_a_model_with_a_parameter_of_a_single_number_is_refused() -> None:
 
 @pytest.mark.long
 def test_an_example_that_one_rank_cannot_compute_fails_the_task_with_its_reason(
-    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("fedavg", config=GPT2, head="causal-lm", data=with_an_unknown_token)
     with pytest.raises(Stalled, match="input-mismatch: the data set has tokens or labels that the model lacks"):
-        divided(case, stages, monkeypatch, compute=SHARD)
+        divided(case, executor, monkeypatch, compute=SHARD)
 
 
 def test_each_rank_keeps_half_of_the_parameters(
-    fresh_stages: DeviceStages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fresh_executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = Case("fedavg", config=GPT2, head="causal-lm", training={"steps": 1})
-    divided(case, fresh_stages, monkeypatch, compute=SHARD)
-    fresh_stages.close()
+    divided(case, fresh_executor, monkeypatch, compute=SHARD)
+    fresh_executor.close()
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if "model-sharded" in line]
     assert len(lines) == 2
     for line in lines:

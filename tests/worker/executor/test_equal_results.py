@@ -16,13 +16,13 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset, Padding
+from tessera.worker.executor.executor import ProcessExecutor
+from tessera.worker.executor.group import next_seed
 from tessera.worker.governance.policy import Policy
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED
-from tessera.worker.ranks.group import next_seed
-from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.simulation import Result, Stalled, Weights, simulate, virtual_workers
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
@@ -164,16 +164,16 @@ FURTHER = {
 
 def divided(
     case: Case,
-    stages: DeviceStages | None,
+    executor: ProcessExecutor | None,
     monkeypatch: pytest.MonkeyPatch,
     runner: Callable[..., TaskRunner] = TaskRunner,
     **setup: Any,
 ) -> Result:
-    """The case's run, whose workers train on the devices of `stages`; None is one process."""
+    """The case's run, whose workers train on the devices of `executor`; None is one process."""
 
     def made(**given: Any) -> TaskRunner:
-        given["setup"] = TrainingSetup(torch.device("meta") if stages else CPU, **setup)
-        return runner(**given, ranks=stages)
+        given["setup"] = TrainingSetup(torch.device("meta") if executor else CPU, **setup)
+        return runner(**given, executor=executor)
 
     with monkeypatch.context() as patch:
         patch.setattr(virtual_workers, "TaskRunner", made)
@@ -186,8 +186,8 @@ def distance(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> fl
     return math.sqrt(sum(float(np.square(one[name] - two[name], dtype=np.float64).sum()) for name in one))
 
 
-def compare(case: Case, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> None:
-    one, two = case.run(), divided(case, stages, monkeypatch, **setup)
+def compare(case: Case, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> None:
+    one, two = case.run(), divided(case, executor, monkeypatch, **setup)
     assert all(task.state == "merged" for made in two.rounds for task in made.tasks)
     start = model_of(case.config, case.head, case.lora).values
     assert distance(one.arrays(), two.arrays()) < 1e-5 * distance(one.arrays(), start)
@@ -208,44 +208,59 @@ def test_no_two_ranks_and_phases_have_the_same_randomness() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process(name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(CASES[name], stages, monkeypatch)
+def test_two_ranks_train_as_one_process(
+    name: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(CASES[name], executor, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["full", "scaffold", "noise"])
+def test_one_process_changes_no_bit_of_what_this_one_computes(
+    name: str, alone: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {**CASES, **FURTHER}[name]
+    here, there = case.run(), divided(case, alone, monkeypatch)
+    assert {name: values.tobytes() for name, values in there.arrays().items()} == {
+        name: values.tobytes() for name, values in here.arrays().items()
+    }
+    for mine, theirs in zip(here.rounds, there.rounds, strict=True):
+        assert [task.metrics for task in mine.tasks] == [task.metrics for task in theirs.tasks]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FURTHER)
 def test_two_ranks_train_as_one_process_by_other_methods(
-    name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    name: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(FURTHER[name], stages, monkeypatch)
+    compare(FURTHER[name], executor, monkeypatch)
 
 
-def test_each_rank_has_its_base_in_4_bits(stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_base_in_4_bits(executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     four = {"compute": Compute(base_bits=4)}
     case = CASES["lora"]
     whole, one = case.run(), divided(case, None, monkeypatch, **four)
-    two = divided(case, stages, monkeypatch, **four)
+    two = divided(case, executor, monkeypatch, **four)
     assert all(task.metrics["base_bits"] == 4.0 for made in two.rounds for task in made.tasks)
     assert distance(one.arrays(), two.arrays()) < 1e-3 * distance(one.arrays(), whole.arrays())
 
 
 def test_a_group_builds_its_model_again_when_base_bits_change(
-    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(CASES["lora"], training={"steps": 2})
     for compute, bits in ((Compute(), None), (Compute(base_bits=4), 4.0), (Compute(), None)):
-        result = divided(case, stages, monkeypatch, compute=compute)
+        result = divided(case, executor, monkeypatch, compute=compute)
         assert [task.metrics.get("base_bits") for made in result.rounds for task in made.tasks] == [bits]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "micro_batch"), [("slices", 2), ("slices", "auto"), ("noise", "auto")])
 def test_ranks_train_their_rows_in_pieces(
-    name: str, micro_batch: MicroBatch, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    name: str, micro_batch: MicroBatch, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ranks keep the size of a run's pieces, and simulated runs have one name.
-    stages.close()
-    compare({**CASES, **FURTHER}[name], stages, monkeypatch, micro_batch=micro_batch)
+    executor.close()
+    compare({**CASES, **FURTHER}[name], executor, monkeypatch, micro_batch=micro_batch)
 
 
 @pytest.mark.long
@@ -258,10 +273,10 @@ def test_ranks_train_their_rows_in_pieces(
     ids=["an infinite value", "packed texts"],
 )
 def test_a_failure_in_the_ranks_is_told_as_in_one_process(
-    case: Case, told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    case: Case, told: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stalled, match=told):
-        divided(case, stages, monkeypatch)
+        divided(case, executor, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -273,26 +288,24 @@ def test_a_failure_in_the_ranks_is_told_as_in_one_process(
     ],
     ids=["labels", "weights", "normalisation"],
 )
-def test_losses_that_do_not_add_up_over_ranks_are_refused_before_any_rank_starts(
-    case: Case, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_losses_that_do_not_add_up_over_ranks_are_refused(
+    case: Case, reason: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
     with pytest.raises(Stalled, match=f"unsuited: this worker divides batches among 2 devices, .*{reason}"):
-        divided(case, stages, monkeypatch)
-    assert not stages.folder.exists()
+        divided(case, executor, monkeypatch)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("least", "counted"), [(1, 2), (EXAMPLES + 1, 0)])
 def test_an_evaluation_that_the_site_refuses_is_not_counted(
-    least: int, counted: int, tmp_path: Path, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    least: int, counted: int, tmp_path: Path, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = RunHistory(tmp_path, "worker")
 
     def runner(**given: Any) -> TaskRunner:
         return TaskRunner(**{**given, "policy": Policy(min_evaluation_examples=least), "history": history})
 
-    divided(Case("fedavg", measured=EXAMPLES, training={"steps": 1}), stages, monkeypatch, runner)
+    divided(Case("fedavg", measured=EXAMPLES, training={"steps": 1}), executor, monkeypatch, runner)
     assert sum(history.measured(path.stem) for path in tmp_path.rglob("measured/*.json")) == counted
 
 
@@ -308,28 +321,30 @@ class StoppingRunner(TaskRunner):
 
 
 @pytest.mark.long
-def test_ranks_round_the_sum_of_all_their_examples(stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_round_the_sum_of_all_their_examples(
+    executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def rounding(**given: Any) -> TaskRunner:
         return TaskRunner(**{**given, "policy": Policy(figures="rounded"), "full_precision": False})
 
     # An odd number of examples, of which the second rank has none in the last batch.
     case = Case("fedavg", measured=EXAMPLES + 1)
-    one, two = divided(case, None, monkeypatch, rounding), divided(case, stages, monkeypatch, rounding)
+    one, two = divided(case, None, monkeypatch, rounding), divided(case, executor, monkeypatch, rounding)
     assert one.measurements[0].metrics == pytest.approx(two.measurements[0].metrics)
     assert set(one.measurements[0].metrics) == {"accuracy", "loss"}
 
 
 @pytest.mark.long
 def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
-    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    divided(CASES["full"], stages, monkeypatch)
-    groups = list(stages.folder.iterdir())
+    divided(CASES["full"], executor, monkeypatch)
+    groups = list(executor.folder.glob("*/store"))
     endless = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_000_000})
     with pytest.raises(Stopped):
-        divided(endless, stages, monkeypatch, runner=StoppingRunner)
-    compare(CASES["full"], stages, monkeypatch)
-    assert list(stages.folder.iterdir()) == groups
+        divided(endless, executor, monkeypatch, runner=StoppingRunner)
+    compare(CASES["full"], executor, monkeypatch)
+    assert list(executor.folder.glob("*/store")) == groups
 
 
 @pytest.mark.long
@@ -344,9 +359,9 @@ def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
     ids=["images", "none for one rank", "a text without labels", "classes of tokens"],
 )
 def test_ranks_that_divide_an_evaluation_find_what_one_process_finds(
-    case: Case, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    case: Case, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = case.run(), divided(case, stages, monkeypatch)
+    one, two = case.run(), divided(case, executor, monkeypatch)
     alone, together = (dict(result.measurements[0].metrics) for result in (one, two))
     # Of three digits, the last may be rounded in another way.
     assert together == pytest.approx(alone, rel=0.01)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.selectors import EVERYTHING
-from tessera.worker.ranks.group import Group
+from tessera.worker.executor.group import Group
 from tessera.worker.training.setup import TrainingSetup
 from tests.worker.privacy.test_private_task import images, private_task, spent, trainer_of, work_on
 
@@ -22,7 +22,7 @@ def test_batch_normalisation_mixes_no_examples_and_needs_no_whole_batches(tmp_pa
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         # A group refuses it where it mixes examples, which would be after the charge.
-        trainer = replace(trainer_of(context), setup=TrainingSetup(torch.device("cpu"), ranks=Group()))
+        trainer = replace(trainer_of(context), setup=TrainingSetup(torch.device("cpu"), ranks=Group(tmp_path)))
         trainer = replace(trainer, private=private_task(tmp_path, training=trainer.training))
         assert trainer.train([Phase(EVERYTHING)], images(), seed=0).steps == 5
     finally:

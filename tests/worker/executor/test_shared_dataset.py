@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
-from tessera.worker.ranks.shared_dataset import SharedDataset
+from tessera.worker.executor.shared_dataset import SharedDataset
 
 EXAMPLES = 10
 

@@ -1,6 +1,7 @@
-"""The process that starts a group's ranks, and ends them and removes their folder when the agent or one of them ends.
+"""The process that starts an executor's ranks, and ends them and removes their folder when the agent or a rank ends.
 
-Its arguments are the agent's process id, the group's folder, and the descriptor of each rank's connection.
+Its arguments are the agent's process id, the executor's folder, and the number of ranks. The first rank reads the
+folders of tasks from the standard input. Imports no torch.
 """
 
 import ctypes
@@ -9,16 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
 END = signal.SIGUSR1
-"""The signal by which the agent, or the kernel at the agent's end, has the launcher end the ranks."""
+"""The signal by which the agent, or the kernel at the agent's end, has the supervisor end the ranks."""
 
-RANK = "from tessera.worker.ranks.rank import main; main()"
+RANK = "from tessera.worker.executor.rank import main; main()"
 """The code of a rank: its loaders import the main module of their parent, and need nothing of it."""
 
 
@@ -30,7 +30,7 @@ def end_with_parent(parent: int, how: signal.Signals) -> None:
         os.kill(os.getpid(), how)
 
 
-def launch(agent: int, folder: Path, connections: Sequence[int]) -> None:
+def supervise(agent: int, folder: Path, count: int) -> None:
     """Run the ranks until one of them ends, or this process gets `END`."""
     # Slurm and systemd send SIGTERM to all processes: the agent decides when its task ends. Ranks inherit this.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -40,13 +40,15 @@ def launch(agent: int, folder: Path, connections: Sequence[int]) -> None:
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         end_with_parent(agent, END)
-        for rank, connection in enumerate(connections):
-            command = [sys.executable, "-c", RANK, str(folder), str(rank), str(connection)]
-            ranks.append(subprocess.Popen(command, pass_fds=[connection], preexec_fn=end_with_this))  # noqa: PLW1509, S603  (no threads; our own)
-            # The agent notices the end of a rank by the end of its connection.
-            os.close(connection)
+        for rank in range(count):
+            command = [sys.executable, "-c", RANK, str(folder), str(rank)]
+            tasks = None if rank == 0 else subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, stdin=tasks, preexec_fn=end_with_this))  # noqa: PLW1509, S603  (no threads; our own)
         # The others cannot go on without it.
-        os.wait()
+        ended, status = os.wait()
+        (rank,) = (number for number, process in enumerate(ranks) if process.pid == ended)
+        if code := os.waitstatus_to_exitcode(status):
+            print(f"the process of rank {rank} of {count} ended with {code}", file=sys.stderr)
     finally:
         # The agent may ask for the end, and end itself meanwhile.
         signal.signal(END, signal.SIG_IGN)
@@ -58,4 +60,4 @@ def launch(agent: int, folder: Path, connections: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    launch(int(sys.argv[1]), Path(sys.argv[2]), [int(each) for each in sys.argv[3:]])
+    supervise(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +23,9 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.tensors.lazy import as_bytes
 from tessera.worker.compute import Compute
+from tessera.worker.executor.group import Group, GroupContext
+from tessera.worker.executor.sharding import bytes_here, shard
 from tessera.worker.model.build import laid_out
-from tessera.worker.ranks.group import Group
-from tessera.worker.ranks.rank import GroupContext
-from tessera.worker.ranks.sharding import bytes_here, shard
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import Vault
@@ -35,8 +33,8 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.fetch import Fetched, load
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
-from tests.worker.ranks.test_equal_results import CPU, GPT2, model_of
-from tests.worker.ranks.test_serialization import TASK
+from tests.worker.executor.test_equal_results import CPU, GPT2, model_of
+from tests.worker.executor.test_folder import TASK
 
 SHARD = Compute(shard=True)
 
@@ -45,7 +43,7 @@ SHARD = Compute(shard=True)
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     """A rank of a group of two, which sends nothing: the first, or that of the test's parameter."""
     dist.init_process_group("fake", store=FakeStore(), rank=getattr(request, "param", 0), world_size=2)
-    made = Group()
+    made = Group(Path())
     made.sharded = True
     yield made
     dist.destroy_process_group()
@@ -85,7 +83,7 @@ def loading(folder: Path, group: Group) -> tuple[TaskRun, Fetched]:
     environment = TaskEnvironment(unused, {}, TrainingSetup(CPU, None, SHARD, group), Vault(folder), unused, folder)
     task = TASK.model_copy(update={"method": MethodSpec(name="fedavg")})
     run = TaskRun(environment, task, lambda: None, Report(), Journal(TaskRef.of(task), "wards", None, None))
-    return run, Fetched(start.model, None, manifest, start.model.blocks, bases, None)
+    return run, Fetched(start.model, None, manifest, start.model.blocks, bases)
 
 
 def test_one_tensor_at_a_time_is_whole_while_a_rank_loads_its_part(tmp_path: Path, group: Group) -> None:
@@ -94,8 +92,9 @@ def test_one_tensor_at_a_time_is_whole_while_a_rank_loads_its_part(tmp_path: Pat
     parameters = list(built.model.parameters())
     own, whole = bytes_here(built.model), sum(each.nbytes for each in parameters)
     assert own == whole / 2
+    run.env.models.keep(built)
     with LiveBytes() as live:
-        load(run, replace(fetched, last=built))
+        load(run, fetched)
     # Beside its part, the tensor, and its values in the version's file.
     assert own < live.most <= own + 2 * max(each.nbytes for each in parameters) < whole
 

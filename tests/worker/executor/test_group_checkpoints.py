@@ -12,7 +12,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from tessera.shared.api.tasks import Task
-from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.simulation import Stalled
 from tessera.worker.state.atomic_files import TEMPORARY
 from tessera.worker.state.checkpoints import Checkpoints
@@ -20,8 +19,9 @@ from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Check, Report
 from tests.support.tasks import VIT
-from tests.worker.ranks.test_ends_of_processes import nothing_left, processes
-from tests.worker.ranks.test_equal_results import CPU, Case, divided
+from tests.worker.executor.conftest import on_cpus
+from tests.worker.executor.test_ends_of_processes import nothing_left, processes
+from tests.worker.executor.test_equal_results import Case, divided
 
 KILLED_AT = 3
 """The step after which a process is killed."""
@@ -66,7 +66,7 @@ def final(
 ) -> dict[str, bytes]:
     """Return the end of a run whose worker writes a checkpoint at this interval in seconds."""
     KilledRunner.kills = list(kills)
-    stages = DeviceStages((CPU,) * ranks, folder, threads=1)
+    executor = on_cpus(ranks, folder)
     ledger, vault = Ledger(folder / "ledger"), folder / "checkpoints"
     vault.mkdir(parents=True, exist_ok=True)
 
@@ -75,9 +75,9 @@ def final(
         return KilledRunner(**given, **kept, ledger=ledger)
 
     try:
-        result = divided(case, stages, monkeypatch, runner)
+        result = divided(case, executor, monkeypatch, runner)
     finally:
-        stages.close()
+        executor.close()
     assert nothing_left(folder)
     assert [path for path in vault.rglob("*") if path.is_file()] == []
     return {name: values.tobytes() for name, values in result.arrays().items()}
@@ -107,19 +107,19 @@ def test_a_killed_rank_changes_no_bit(case: str, tmp_path: Path, monkeypatch: py
     undisturbed = final(CASES[case], one, monkeypatch, 1000.0)
     with capture_logs() as logs:
         assert final(CASES[case], two, monkeypatch, 0.0, partial(kill, two, "rank")) == undisturbed
-    assert [line["event"] for line in logs].count("ranks-restarted") == 1
+    assert [line["event"] for line in logs].count("executor-restarted") == 1
     assert charges(two) == charges(one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["dropout", "privacy"])
-def test_a_killed_launcher_and_agent_change_no_bit(
+def test_a_killed_supervisor_and_agent_change_no_bit(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     undisturbed = final(CASES[case], one, monkeypatch, 1000.0)
     with pytest.raises(AgentKilled):
-        final(CASES[case], two, monkeypatch, 0.0, end_agent, partial(kill, two, "launcher"))
+        final(CASES[case], two, monkeypatch, 0.0, end_agent, partial(kill, two, "supervisor"))
     assert len(list(two.glob("checkpoints/*/checkpoint-*"))) == 1
     with capture_logs() as logs:
         assert final(CASES[case], two, monkeypatch, 0.0) == undisturbed
@@ -140,5 +140,5 @@ def test_another_number_of_devices_removes_the_checkpoint(tmp_path: Path, monkey
 def test_a_task_that_ends_its_ranks_before_the_next_checkpoint_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Stalled, match="ranks-ended"):
+    with pytest.raises(Stalled, match="executor-ended"):
         final(ENDLESS, tmp_path, monkeypatch, 1000.0, *[partial(kill, tmp_path, "rank")] * 3)

@@ -1,0 +1,371 @@
+"""The executor as the agent sees it: it hands a task over in a folder, records what it is asked to, and waits."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from pickle import PicklingError
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import structlog
+from pydantic import BaseModel
+
+from tessera.shared.methods.base import LocalResult
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
+from tessera.worker.executor import mapped
+from tessera.worker.executor.folder import (
+    ARRAYS,
+    FAILURE,
+    PROGRESS,
+    RESULT,
+    RESULT_ARRAYS,
+    STOP,
+    STOPPED,
+    TASK,
+    Answer,
+    Base,
+    CheckpointPlace,
+    FailureRecord,
+    Request,
+    ResultRecord,
+    TaskRecord,
+    below,
+    read_arrays,
+    read_document,
+    under,
+    write_arrays,
+    write_document,
+)
+from tessera.worker.executor.launcher import IDLE_SECONDS, LocalLauncher, RankSettings
+from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.state.atomic_files import WriteFailed, sweep
+from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.state.checkpoints import TaskCheckpoint
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import HiddenFailure, TaskFailure
+from tessera.worker.task.execution import Outcome
+from tessera.worker.task.fetch import Fetched
+from tessera.worker.training.progress import Report
+
+if TYPE_CHECKING:
+    from tessera.worker.privacy.account import PrivacyAccount
+
+FOLDER = "executor"
+"""The name of the executor's folder in the state folder."""
+MARGIN_SECONDS = 30.0
+"""The agent counts on idle processes for this much less, so that it hands no task to some that are about to end."""
+LEAST_LOOK_SECONDS, LOOK_SECONDS = 0.002, 0.1
+"""Time between two looks at a task's folder. It grows while nothing happens."""
+STOP_SECONDS = 15.0
+"""Time in which the ranks have to reach the end of a step, once the task is no longer wanted."""
+END_SECONDS = 0.2
+"""Time for the end of a process to be noticed after another one has failed because of it."""
+ENDED = "a process that executes tasks at this worker ended; the worker's own log has more"
+UNEXPLAINED = "failed"
+"""The code of failures that only the worker's own log explains."""
+
+
+class ExecutorEnded(TaskFailure):
+    """The end of an executor's process within a task."""
+
+
+class ProcessExecutor:
+    """The execution of tasks in processes of this machine, one for each device.
+
+    They are started for the first task of a run, and kept while further ones of that run follow.
+    """
+
+    def __init__(self, settings: RankSettings, state_dir: Path) -> None:
+        self._devices = settings.devices
+        self.folder = state_dir / FOLDER
+        """The folder of the folders of processes."""
+        self._launcher = LocalLauncher(settings, self.folder)
+        self._run = ""
+        self._until = 0.0
+        self._written: tuple[Dataset, Groups | None, Path] | None = None
+        atexit.register(self.close)
+
+    @property
+    def kind(self) -> str:
+        return f"{len(self._devices)} {self._devices[0].partition(':')[0]}"
+
+    def execute(
+        self,
+        run: TaskRun,
+        fetched: Fetched,
+        dataset: Dataset,
+        account: PrivacyAccount | None,
+        checkpoint: TaskCheckpoint | None,
+    ) -> Outcome:
+        """Execute a task as `task.execution.execute` does. Raises its exceptions, and ExecutorEnded.
+
+        With a checkpoint that was written in between, new processes then go on from it: a task that ends them before
+        the next one fails. A sharded model has no checkpoints.
+        """
+        if run.env.setup.compute.shard:
+            checkpoint = None
+        while True:
+            try:
+                return self._executed(run, fetched, dataset, account, checkpoint)
+            except ExecutorEnded as end:
+                if checkpoint is None or not checkpoint.reread() or checkpoint.document is None:
+                    raise
+                structlog.get_logger("worker").warning("executor-restarted", detail=str(end))
+                if account:
+                    account.resume(checkpoint.document["private"]["account"])
+            finally:
+                if checkpoint is not None:
+                    # Of a rank that was killed while it wrote.
+                    sweep(checkpoint.path.parent)
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        self._launcher.close()
+        self._written = None
+
+    def _executed(
+        self,
+        run: TaskRun,
+        fetched: Fetched,
+        dataset: Dataset,
+        account: PrivacyAccount | None,
+        checkpoint: TaskCheckpoint | None,
+    ) -> Outcome:
+        if run.task.run != self._run or time.monotonic() > self._until:
+            # The memory of its devices is for one run.
+            self.close()
+        self._run = run.task.run
+        home = self._launcher.home()
+        folder = home / f"task-{uuid4().hex}"
+        folder.mkdir(mode=0o700)
+        try:
+            self._hand_over(home, folder, run, fetched, dataset, account, checkpoint)
+            handle = self._launcher.submit(folder)
+            functions = functions_of(run, account, checkpoint)
+            result = Waiting(folder, run, functions, partial(self._launcher.poll, handle)).wait()
+            arrays = read_arrays(folder / RESULT_ARRAYS)
+        except Unwanted as unwanted:
+            raise unwanted.reason from None
+        except BaseException:
+            # Otherwise ranks may be out of step, or still at work.
+            if len(self._devices) > 1 or not (folder / FAILURE).exists():
+                self.close()
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
+        local = None
+        if result.metrics is not None:
+            local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
+        return Outcome(result.examples, local, below("moments", arrays))
+
+    # ------------------------------------------------------------ handing over
+
+    def _hand_over(
+        self,
+        home: Path,
+        folder: Path,
+        run: TaskRun,
+        fetched: Fetched,
+        dataset: Dataset,
+        account: PrivacyAccount | None,
+        checkpoint: TaskCheckpoint | None,
+    ) -> None:
+        task, env = run.task, run.env
+        noise = env.noise_key(task)
+        arrays = {**under("kept", fetched.kept), **under("state", fetched.server_state)}
+        write_arrays(folder / ARRAYS, arrays)
+        record = TaskRecord(
+            task=task.model_copy(update={"seed": run.training_seed, "token": 0, "inline_blobs": ()}),
+            document=fetched.document,
+            mapping=fetched.mapping,
+            manifest=fetched.manifest,
+            blocks=fetched.blocks,
+            bases={
+                base.block.name: _place(folder / f"base-{n}", base) for n, base in enumerate(fetched.bases.values())
+            },
+            four_bits=fetched.four_bits,
+            tokenizer={name: raw.decode() for name, raw in fetched.tokenizer.items()},
+            dataset=self._file_of(home, dataset, run.groups(dataset)),
+            report=run.report,
+            micro_batch=env.setup.micro_batch,
+            compute=env.setup.compute,
+            policy=env.policy.model_dump(mode="json", exclude_defaults=True),
+            allowances=dict(env.allowances),
+            loss_scale={name: float(value) for name, value in env.vault.load_scale(task.run).items()},
+            full_precision=env.full_precision,
+            private=account is not None,
+            counted=env.history is not None,
+            sandbox=env.sandbox.folder if env.sandbox else None,
+            checkpoint=checkpoint
+            and CheckpointPlace(key=checkpoint.key, path=checkpoint.path, seconds=env.checkpoint_seconds),
+            noise_seed=noise.hex() if noise else None,
+        )
+        write_document(folder / TASK, record)
+
+    def _file_of(self, home: Path, dataset: Dataset, groups: Groups | None) -> Path:
+        """Return the file of a data set and its protected groups, written if it is not that of the last task. Raises
+        TaskFailure."""
+        if self._written:
+            known, with_groups, path = self._written
+            if known is dataset and with_groups is groups and path.parent == home:
+                return path
+            path.unlink(missing_ok=True)
+            self._written = None
+        path = home / f"dataset-{uuid4().hex}"
+        try:
+            mapped.write(path, (mapped.plain(dataset), groups))
+        except (PicklingError, AttributeError, TypeError) as fault:
+            raise TaskFailure(
+                "unsuited", "the readers of this kind of data set cannot be used by several processes (devices)"
+            ) from fault
+        self._written = dataset, groups, path
+        return path
+
+
+class Waiting:
+    """The agent's wait for the end of a task, during which it answers the executor."""
+
+    def __init__(
+        self, folder: Path, run: TaskRun, functions: Mapping[str, Callable[..., Any]], alive: Callable[[], bool]
+    ) -> None:
+        self._folder = folder
+        self._run = run
+        self._functions = functions
+        self._alive = alive
+        self._answered = self._reported = 0
+        self._unwanted: BaseException | None = None
+        """The reason why the task is no longer wanted."""
+        self._until = 0.0
+
+    def wait(self) -> ResultRecord:
+        """Return the result. Raises Unwanted once the ranks wait for the next task, and otherwise what ended it."""
+        pause = LEAST_LOOK_SECONDS
+        while True:
+            # Before its files: what it wrote last is seen.
+            alive = self._alive()
+            self._read_progress()
+            if (result := self._result()) is not None:
+                return result
+            if not alive:
+                raise self._unwanted or ExecutorEnded("executor-ended", ENDED)
+            if self._answers():
+                pause = LEAST_LOOK_SECONDS
+                continue
+            self._check()
+            time.sleep(pause)
+            pause = min(1.2 * pause, LOOK_SECONDS)
+
+    def _read_progress(self) -> None:
+        path = self._folder / PROGRESS
+        if path.exists() and (written := path.stat().st_mtime_ns) != self._reported:
+            self._reported = written
+            vars(self._run.report).update(vars(read_document(Progress, path).report))
+
+    def _result(self) -> ResultRecord | None:
+        if (self._folder / RESULT).exists():
+            result = read_document(ResultRecord, self._folder / RESULT)
+            vars(self._run.report).update(vars(result.report))
+            return result
+        if not (self._folder / FAILURE).exists():
+            return None
+        record = read_document(FailureRecord, self._folder / FAILURE)
+        if self._unwanted and record.code == STOPPED:
+            raise Unwanted(self._unwanted)
+        raise self._unwanted or self._failure(record)
+
+    def _failure(self, record: FailureRecord) -> BaseException:
+        """Return the exception of a failure: that of a process which has ended, if it may be the cause."""
+        until = time.monotonic() + END_SECONDS
+        while record.code == UNEXPLAINED and self._alive() and time.monotonic() < until:
+            time.sleep(LEAST_LOOK_SECONDS)
+        if record.code == UNEXPLAINED and not self._alive():
+            return ExecutorEnded("executor-ended", ENDED)
+        if record.disk:
+            return WriteFailed(*record.disk)
+        if record.hidden:
+            return HiddenFailure(record.detail)
+        return PolicyViolation(record.rule, record.detail) if record.rule else TaskFailure(record.code, record.detail)
+
+    def _answers(self) -> bool:
+        """Answer the executor's next request, if there is one."""
+        path = self._folder / f"request-{self._answered + 1}.json"
+        if not path.exists():
+            return False
+        self._answered += 1
+        request, answer = read_document(Request, path), Answer()
+        try:
+            value = self._functions[request.call](*request.arguments)
+            answer = Answer(value=value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
+        except Exception as fault:  # noqa: BLE001  (raised when the ranks have stopped)
+            self._give_up(fault)
+            answer = Answer(refused=True)
+        write_document(self._folder / f"answer-{self._answered}.json", answer)
+        return True
+
+    def _check(self) -> None:
+        """Have the task stopped if it is no longer wanted. Raise the reason if it does not stop."""
+        if self._unwanted is None:
+            try:
+                self._run.check()
+            except BaseException as reason:  # noqa: BLE001  (raised when the ranks have stopped)
+                self._give_up(reason)
+                (self._folder / STOP).touch()
+        elif time.monotonic() > self._until:
+            raise self._unwanted
+
+    def _give_up(self, reason: BaseException) -> None:
+        if self._unwanted is None:
+            self._unwanted, self._until = reason, time.monotonic() + STOP_SECONDS
+
+
+class Progress(BaseModel):
+    """The progress of a task."""
+
+    report: Report
+
+
+class Unwanted(Exception):
+    """A task that is no longer wanted, and that the executor has left."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__()
+        self.reason = reason
+
+
+def functions_of(
+    run: TaskRun, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions that the executor may call, by name. The agent writes the ledger: only it has the key, and
+    the executor learns only during a task how many steps the method's phases take."""
+    env, task = run.env, run.task
+    found: dict[str, Callable[..., Any]] = {
+        "note_exact": run.journal.note_exact,
+        "reserve_figures": run.journal.reserve_figures,
+        "keep_scale": lambda scale: env.vault.keep_scale(
+            task.run, {name: np.array(value, np.float64) for name, value in scale.items()}
+        ),
+    }
+    if env.history:
+        history = env.history
+        found["measure"] = lambda: history.measure(task.run, task.dataset, env.policy)
+    if checkpoint:
+        found["note_instance"] = checkpoint.note_instance
+    if account:
+        found |= {name: getattr(account, name) for name in ("look", "choose", "begin", "start", "charges", "spent")}
+    return found
+
+
+def _place(path: Path, base: BlobTensor) -> Base:
+    """Return the place of a block's values, written to a file if they are in memory."""
+    if base.data is None:
+        return Base(path=base.path, offset=base.offset)
+    path.write_bytes(base.data)
+    return Base(path=path)

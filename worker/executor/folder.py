@@ -1,0 +1,185 @@
+"""The folder of a task: what the agent hands over, and what the executor returns. No key and no token lies in it.
+
+- `task.json`, `arrays.safetensors`: the task, and the tensors that the site keeps of the run. Blocks lie elsewhere.
+- `progress.json`: the report so far, replaced twice a second.
+- `request-N.json`, `answer-N.json`: what the agent has to record before the executor goes on, such as privacy.
+- `stop`: the task is no longer wanted.
+- `result.json`, `result.safetensors`, or `failure.json`: the end, written last.
+
+Each file appears complete, by a rename. Other users cannot enter the folder.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import Manifest
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import FileName
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import Array, as_bytes
+from tessera.shared.updates.safetensors_file import read_header, write
+from tessera.worker.compute import Compute
+from tessera.worker.governance.policy import Allowance
+from tessera.worker.model.layouts import MappingFile
+from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.checkpoints import CheckpointKey
+from tessera.worker.training.optimization.micro_batch import MicroBatch
+from tessera.worker.training.progress import Report
+
+TASK, ARRAYS = "task.json", "arrays.safetensors"
+PROGRESS, STOP = "progress.json", "stop"
+RESULT, RESULT_ARRAYS, FAILURE = "result.json", "result.safetensors", "failure.json"
+STOPPED = "stopped"
+"""The code of a failure that is the end of a task which the agent asked to stop."""
+
+D = TypeVar("D", bound=BaseModel)
+
+_DTYPES: dict[str, np.dtype] = {
+    **{str(name): dtype for name, dtype in NUMPY_DTYPES.items()},
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Document(BaseModel):
+    """A JSON document of a task's folder."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+
+class Base(Document):
+    """The place of a block's values on this machine."""
+
+    path: Path
+    offset: int = 0
+
+
+class CheckpointPlace(Document):
+    """The place of a task's checkpoint, and the time between two of them."""
+
+    key: CheckpointKey
+    path: Path
+    seconds: float
+
+
+class TaskRecord(Document):
+    """One task, after everything that needs the coordinator."""
+
+    task: Task
+    """The task, with the site's seed and no lease."""
+    document: Model
+    mapping: MappingFile | None
+    manifest: Manifest
+    blocks: tuple[Block, ...]
+    bases: dict[str, Base]
+    four_bits: frozenset[str]
+    tokenizer: dict[FileName, str]
+    dataset: Path
+    """The file of the data set, which several tasks share."""
+    report: Report
+    micro_batch: MicroBatch
+    compute: Compute
+    policy: dict[str, Any]
+    """Without its defaults, some of which are no settings that a person can write."""
+    allowances: dict[str, Allowance]
+    loss_scale: dict[str, float]
+    full_precision: bool
+    private: bool
+    """True if the agent keeps an account of the task's privacy."""
+    counted: bool
+    """True if the agent counts evaluations."""
+    sandbox: Path | None
+    """The folder of verdicts of the sandbox in which a run's tokenizer is tried first."""
+    checkpoint: CheckpointPlace | None
+    """The checkpoint to resume from and to write; None if this worker writes none."""
+    noise_seed: str | None
+    """The noise of a simulation, which protects no data; None has the executor draw a secret key of its own."""
+
+
+class Request(Document):
+    """A call of a function of the agent, by its name."""
+
+    call: str
+    arguments: list[Any]
+
+
+class Answer(Document):
+    """The result of a call; None if the agent refused it, and has ended the task."""
+
+    value: Any = None
+    refused: bool = False
+
+
+class ResultRecord(Document):
+    """The end of a task that succeeded."""
+
+    examples: int
+    metrics: dict[str, float] | None
+    """Those of the method's result; None of an evaluation."""
+    report: Report
+
+
+class FailureRecord(Document):
+    """The end of a task that failed: its code and text for the coordinator, which quote no data."""
+
+    code: str
+    detail: str
+    rule: str | None = None
+    """The rule of the site's policy that the task violated."""
+    hidden: bool = False
+    """True if the coordinator may learn nothing of it. `detail` is then the name of its class."""
+    disk: tuple[int, str, str | None] | None = None
+    """The error number, text and file of a full or failing disk: no failure of the task."""
+
+
+def write_document(path: Path, document: BaseModel) -> None:
+    """Write a document, which appears when it is complete. Raises OSError."""
+    with written_whole(path, durable=False, mode=0o600) as file:
+        file.write(document.model_dump_json().encode())
+
+
+def read_document(kind: type[D], path: Path) -> D:
+    return kind.model_validate_json(path.read_bytes())
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays, which appear when they are complete. Raises OSError, and ValueError for a kind without a name."""
+    if odd := sorted({str(array.dtype) for array in arrays.values() if array.dtype not in _NAMES}):
+        raise ValueError(f"no file can hold arrays of {', '.join(odd)}")
+    layout = [(name, _NAMES[array.dtype], array.shape) for name, array in arrays.items()]
+    with written_whole(path, durable=False, mode=0o600) as file:
+        write(file, layout, (as_bytes(array) if array.size else b"" for array in arrays.values()))
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """Return the arrays of a file, as its pages until they are written to."""
+    nbytes = path.stat().st_size
+    with path.open("rb") as file:
+        header = read_header(file, nbytes)
+    whole = np.memmap(path, dtype=np.uint8, mode="c")
+    arrays = {}
+    for name, entry in header.entries.items():
+        start = header.data_start + entry.start
+        plain = np.asarray(whole[start : start + entry.nbytes])
+        arrays[name] = plain.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+    return arrays
+
+
+def under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {f"{prefix}/{name}": array for name, array in arrays.items()}
+
+
+def below(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    start = f"{prefix}/"
+    return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}

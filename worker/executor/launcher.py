@@ -1,0 +1,126 @@
+"""Where tasks are executed: an interface for the processes of this machine, or for a cluster's queue."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from tessera.worker.executor.folder import Document, write_document
+from tessera.worker.executor.supervisor import END
+
+SETTINGS = "settings.json"
+IDLE_SECONDS = 300.0
+"""Time without a task after which the ranks end."""
+TIMEOUT_SECONDS = 3600.0
+"""Longest wait of ranks for another one, which may measure a whole data set for all. The end of a rank is noticed
+at once."""
+END_SECONDS = 10.0
+"""Time for the supervisor to end its ranks before it is killed."""
+
+
+class RankSettings(Document):
+    """The settings of an executor's ranks."""
+
+    devices: tuple[str, ...]
+    threads: int
+    """Threads of one operation in each rank."""
+    idle_seconds: float = IDLE_SECONDS
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+
+class Launcher(Protocol):
+    """A way to execute the tasks in folders. A handle is the launcher's own."""
+
+    def home(self) -> Path:
+        """Return a folder for those of tasks, and for what tasks share. It may be another one each time."""
+
+    def submit(self, folder: Path) -> Any:
+        """Have the task in a folder executed. Return a handle. Raises OSError."""
+
+    def poll(self, handle: Any) -> bool:
+        """Return whether the task may still end by itself, with a file in its folder that says how."""
+
+    def cancel(self, handle: Any) -> None:
+        """End the task at once, and everything that executes it."""
+
+
+class LocalLauncher:
+    """Processes of this machine, one for each device, which wait for the next task.
+
+    One thread uses it, and must outlive it: the kernel ends the supervisor with the thread that started it.
+    """
+
+    def __init__(self, settings: RankSettings, home: Path) -> None:
+        """Prepare for processes with folders in `home`, whose present content is removed."""
+        self._settings = settings
+        self._folder = home
+        # Of an agent that was killed together with its supervisor.
+        shutil.rmtree(home, ignore_errors=True)
+        self._started: tuple[subprocess.Popen[bytes], Path] | None = None
+
+    def home(self) -> Path:
+        """Return the folder of the processes, started if there are none. It is removed when they end."""
+        if self._started is None or not self.poll(self._started[0]):
+            self._started = self._start()
+        return self._started[1]
+
+    def submit(self, folder: Path) -> "subprocess.Popen[bytes]":
+        """Hand the task to the processes in whose folder its folder is."""
+        if self._started is None:
+            raise RuntimeError("home starts the processes")
+        supervisor = self._started[0]
+        # A process that has just ended is noticed by `poll`.
+        with suppress(BrokenPipeError):
+            assert supervisor.stdin  # noqa: S101  (made with a pipe)
+            supervisor.stdin.write(f"{folder}\n".encode())
+            supervisor.stdin.flush()
+        return supervisor
+
+    def poll(self, handle: "subprocess.Popen[bytes]") -> bool:
+        return handle.poll() is None
+
+    def cancel(self, handle: "subprocess.Popen[bytes]") -> None:
+        """End the supervisor, its ranks and their folder."""
+        handle.send_signal(END)
+        try:
+            handle.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            # The kernel then ends the ranks.
+            handle.kill()
+            handle.wait()
+        with suppress(BrokenPipeError):
+            if handle.stdin:
+                handle.stdin.close()
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        if self._started:
+            self.cancel(self._started[0])
+        self._started = None
+
+    def _start(self) -> "tuple[subprocess.Popen[bytes], Path]":
+        """Start the supervisor, which starts the ranks. Return it and its folder."""
+        folder = self._folder / uuid4().hex
+        folder.mkdir(parents=True, mode=0o700)
+        write_document(folder / SETTINGS, self._settings)
+        arguments = [str(os.getpid()), str(folder), str(len(self._settings.devices))]
+        supervisor = subprocess.Popen(  # noqa: S603  (our own module)
+            [sys.executable, "-m", "tessera.worker.executor.supervisor", *arguments],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": str(self._settings.threads)},
+            # ^C at a terminal is for the agent.
+            start_new_session=True,
+        )
+
+        def remove_folder() -> None:
+            supervisor.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+        # The supervisor does so itself unless it is killed.
+        threading.Thread(target=remove_folder, daemon=True).start()
+        return supervisor, folder

@@ -1,0 +1,399 @@
+"""A rank: the process of one device, which executes the tasks that the agent hands over together with the others.
+
+Its arguments are the executor's folder and the rank's number. The first rank reads the folders of tasks from its
+standard input, a line for each.
+"""
+
+import gc
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import structlog
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+
+from tessera.shared.telemetry import logging
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
+from tessera.worker.device_failure import is_device_failure
+from tessera.worker.executor import mapped
+from tessera.worker.executor.checkpoints import GroupCheckpoints
+from tessera.worker.executor.executor import Progress
+from tessera.worker.executor.folder import (
+    ARRAYS,
+    FAILURE,
+    PROGRESS,
+    RESULT,
+    RESULT_ARRAYS,
+    STOP,
+    STOPPED,
+    TASK,
+    Answer,
+    FailureRecord,
+    Request,
+    ResultRecord,
+    TaskRecord,
+    below,
+    read_arrays,
+    read_document,
+    under,
+    write_arrays,
+    write_document,
+)
+from tessera.worker.executor.group import FirstRankFailed, Group
+from tessera.worker.executor.launcher import SETTINGS, RankSettings
+from tessera.worker.faults.failures import failure_of
+from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.governance.run_history import RunHistory
+from tessera.worker.model.sandbox import Sandbox
+from tessera.worker.state.atomic_files import disk_error
+from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.state.checkpoints import Instance, TaskCheckpoint
+from tessera.worker.state.privacy_ledger import NoisySteps
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
+from tessera.worker.task.errors import HiddenFailure
+from tessera.worker.task.execution import Outcome, execute
+from tessera.worker.task.fetch import Fetched, require_memory
+from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.optimization.micro_batch import PieceSize
+from tessera.worker.training.optimization.precision import allow_tf32
+from tessera.worker.training.progress import Report
+from tessera.worker.training.ranks import OneRank
+from tessera.worker.training.setup import TrainingSetup
+
+LOOPBACK = "lo"
+"""The name of Linux's loopback interface."""
+STORE_FILE = "store"
+"""The file by which the ranks find each other."""
+REPORT_SECONDS = 0.5
+"""Least time between two reports of progress."""
+ANSWER_SECONDS = 0.002
+"""Time between two looks for an answer of the agent."""
+
+
+def main() -> None:
+    """Join the group, and execute tasks until the agent ends, or hands over none for a while."""
+    home, rank = Path(sys.argv[1]), int(sys.argv[2])
+    logging.configure(sys.stdout, console=False)
+    settings = read_document(RankSettings, home / SETTINGS)
+    device = torch.device(settings.devices[rank])
+    torch.set_num_threads(settings.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = _joined(home, rank, settings, device) if len(settings.devices) > 1 else None
+    executor = Rank(home, device, group)
+    while folder := executor.ranks.same(lambda: _next(settings.idle_seconds)):
+        executor.execute(Path(folder))
+    if group:
+        dist.destroy_process_group()
+
+
+def _next(idle_seconds: float) -> str | None:
+    """Return the folder of the next task; None if the agent ends, or hands over none for a while."""
+    ready, _, _ = select.select([0], [], [], idle_seconds)
+    return _line() if ready else None
+
+
+def _line() -> str | None:
+    """Return a line of the standard input without reading further, or None at its end."""
+    read = b""
+    while not read.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):
+            return None
+        read += byte
+    return read.decode().rstrip("\n")
+
+
+def _joined(home: Path, rank: int, settings: RankSettings, device: torch.device) -> Group:
+    """Join the process group."""
+    # All ranks are on this machine. Otherwise gloo would listen where the machine's name leads.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    # What the ranks agree on is on the CPU, so that no rank waits for its GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    ranks, timeout = len(settings.devices), timedelta(seconds=settings.timeout_seconds)
+    # Ranks find each other by a file, since a store of torch's on a port has no password.
+    store = dist.FileStore(str(home / STORE_FILE), ranks)  # type: ignore[attr-defined]  # torch does not declare it
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    return Group(home)
+
+
+class TaskStopped(Stopped):
+    """The task is no longer wanted, or the agent refused what it was asked to record."""
+
+
+class Rank:
+    """One rank, for as long as it lives. Without a `group` it is alone."""
+
+    def __init__(self, home: Path, device: torch.device, group: Group | None) -> None:
+        self._home = home
+        self._device = device
+        self._group = group
+        self.ranks: Group | OneRank = group or OneRank()
+        self._models = ModelCache()
+        self._scalers: dict[str, torch.amp.GradScaler] = {}
+        self._piece_sizes: dict[str, PieceSize] = {}
+        self._tokenized: dict[str, tuple[str, Dataset]] = {}
+        self._dataset: tuple[Path, Dataset, Groups | None] | None = None
+        self._folder = home
+        self._report = Report()
+        self._reported_at = 0.0
+        self._requests = 0
+        self._checkpoints: GroupCheckpoints | None = None
+
+    def execute(self, folder: Path) -> None:
+        """Execute the task in a folder. The first rank writes its result there, and any rank its failure."""
+        self._folder, self._requests, self._checkpoints = folder, 0, None
+        try:
+            outcome = self._execute(read_document(TaskRecord, folder / TASK))
+            # All wait for it: they would end if the first one read no next task for a while.
+            self.ranks.same(lambda: self._write(outcome))
+        except FirstRankFailed:
+            return
+        except TaskStopped:
+            if self.ranks.is_first:
+                write_document(folder / FAILURE, FailureRecord(code=STOPPED, detail=""))
+            return
+        except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
+            structlog.get_logger("worker").exception("rank-failed", rank=self._number)
+            write_document(folder / FAILURE, _failure(fault))
+            if is_device_failure(fault):
+                # Only a new process can use the GPU again.
+                sys.exit(1)
+            return
+        if self.ranks.shards > 1:
+            # Its parts refer to each other, and two of them may not fit.
+            gc.collect()
+        elif outcome.built:
+            # What a sharded model trains is set once.
+            self._models.keep(outcome.built)
+
+    @property
+    def _number(self) -> int:
+        return self._group.rank if self._group else 0
+
+    def _execute(self, given: TaskRecord) -> Outcome:
+        task, arrays = given.task, read_arrays(self._folder / ARRAYS)
+        self._report = given.report
+        allow_tf32(allowed=given.compute.tf32)
+        dataset, groups = self._read(given.dataset)
+        environment = self._environment(given)
+        if groups:
+            environment.groups[task.dataset] = groups
+        run = TaskRun(environment, task, self._check, given.report, cast("Journal", _Journal(self._ask)))
+        blocks = {block.name: block for block in given.blocks}
+        fetched = Fetched(
+            given.document,
+            given.mapping,
+            given.manifest,
+            given.blocks,
+            {name: BlobTensor(base.path, blocks[name], base.offset) for name, base in given.bases.items()},
+            given.four_bits,
+            below("state", arrays),
+            below("kept", arrays),
+            {name: text.encode() for name, text in given.tokenizer.items()},
+        )
+        if self._group:
+            self._group.sharded = given.compute.shard
+        if not (fetched.is_whole and self._models.holds(task.run, task.model, fetched.four_bits)):
+            require_memory(run, fetched.document, fetched.four_bits)
+        account: Any = None
+        if given.private:
+            account = _Account(self._ask, groups.count if groups else dataset.examples)
+        return execute(run, fetched, dataset, account, self._saving(given))
+
+    def _saving(self, given: TaskRecord) -> TrainingCheckpoints | None:
+        place = given.checkpoint
+        if place is None:
+            return None
+        stored = TaskCheckpoint.at(place.key, place.path, cast("Instance", _Instance(self._ask_alone)))
+        if self._group is None:
+            return TrainingCheckpoints(stored, place.seconds)
+        self._checkpoints = GroupCheckpoints(stored, place.seconds, self._group)
+        return self._checkpoints
+
+    def _environment(self, given: TaskRecord) -> TaskEnvironment:
+        noise = bytes.fromhex(given.noise_seed) if given.noise_seed else None
+        unused = cast("Coordinator", None)
+        return TaskEnvironment(
+            coordinator=unused,
+            datasets={},
+            setup=TrainingSetup(self._device, given.micro_batch, given.compute, self.ranks),
+            vault=cast("Vault", _Vault(given.loss_scale, self._ask_alone, is_first=self.ranks.is_first)),
+            shelf=cast("Shelf", None),
+            scratch=self._folder,
+            policy=Policy.model_validate(given.policy),
+            models=self._models,
+            scalers=self._scalers,
+            piece_sizes=self._piece_sizes,
+            tokenized=self._tokenized,
+            allowances=given.allowances,
+            history=cast("RunHistory", _History(self._ask)) if given.counted else None,
+            sandbox=Sandbox(given.sandbox) if given.sandbox else None,
+            full_precision=given.full_precision,
+            noise_key=lambda _: noise,
+        )
+
+    def _read(self, path: Path) -> tuple[Dataset, Groups | None]:
+        if self._dataset is None or self._dataset[0] != path:
+            self._dataset = path, *mapped.read(path)
+            self._tokenized.clear()
+        return self._dataset[1], self._dataset[2]
+
+    def _write(self, outcome: Outcome) -> None:
+        result, arrays = outcome.result, under("moments", outcome.moments)
+        if result:
+            arrays |= {**under("upload", result.upload), **under("keep", result.keep)}
+        write_arrays(self._folder / RESULT_ARRAYS, arrays)
+        metrics = None if result is None else dict(result.metrics)
+        write_document(
+            self._folder / RESULT, ResultRecord(examples=outcome.examples, metrics=metrics, report=self._report)
+        )
+
+    # ------------------------------------------------------------ the agent
+
+    def _check(self) -> None:
+        """Raise TaskStopped in all ranks once the agent asked for it, and let them agree on the next checkpoint."""
+        if self._group is None:
+            if self._attend():
+                raise TaskStopped
+            return
+        if self._group.alone:
+            return
+        wants = self._attend(), bool(self._checkpoints and self._checkpoints.wanted)
+        stop, save = self._group.total(torch.tensor(wants, dtype=torch.float64)).tolist()
+        if self._checkpoints and save:
+            self._checkpoints.agree()
+        if stop:
+            raise TaskStopped
+
+    def _attend(self) -> bool:
+        """Report the progress, in the first rank, and return whether the agent asked it to stop."""
+        if not self.ranks.is_first:
+            return False
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._show()
+        return (self._folder / STOP).exists()
+
+    def _show(self) -> None:
+        write_document(self._folder / PROGRESS, Progress(report=self._report))
+        self._reported_at = time.monotonic()
+
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        """Return the result of a function of the agent, in each rank. Raises TaskStopped if it refuses."""
+        return self.ranks.same(lambda: self._ask_alone(call, *arguments))
+
+    def _ask_alone(self, call: str, *arguments: Any) -> Any:
+        self._show()
+        self._requests += 1
+        answer = self._folder / f"answer-{self._requests}.json"
+        write_document(self._folder / f"request-{self._requests}.json", Request(call=call, arguments=list(arguments)))
+        # The supervisor ends this process with the agent.
+        while not answer.exists():
+            time.sleep(ANSWER_SECONDS)
+        answered = read_document(Answer, answer)
+        if answered.refused:
+            raise TaskStopped
+        return answered.value
+
+
+def _failure(fault: Exception) -> FailureRecord:
+    code, detail = failure_of(fault)
+    if isinstance(fault, HiddenFailure):
+        return FailureRecord(code=code, detail=str(fault), hidden=True)
+    error = disk_error(fault) if isinstance(fault, OSError) else None
+    disk = (error.errno or 0, error.strerror or "", error.filename) if error else None
+    return FailureRecord(
+        code=code, detail=detail, rule=fault.rule if isinstance(fault, PolicyViolation) else None, disk=disk
+    )
+
+
+Ask = Callable[..., Any]
+
+
+class _Journal:
+    """The agent's records of the task."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def note_exact(self, examples: int, use: str) -> None:
+        self._ask("note_exact", examples, use)
+
+    def reserve_figures(self, examples: int, epsilon: float, delta: float) -> float:
+        return float(self._ask("reserve_figures", examples, epsilon, delta))
+
+
+class _History:
+    """The agent's count of evaluations."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def measure(self, *_: object) -> None:
+        self._ask("measure")
+
+
+class _Account:
+    """The agent's account of the task's privacy."""
+
+    def __init__(self, ask: Ask, units: int) -> None:
+        self._ask = ask
+        self.units = units
+
+    def look(self) -> None:
+        self._ask("look")
+
+    def choose(self) -> None:
+        self._ask("choose")
+
+    def begin(self, steps: int) -> NoisySteps:
+        return NoisySteps.model_validate(self._ask("begin", steps))
+
+    def start(self) -> None:
+        self._ask("start")
+
+    def charges(self) -> dict[str, JsonValue]:
+        return self._ask("charges")  # type: ignore[no-any-return]
+
+    def spent(self) -> float:
+        return float(self._ask("spent"))
+
+
+class _Vault:
+    """The loss scale that the agent keeps of the run."""
+
+    def __init__(self, scale: Mapping[str, float], ask_alone: Ask, *, is_first: bool) -> None:
+        self._scale = scale
+        self._ask_alone = ask_alone
+        self._is_first = is_first
+
+    def load_scale(self, _: str) -> dict[str, Array]:
+        return {name: np.array(value, np.float64) for name, value in self._scale.items()}
+
+    def keep_scale(self, _: str, state: Mapping[str, Array]) -> None:
+        # Also where one rank fails alone, so that the others must not take part.
+        if self._is_first:
+            self._ask_alone("keep_scale", {name: float(value) for name, value in state.items()})
+
+
+class _Instance:
+    """The agent's note of whose lease a checkpoint belongs to."""
+
+    def __init__(self, ask_alone: Ask) -> None:
+        self._ask_alone = ask_alone
+
+    def note_instance(self) -> None:
+        # The first rank alone writes checkpoints.
+        self._ask_alone("note_instance")
