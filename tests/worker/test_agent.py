@@ -70,12 +70,12 @@ from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsErro
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
 from tessera.worker.state.database import Database
+from tessera.worker.state.error_feedback import PREFIX
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import STATE_ID, audit_of, ledger_of
 from tessera.worker.task import heartbeat as heartbeat_module
-from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.training.progress import Report
 from tests.support.chain_rows import audit_in

@@ -19,8 +19,8 @@ from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array, to_array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.error_feedback import without_feedback
 from tessera.worker.task.errors import HiddenFailure, TaskFailure
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, load

@@ -38,9 +38,9 @@ from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
+from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.state.vault import NoReceipt
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
-from tessera.worker.task.error_feedback import without_feedback
 from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext

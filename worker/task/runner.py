@@ -25,11 +25,11 @@ from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.audit import LEAVING, StateRolledBack
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.database import StateError
+from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import HiddenFailure
 from tessera.worker.task.execution import Outcome, execute, without_step
 from tessera.worker.task.fetch import Fetched, fetch

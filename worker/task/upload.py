@@ -45,9 +45,9 @@ from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
+from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.pieces_file import PiecesFile
 from tessera.worker.task.environment import MAX_INLINE, TaskEnvironment, TaskRun
-from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched
 from tessera.worker.task.secure_sums import masked

@@ -19,7 +19,7 @@ from tessera.shared.secure_sums.messages import RingBlock, levels_of
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Result, Weights, simulate
-from tessera.worker.task.error_feedback import Feedback
+from tessera.worker.state.error_feedback import Feedback
 from tests.support.secure_sums import Federation, Steps, ring_of
 from tests.support.tasks import VIT
 from tests.worker.simulation.test_simulation import SITES, model, spec

@@ -40,12 +40,12 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Weights
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.secure_sums import admitted_terms, check_values, help_open, masked

@@ -13,7 +13,7 @@ from tessera.shared.tensors.lazy import ArrayTensor, unpacked
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Stalled, Weights, simulate
-from tessera.worker.task.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
+from tessera.worker.state.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
 from tests.support.tasks import VIT
 from tests.worker.simulation.test_simulation import SITES, spec
 
