@@ -203,7 +203,8 @@ class ProcessExecutor:
             full_precision=env.full_precision,
             private=account is not None,
             counted=env.history is not None,
-            sandbox=env.sandbox.folder if env.sandbox else None,
+            sandboxed=env.sandbox is not None,
+            verdicts=env.sandbox.folder if env.sandbox else None,
             checkpoint=checkpoint
             and CheckpointPlace(key=checkpoint.key, path=checkpoint.path, seconds=env.checkpoint_seconds),
             noise_seed=noise.hex() if noise else None,

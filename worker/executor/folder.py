@@ -99,8 +99,10 @@ class TaskRecord(Document):
     """True if the agent keeps an account of the task's privacy."""
     counted: bool
     """True if the agent counts evaluations."""
-    sandbox: Path | None
-    """The folder of verdicts of the sandbox in which a run's tokenizer is tried first."""
+    sandboxed: bool
+    """True if a run's tokenizer is tried in a sandbox first."""
+    verdicts: Path | None
+    """The sandbox's folder of verdicts, if there is one."""
     checkpoint: CheckpointPlace | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
     noise_seed: str | None

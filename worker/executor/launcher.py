@@ -1,4 +1,4 @@
-"""Where tasks are executed: an interface for the processes of this machine, or for a cluster's queue."""
+"""Launchers of tasks: an interface for the processes of this machine, or for a cluster's queue."""
 
 import os
 import shutil

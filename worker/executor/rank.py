@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 
 from tessera.shared.telemetry import logging
 from tessera.shared.tensors.lazy import Array
@@ -58,7 +58,6 @@ from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.atomic_files import disk_error
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import Instance, TaskCheckpoint
-from tessera.worker.state.privacy_ledger import NoisySteps
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
 from tessera.worker.task.errors import HiddenFailure
@@ -191,7 +190,7 @@ class Rank:
         environment = self._environment(given)
         if groups:
             environment.groups[task.dataset] = groups
-        run = TaskRun(environment, task, self._check, given.report, cast("Journal", _Journal(self._ask)))
+        run = TaskRun(environment, task, self._check, given.report, cast("Journal", _Agent(self._ask)))
         blocks = {block.name: block for block in given.blocks}
         fetched = Fetched(
             given.document,
@@ -210,14 +209,14 @@ class Rank:
             require_memory(run, fetched.document, fetched.four_bits)
         account: Any = None
         if given.private:
-            account = _Account(self._ask, groups.count if groups else dataset.examples)
+            account = _Agent(self._ask, units=groups.count if groups else dataset.examples)
         return execute(run, fetched, dataset, account, self._saving(given))
 
     def _saving(self, given: TaskRecord) -> TrainingCheckpoints | None:
         place = given.checkpoint
         if place is None:
             return None
-        stored = TaskCheckpoint.at(place.key, place.path, cast("Instance", _Instance(self._ask_alone)))
+        stored = TaskCheckpoint.at(place.key, place.path, cast("Instance", _Agent(self._ask_alone)))
         if self._group is None:
             return TrainingCheckpoints(stored, place.seconds)
         self._checkpoints = GroupCheckpoints(stored, place.seconds, self._group)
@@ -225,12 +224,13 @@ class Rank:
 
     def _environment(self, given: TaskRecord) -> TaskEnvironment:
         noise = bytes.fromhex(given.noise_seed) if given.noise_seed else None
-        unused = cast("Coordinator", None)
+        scale = {name: np.array(value, np.float64) for name, value in given.loss_scale.items()}
+        history = _Agent(self._ask, measure=lambda *_: self._ask("measure"))
         return TaskEnvironment(
-            coordinator=unused,
+            coordinator=cast("Coordinator", None),
             datasets={},
             setup=TrainingSetup(self._device, given.micro_batch, given.compute, self.ranks),
-            vault=cast("Vault", _Vault(given.loss_scale, self._ask_alone, is_first=self.ranks.is_first)),
+            vault=cast("Vault", _Agent(self._ask, load_scale=lambda _: scale, keep_scale=self._keep_scale)),
             shelf=cast("Shelf", None),
             scratch=self._folder,
             policy=Policy.model_validate(given.policy),
@@ -239,11 +239,16 @@ class Rank:
             piece_sizes=self._piece_sizes,
             tokenized=self._tokenized,
             allowances=given.allowances,
-            history=cast("RunHistory", _History(self._ask)) if given.counted else None,
-            sandbox=Sandbox(given.sandbox) if given.sandbox else None,
+            history=cast("RunHistory", history) if given.counted else None,
+            sandbox=Sandbox(given.verdicts) if given.sandboxed else None,
             full_precision=given.full_precision,
             noise_key=lambda _: noise,
         )
+
+    def _keep_scale(self, _: str, state: Mapping[str, Array]) -> None:
+        # Also where one rank fails alone, so that the others must not take part.
+        if self.ranks.is_first:
+            self._ask_alone("keep_scale", {name: float(value) for name, value in state.items()})
 
     def _read(self, path: Path) -> tuple[Dataset, Groups | None]:
         if self._dataset is None or self._dataset[0] != path:
@@ -319,81 +324,12 @@ def _failure(fault: Exception) -> FailureRecord:
     )
 
 
-Ask = Callable[..., Any]
+class _Agent:
+    """The functions of the agent, by their names."""
 
-
-class _Journal:
-    """The agent's records of the task."""
-
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Callable[..., Any], **known: Any) -> None:
         self._ask = ask
+        vars(self).update(known)
 
-    def note_exact(self, examples: int, use: str) -> None:
-        self._ask("note_exact", examples, use)
-
-    def reserve_figures(self, examples: int, epsilon: float, delta: float) -> float:
-        return float(self._ask("reserve_figures", examples, epsilon, delta))
-
-
-class _History:
-    """The agent's count of evaluations."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-
-    def measure(self, *_: object) -> None:
-        self._ask("measure")
-
-
-class _Account:
-    """The agent's account of the task's privacy."""
-
-    def __init__(self, ask: Ask, units: int) -> None:
-        self._ask = ask
-        self.units = units
-
-    def look(self) -> None:
-        self._ask("look")
-
-    def choose(self) -> None:
-        self._ask("choose")
-
-    def begin(self, steps: int) -> NoisySteps:
-        return NoisySteps.model_validate(self._ask("begin", steps))
-
-    def start(self) -> None:
-        self._ask("start")
-
-    def charges(self) -> dict[str, JsonValue]:
-        return self._ask("charges")  # type: ignore[no-any-return]
-
-    def spent(self) -> float:
-        return float(self._ask("spent"))
-
-
-class _Vault:
-    """The loss scale that the agent keeps of the run."""
-
-    def __init__(self, scale: Mapping[str, float], ask_alone: Ask, *, is_first: bool) -> None:
-        self._scale = scale
-        self._ask_alone = ask_alone
-        self._is_first = is_first
-
-    def load_scale(self, _: str) -> dict[str, Array]:
-        return {name: np.array(value, np.float64) for name, value in self._scale.items()}
-
-    def keep_scale(self, _: str, state: Mapping[str, Array]) -> None:
-        # Also where one rank fails alone, so that the others must not take part.
-        if self._is_first:
-            self._ask_alone("keep_scale", {name: float(value) for name, value in state.items()})
-
-
-class _Instance:
-    """The agent's note of whose lease a checkpoint belongs to."""
-
-    def __init__(self, ask_alone: Ask) -> None:
-        self._ask_alone = ask_alone
-
-    def note_instance(self) -> None:
-        # The first rank alone writes checkpoints.
-        self._ask_alone("note_instance")
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._ask, name)

@@ -150,7 +150,7 @@ class PrivateTask:
 
         A resumed task has reserved it, and its randomness is that of its checkpoint.
         """
-        event = self._account.begin(steps)
+        event = NoisySteps.model_validate(self._account.begin(steps))
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
         if not self._resumed:
             # Dropout is off. Other random draws of a model's code must be unpredictable too.
