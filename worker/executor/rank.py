@@ -186,6 +186,9 @@ class Rank:
         task, arrays = given.task, read_arrays(self._folder / ARRAYS)
         self._report = given.report
         allow_tf32(allowed=given.compute.tf32)
+        if given.compute.shard:
+            # A model that is kept is whole.
+            self._models = ModelCache()
         dataset, groups = self._read(given.dataset)
         environment = self._environment(given)
         if groups:

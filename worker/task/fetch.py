@@ -90,6 +90,7 @@ class Fetched:
 class Loaded:
     """A task with its version loaded."""
 
+    document: Model
     built: Built
     half: WorkerHalf[Any]
     context: LocalTaskContext
@@ -227,7 +228,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         held=built.held,
         images=built.images,
     )
-    return Loaded(built, half, context, fetched.bases, Moments.of(fetched.kept))
+    return Loaded(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
 
 
 def _kept(run: TaskRun) -> dict[str, Array]:

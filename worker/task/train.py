@@ -16,6 +16,7 @@ from torch import Tensor
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.block_rates import PRIVATE
+from tessera.shared.model.spec import Model
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.governance.policy import PolicyViolation
@@ -24,7 +25,7 @@ from tessera.worker.model.forward import one_for_each
 from tessera.worker.privacy.bounded_figures import disclosed
 from tessera.worker.task.environment import TaskRun, loss_scaler, privacy_module
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.fetch import Loaded, read_model
+from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
@@ -124,7 +125,7 @@ def train(
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     elif no_figures:
-        _require_mergeable(run, units)
+        _require_mergeable(run, loaded.document, units)
     return result, stats
 
 
@@ -140,11 +141,11 @@ def _private(
     return private
 
 
-def _require_mergeable(run: TaskRun, units: int) -> None:
+def _require_mergeable(run: TaskRun, document: Model, units: int) -> None:
     """Raise PolicyViolation if the method cannot merge without the metrics that do not leave this site."""
     task = run.task
     try:
-        coordinator_half(task.method, run.facts(read_model(run))).check(task.plan, units, run.report.metrics)
+        coordinator_half(task.method, run.facts(document)).check(task.plan, units, run.report.metrics)
     except ValueError as lack:
         detail = f"the method {task.method.name} needs metrics of training, which do not leave this site: {lack}"
         raise PolicyViolation("figures", detail) from None

@@ -84,7 +84,9 @@ def final(
 
 
 def kill(folder: Path, module: str) -> None:
-    processes(folder, module)[-1].kill()
+    # They may be ending already: the agent notices the end of the supervisor alone.
+    for process in processes(folder, module)[-1:]:
+        process.kill()
     # As of a rank that is killed while it writes a checkpoint.
     for run in (folder / "checkpoints").glob("*/"):
         (run / f"half{TEMPORARY}").touch()
