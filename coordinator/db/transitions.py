@@ -156,8 +156,8 @@ def _statement(table: type[_Movable], move: Move, which: tuple[str, ...]) -> Upd
     """Return the UPDATE of the row with these values, to be given under the columns' names behind `old_`. The other
     values given are its new ones.
 
-    Built once for each event, as constants of modules are: to build a statement takes longer than to execute it
-    (decision 77).
+    Built once for each event, as constants of modules are: building a statement takes longer than
+    executing it.
     """
     columns = table.__table__.c
     counted = {"revision": columns.revision + 1} if table is RunRow else {}

@@ -6,7 +6,7 @@ composed by their privacy loss distributions (Koskela et al. 2020, arXiv 1906.03
 distribution, by Renyi differential privacy.
 
 Composition assumes settings that are fixed beforehand, as within a run. Between runs, people choose settings by the
-results of earlier runs, so a site's budget is a filter (`admits`; docs/decisions/0040-a-budget-is-a-filter.md).
+results of earlier runs, so a site's budget is a filter (`admits`; docs/decisions/0040-budget-as-filter.md).
 """
 
 import math

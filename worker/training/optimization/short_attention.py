@@ -1,7 +1,7 @@
 """Attention over few keys in bfloat16 on the CPU, without torch's fused kernel.
 
 The backward pass of the fused kernel takes several times as long as products of matrices, unless keys are many: 8
-times at 24 keys, and 1.7 times at 128 (docs/decisions/0095).
+times at 24 keys, and 1.7 times at 128.
 """
 
 import math
