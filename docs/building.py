@@ -14,6 +14,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs import describe_api
+from tessera.shared.cli.docs import GENERATED
+
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "files/"
 MESSAGES = ("runs", "versions", "tasks", "admin")
@@ -22,7 +25,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)")
 
 def http_reference() -> Iterator[str]:
     """Yield the paragraphs of a page about all operations of the API, from its description."""
-    described = json.loads((ROOT / "docs/openapi.json").read_text())
+    described = json.loads(describe_api.document())
     yield "# HTTP API"
     yield "Under [protocol](../protocol.md) is what holds for all; the names link to [what travels](wire.md)."
     by_tag: dict[str, list[str]] = {}
@@ -68,6 +71,7 @@ def _of(title: str, *modules: str) -> str:
 
 
 REFERENCES = {
+    **{f"{name}.md": document() for name, (_, document) in GENERATED.items()},
     "reference/http.md": "\n\n".join(http_reference()),
     "reference/client.md": _of(
         "Python client", "tessera.session", "tessera.shared.client.client", "tessera.shared.problems"

@@ -1,4 +1,4 @@
-"""The API's description, as it is committed: `python -m docs.describe_api > docs/openapi.json`."""
+"""The description of the API, as a running coordinator serves it: `python -m docs.describe_api`."""
 
 from __future__ import annotations
 

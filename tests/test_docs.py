@@ -15,6 +15,7 @@ import pytest
 
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared.cli.docs import GENERATED
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import PROBLEMS
 from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED
@@ -293,11 +294,16 @@ def test_a_message_points_to_pages_that_each_installation_has() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
                 assert not re.search(r"docs/[\w-]+\.md", node.value), f"{file}: {node.value}"
                 named |= set(re.findall(r"`tessera docs ([\w/-]+)`", node.value))
-    assert "site" in named
-    for page in named:
+    assert {"site", "run-keys"} <= named
+    for page in named - set(GENERATED):
         assert (ROOT / f"docs/{page}.md").is_file(), page
         assert cli.tessera("docs", page).stdout == text(f"docs/{page}.md")
     listed = json.loads(cli.tessera("docs", "--json").stdout)
-    assert set(listed) == {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    assert set(listed) - set(GENERATED) == {
+        path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")
+    }
+    for page, (title, _) in GENERATED.items():
+        assert cli.tessera("docs", page).stdout.startswith(f"# {title}\n"), page
+        assert listed[page] == title
     refused = cli.tessera("docs", "sites")
     assert (refused.returncode, "did you mean `site`?" in refused.stderr) == (1, True)

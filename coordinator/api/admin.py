@@ -67,7 +67,7 @@ def get_status(serving: Serving, caller: Viewer) -> Status:
 
 @router.get("/openapi.json", include_in_schema=False)
 def description(request: Request, caller: Anyone) -> JSONResponse:
-    """Return the description of this API, as in docs/openapi.json."""
+    """Return the description of this API."""
     return JSONResponse(request.app.openapi())
 
 

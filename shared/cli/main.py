@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -21,7 +22,6 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from tessera.shared.cli.docs import FOLDER
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.lazy_import import load
@@ -114,7 +114,7 @@ class Installed(TyperGroup):
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as fault:
-            complain(_what_is_missing(installed()[ctx.invoked_subcommand], fault))
+            complain(what_is_missing(installed()[ctx.invoked_subcommand], fault))
             raise typer.Exit(BAD_USAGE) from fault
         except typer.TyperException as refusal:
             refusal.message = _reworded(refusal)
@@ -157,16 +157,23 @@ def _reworded(refusal: Any) -> str:
 
 
 def _elsewhere(name: str, path: str) -> list[str]:
-    """Return the commands of this name in other groups, the nearest groups first; none if there are many.
+    """Return the commands of this name in other groups, the nearest groups first; none if there are many."""
+    found: list[str] = []
+    for group, entry in sorted(installed().items()):
+        with suppress(ModuleNotFoundError):
+            found += _named(name, f"tessera {group}", get_command(entry.load()))
+    if len(found) > MAX_ELSEWHERE:
+        return []
+    return sorted(found, key=lambda words: not words.startswith(f"{path} "))
 
-    From the page of all commands, because to import these takes seconds.
-    """
-    with suppress(OSError):
-        page = (FOLDER / "cli.md").read_text(encoding="utf-8")
-        found = re.findall(rf"^#+ (tessera .+ {re.escape(name)})$", page, re.MULTILINE)
-        if len(found) <= MAX_ELSEWHERE:
-            return sorted(found, key=lambda words: not words.startswith(f"{path} "))
-    return []
+
+def _named(name: str, path: str, command: Any) -> Iterator[str]:
+    """Yield the words of each command of this name under a command."""
+    for each, found in getattr(command, "commands", {}).items():
+        if not found.hidden:
+            if each == name:
+                yield f"{path} {each}"
+            yield from _named(name, f"{path} {each}", found)
 
 
 @cache
@@ -175,7 +182,7 @@ def installed() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=COMMANDS)}
 
 
-def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
+def what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
     """Return a message for a missing package. Raises `fault` again if a module of this project is missing."""
     ours, _, inner = entry.module.partition("tessera.")
     part = "" if ours else inner.partition(".")[0]

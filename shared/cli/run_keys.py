@@ -1,4 +1,4 @@
-"""The keys of a run's file, read from the models that check it: for `tessera run init` and docs/runs.md."""
+"""The keys of a run's file, read from the models that check it: `tessera run init`, `tessera docs run-keys`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

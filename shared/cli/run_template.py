@@ -27,7 +27,7 @@ HEAD = """\
 #   tessera run preview FILE --model model
 #   tessera run create FILE --model model
 #
-# A line such as `# seed = 0` shows a default: remove its `#` to change it. Every key is in `tessera docs runs`.
+# A line such as `# seed = 0` shows a default: remove its `#` to change it. Every key is in `tessera docs run-keys`.
 """
 
 APART = (
@@ -101,7 +101,9 @@ def _unions() -> Iterator[str]:
     for name, tag, union in (("server_optimizer", "kind", ServerOptimizer), ("robust", "rule", Robust)):
         field = RunSpec.model_fields[name]
         choices = ", ".join(member.model_fields[tag].default for member in get_args(get_args(union)[0]))
-        yield _comment(f"{_sentence(field.description or '')} ({choices}). `tessera docs runs` has the keys of each.")
+        yield _comment(
+            f"{_sentence(field.description or '')} ({choices}). `tessera docs run-keys` has the keys of each."
+        )
         yield f"# [{name}]\n# {tag} = {toml(getattr(field.default, tag))}\n"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from docs.describe_runs import document
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.cli.reference.run_settings import document
 from tessera.shared.cli.run_keys import kind_of
 from tessera.shared.cli.run_template import template
 from tessera.shared.client.run_file import read_spec
@@ -19,7 +19,6 @@ from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.rounds.planning import run_facts
 from tests.support.cli import tessera
 from tests.support.federation import small_model
-from tests.support.paths import ROOT
 from tests.support.variants import variants
 
 START = dict.fromkeys(("model", "version"), "sha256:" + "0" * 64)
@@ -29,11 +28,6 @@ def written(tmp_path: Path, method: str, change: Any = str) -> dict[str, Any]:
     file = tmp_path / f"{method}.toml"
     file.write_text(change(template(methods()[method])))
     return read_spec(file)
-
-
-def test_the_committed_page_is_the_present_one() -> None:
-    made = "python -m docs.describe_runs > docs/runs.md"
-    assert (ROOT / "docs" / "runs.md").read_text() == document(), f"the settings have changed; run: {made}"
 
 
 def test_a_bound_is_shown_as_it_is() -> None:

@@ -1,22 +1,19 @@
-"""Every command, as it is committed: `python -m docs.describe_commands > docs/cli.md`."""
+"""The page of every command, made from the commands themselves: `tessera docs cli`."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.main import get_command
 
-from tessera.shared.cli.main import SUMMARIES, app, installed
+from tessera.shared.cli.main import SUMMARIES, app, installed, what_is_missing
 
 PREAMBLE = """\
 # Commands
-
-Made from the commands themselves by `python -m docs.describe_commands > docs/cli.md`; a test compares the two.
 
 Results go to stdout and everything about them to stderr. With `--json` stdout has JSON and nothing else, a refusal's
 problem document too; it stays empty where the command line itself, or a coordinator's or worker's settings, cannot be
@@ -44,12 +41,16 @@ def document() -> str:
     parts = [PREAMBLE, *_options(get_command(app))]
     for name, entry in sorted(installed().items()):
         if name in SUMMARIES:
-            parts += [f"\n## tessera {name}\n\n", *_command(f"tessera {name}", _loaded(entry))]
+            parts += [f"\n## tessera {name}\n\n", *_group(name, entry)]
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 
-def _loaded(entry: EntryPoint) -> Any:
-    return get_command(entry.load())
+def _group(name: str, entry: EntryPoint) -> Iterator[str]:
+    """Yield a command with all under it, or a sentence about the extra that it lacks."""
+    try:
+        yield from _command(f"tessera {name}", get_command(entry.load()))
+    except ModuleNotFoundError as fault:
+        yield what_is_missing(entry, fault)
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
@@ -127,11 +128,3 @@ def _meaning(parameter: Any) -> str:
     if getattr(parameter, "envvar", None):
         notes.append(f"`{parameter.envvar}`")
     return " ".join(filter(None, (said, f"({', '.join(notes)})" if notes else "")))
-
-
-def main() -> None:
-    sys.stdout.write(document())
-
-
-if __name__ == "__main__":
-    main()
