@@ -38,7 +38,7 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "client_privacy",
         ClientPrivacy,
-        "Noise for [whole sites](privacy.md#whole-sites), with normalization = cohort; by the sites in secure sums.",
+        "Noise for [whole sites](privacy-sites.md), with normalization = cohort; by the sites in secure sums.",
     ),
     (
         "secure_sums",
