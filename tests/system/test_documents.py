@@ -47,7 +47,7 @@ PAGES_RUN: dict[str, dict[str, str]] = {
     "README.md": {},
     "docs/evaluation.md": {"RUN": "NAME"},
     "docs/blockmap.md": {"config.json": "bert/config.json"},
-    "docs/data.md": {},
+    "docs/partitions.md": {},
     "docs/simulating.md": {"examples/digits/simulation.toml": "short.toml"},
     "docs/writing-a-method.md": {
         "/opt/our-methods": "methods",
@@ -55,6 +55,7 @@ PAGES_RUN: dict[str, dict[str, str]] = {
         "examples/digits/simulation.toml": "own.toml",
     },
     "docs/site.md": {},
+    "docs/site-audit.md": {},
     "docs/worker-settings.md": {},
     "docs/worker.md": {},
     "docs/operating.md": {},
