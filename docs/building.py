@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs import describe_api
+from tessera.coordinator import openapi
 from tessera.shared.cli.docs import GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)")
 
 def http_reference() -> Iterator[str]:
     """Yield the paragraphs of a page about all operations of the API, from its description."""
-    described = json.loads(describe_api.document())
+    described = json.loads(openapi.document())
     yield "# HTTP API"
     yield "Under [protocol](../protocol.md) is what holds for all; the names link to [what travels](wire.md)."
     by_tag: dict[str, list[str]] = {}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from docs.describe_api import document
+from tessera.coordinator.openapi import document
 from tessera.shared.problems import MEDIA_TYPE
 
 DESCRIBED = json.loads(document())

@@ -1,4 +1,4 @@
-"""The description of the API, as a running coordinator serves it: `python -m docs.describe_api`."""
+"""The description of the API, as a running coordinator serves it: `python -m tessera.coordinator.openapi`."""
 
 from __future__ import annotations
 
