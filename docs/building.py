@@ -19,7 +19,7 @@ from tessera.shared.cli.docs import GENERATED
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "files/"
-MESSAGES = ("runs", "versions", "tasks", "admin")
+MESSAGES = ("runs", "versions", "tasks", "secure_sums", "admin")
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -80,7 +80,7 @@ class Augmentation(Frozen):
 class Training(Frozen):
     """Settings of local training, common to all methods."""
 
-    conditions = (
+    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
         ActsOnlyIf(("momentum",), lambda training: training.optimizer == "sgd", 'optimizer to "sgd"'),
         ActsOnlyIf(("betas",), lambda training: training.optimizer == "adamw", 'optimizer to "adamw"'),
         ActsOnlyIf(("decay_norms_and_biases",), lambda training: training.weight_decay > 0, "weight_decay above 0"),
@@ -307,7 +307,7 @@ class Privacy(UnitBudget):
     of one worker's data set. It does not cover whole sites, nor evaluations.
     """
 
-    conditions = (
+    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
         ActsOnlyIf(
             ("selection_share", "selections"), lambda privacy: privacy.selection == "noisy", 'selection to "noisy"'
         ),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import datetime
 from math import inf
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -52,7 +52,7 @@ class Cohort(Frozen):
     """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
     workers, under names that the site chooses."""
 
-    conditions = (
+    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
         ActsOnlyIf(
             ("target_updates",),
             lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
@@ -132,7 +132,9 @@ class Evaluation(Frozen):
 class Signals(Frozen):
     """Measurements of each round that no method needs."""
 
-    conditions = (ActsOnlyIf(("every",), lambda signals: signals.drift, "drift to true"),)
+    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
+        ActsOnlyIf(("every",), lambda signals: signals.drift, "drift to true"),
+    )
 
     drift: bool = Field(
         default=False,

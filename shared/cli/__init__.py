@@ -1,4 +1,4 @@
 """The command `tessera`, and the subcommands that need nothing but the API.
 
-Imports `aggregation`, `api`, `client`, `methods`, `metrics`, `telemetry`, `terminal` and `updates`.
+Imports `aggregation`, `api`, `client`, `methods`, `metrics`, `model`, `telemetry`, `terminal` and `updates`.
 """
