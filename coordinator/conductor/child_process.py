@@ -34,6 +34,9 @@ class ChildConductor:
         self._thread = threading.Thread(target=self._supervise, name="supervision", daemon=True)
 
     def start(self) -> None:
+        # Not when it starts again: one that dies at each start does not conduct.
+        with suppress(OSError):
+            self._heartbeat.touch()
         self._begin()
         self._thread.start()
 
@@ -61,8 +64,6 @@ class ChildConductor:
     def _begin(self) -> None:
         with self._lock:
             if not self._stopping.is_set():
-                with suppress(OSError):
-                    self._heartbeat.touch()
                 # The pipe is never written to: its end tells the child of its parent's, however that came about.
                 # A group of its own, so that Ctrl-C in a terminal reaches it by way of `stop` alone.
                 self._child = subprocess.Popen(  # noqa: S603 (our own program)
