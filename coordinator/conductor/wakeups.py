@@ -45,6 +45,8 @@ class ConductorWakeups:
             # However many wakeups come between two ticks.
             if named is None or time.monotonic() >= due_at:
                 named, due_at = None, time.monotonic() + self.tick_seconds
+            # Also while the database is away.
+            self.show_alive()
             yield named
 
     def show_alive(self) -> None:

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, event, select, update
 from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
+from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.snapshots import run_snapshot
 from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.domain.decide import Merge
@@ -250,3 +251,10 @@ def test_wakeups_for_one_run_keep_no_tick_from_the_others(coordinator: LiveCoord
 def _state(coordinator: LiveCoordinator, run_id: str) -> str:
     with coordinator.services.database.snapshot() as session:
         return session.get_one(RunRow, run_id).state
+
+
+def test_a_conductor_is_seen_to_be_alive_before_it_asks_the_database(tmp_path: Path) -> None:
+    wakeups = ConductorWakeups(0.01, tmp_path / "alive")
+    # What the loop does with it may fail while the database is away.
+    assert next(wakeups.looks()) is None
+    assert wakeups.heartbeat_file.exists()
