@@ -153,8 +153,10 @@ class Conductor:
             log_away(fault, run=run.id)
         finally:
             self._merging.release()
-        while self._behind:
-            self.wakeups.call(self._behind.pop())
+            # A copy: a look may take its own run out meanwhile.
+            for run_id in tuple(self._behind):
+                self._behind.discard(run_id)
+                self.wakeups.call(run_id)
 
     def _pause(self, run_id: str, reason: str) -> bool:
         """Pause a run that cannot go on, with the reason, so that a person sees it and the others go on."""
