@@ -34,18 +34,18 @@ def offer_evaluations(
     asked = []
     for one in due:
         if one in still and (one.worker or central):
-            tries = _tries_by_worker(session, run_id, one.version)
-            worker = by_id[one.worker] if one.worker else min(central, key=lambda member: tries[member.id])
+            worker = by_id[one.worker] if one.worker else _least_tried(session, run_id, one.version, central)
             _offer(session, now, run, one, worker)
             asked.append(worker.id)
     require(bool(asked), "the versions are no longer to be evaluated, or by no worker that is live")
     return asked
 
 
-def _tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]:
-    """Return the number of each worker's attempts to evaluate a version on the central data set."""
+def _least_tried(session: Session, run_id: str, version: int, central: Sequence[LiveWorker]) -> LiveWorker:
+    """Return the worker with the fewest attempts to evaluate a version on the central data set."""
     kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
-    return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
+    tries = Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
+    return min(central, key=lambda worker: tries[worker.id])
 
 
 def _offer(session: Session, now: float, run: RunRow, due: PendingEvaluation, worker: LiveWorker) -> None:
