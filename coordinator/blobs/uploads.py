@@ -240,23 +240,26 @@ class Uploads:
     async def _write_pieces(
         self, upload: Upload, offset: int, body: AsyncIterator[bytes], write: Callable[[memoryview], None]
     ) -> None:
-        pending: list[bytes] = []
+        # One object: a sender of single bytes would have a million of them held, and counted at each byte.
+        pending = bytearray()
         end = offset
 
         def flush() -> None:
+            nonlocal pending
             # Emptied first: a full disk accepts a part, which must not be written again.
-            pieces, pending[:] = pending[:], []
-            for piece in pieces:
-                write(memoryview(piece))
+            piece, pending = pending, bytearray()
+            write(memoryview(piece))
 
         try:
             async for piece in self._pieces(body):
                 end += len(piece)
                 if end > upload.length:
                     raise _longer(upload)
-                pending.append(piece)
-                if sum(map(len, pending)) >= WRITE_BYTES:
+                pending += piece
+                if len(pending) >= WRITE_BYTES:
                     await self.threads.run_to_end(upload.owner, flush)
+            # In a thread: the disk may be slow.
+            await self.threads.run_to_end(upload.owner, flush)
         finally:
             # Received bytes are kept even when the sender is disconnected, so that it can resume after them.
             flush()
