@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import re
+import shutil
 import socket
 import ssl
 import subprocess
@@ -143,10 +144,12 @@ class Command:
         self._command = list(command)
 
     def send(self, notice: Mapping[str, str] | None, now: float) -> None:
+        if notice is None:
+            if shutil.which(self._command[0]) is None:
+                raise Undelivered(f"{self._command[0]} cannot be started: there is no such program")
+            return
         # Settings of Tessera may be secrets, such as a worker's token.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
-        if notice is None:
-            return
         try:
             ended = subprocess.run(  # noqa: S603  (the operator's own)
                 self._command,

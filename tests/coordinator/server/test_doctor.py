@@ -66,6 +66,13 @@ def test_the_provider_of_people_is_asked_for_its_keys(tmp_path: Path) -> None:
         assert (found.verdict, found.detail) == ("fail", "it calls itself 'https://login.example'")
 
 
+def test_a_notice_command_that_is_not_there_fails_without_a_test_notice(tmp_path: Path) -> None:
+    about = {"public_url": "https://tessera.example"}
+    for command, verdict in (("/no/such", "fail"), ("cat", "ok")):
+        with LiveCoordinator(tmp_path / verdict, notice_command=[command], **about) as coordinator:
+            assert [finding.verdict for finding in dict(checks(coordinator.services))["command"]()] == [verdict]
+
+
 def test_unsafe_settings_are_named(tmp_path: Path) -> None:
     file = tmp_path / "admin"
     file.write_text("tessera_admin_x")
