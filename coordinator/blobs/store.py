@@ -337,7 +337,11 @@ class Blobs:
                 yield piece
         else:
             # Read in a thread here: the store library's stream takes ten times the processor time for a local file.
-            with self._path(blob.digest).open("rb", buffering=0) as file:
+            try:
+                file = self._path(blob.digest).open("rb", buffering=0)
+            except FileNotFoundError:
+                raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
+            with file:
                 file.seek(start)
                 while start < stop and (
                     piece := await to_thread.run_sync(file.read, min(STREAM_BYTES, stop - start))

@@ -215,6 +215,12 @@ def test_a_file_that_is_shorter_than_its_blob_ends_the_connection(
     assert received.endswith(DATA[:-1])
 
 
+def test_a_blob_whose_file_is_gone_is_said_to_be_missing(coordinator: LiveCoordinator, http: httpx.Client) -> None:
+    assert http.post("/v1/uploads", headers=announced(DATA, complete=True), content=DATA).status_code == 201
+    coordinator.services.blobs._path(digest_of(DATA)).unlink()
+    assert http.get(f"/v1/blobs/{digest_of(DATA)}").json()["code"] == "store-spoilt"
+
+
 def test_a_receiver_that_goes_ends_its_transfer(coordinator: LiveCoordinator, http: httpx.Client) -> None:
     large = DATA * 6
     assert http.post("/v1/uploads", headers=announced(large, complete=True), content=large).status_code == 201
