@@ -31,6 +31,7 @@ from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import Problem
+from tessera.shared.rounds.versions import States
 from tessera.worker.state import atomic_files
 from tests.model_checking.schedule import NONE, Crash, Process, Schedule
 from tests.support.coordinator import ROOMY
@@ -112,6 +113,8 @@ class AtOnce:
 
     async def run(self, owner: str, work: Callable[..., Any], *arguments: object, **named: object) -> Any:
         return work(*arguments, **named)
+
+    run_to_end = run
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -368,7 +371,7 @@ class World:
         with ExitStack() as stack:
             for where, name, virtual in (
                 (conductor, "threading", threads),
-                (services_module, "_engine", lambda settings: None),
+                (services_module, "States", lambda blobs, engine: States(blobs)),
                 (services_module, "FairThreadPool", AtOnce),
                 (blobs_module, "ThreadPoolExecutor", Inline),
                 (blobs_module, "flush", flush),

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from tessera.coordinator.api import errors
 from tessera.coordinator.blobs import quota
 from tessera.coordinator.blobs.quota import Quota
-from tessera.coordinator.conductor.conductor import FULL_SECONDS
+from tessera.coordinator.conductor.failures import FULL_SECONDS
 from tessera.coordinator.db.tables import RunRow, UploadRow
 from tessera.coordinator.limits import disk
 from tessera.coordinator.limits.disk import STEP_BYTES, DiskSpace, is_full
@@ -268,7 +268,7 @@ def begun_on_a_full_disk(coordinator: LiveCoordinator) -> tuple[Client, Run]:
     update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
     reserve_all_but(coordinator, -(1 << 40))
     worker.submit(task, update)
-    until(lambda: coordinator.services.conductor._full_at)
+    until(lambda: coordinator.services.conductor.failures._failed)
     return client, run
 
 
