@@ -365,7 +365,7 @@ def _assembled(duty: serving.Duty = "both", *, at_head: bool = True, wait: bool 
     except (OSError, ImportError, ValueError, storage.BaseError) as fault:
         reason = _reason_of(fault).partition("\n")[0] or type(fault).__name__
         reason += "; create the folder around it, or correct its name" * isinstance(fault, FileNotFoundError)
-        places = "database, blob store, staging folder or merge engine"
+        places = "database, blob store or staging folder"
         raise _exit(f"the {places} of the settings cannot be used: {reason}") from None
     return services
 

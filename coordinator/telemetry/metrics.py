@@ -118,7 +118,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
         notices = CounterMetricFamily("tessera_notices", NOTICES, labels=["channel", "outcome"])
         counts = {notifier.channel.name: (notifier.sent, notifier.failed) for notifier in services.notifiers}
-        for channel in ("mail", "webhook"):
+        for channel in ("command", "webhook"):
             for outcome, count in zip(("sent", "failed"), counts.get(channel, (0, 0)), strict=True):
                 notices.add_metric((channel, outcome), count)
         yield notices

@@ -25,7 +25,7 @@ from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import Cohort
 from tessera.shared.client import notice_channels
-from tessera.shared.client.notice_channels import Undelivered
+from tessera.shared.client.notice_channels import Command, Undelivered, Webhook
 from tessera.worker.governance.notices import NoticeSettings
 from tests.support.cli import tessera
 from tests.support.coordinator import ROOMY, Clock, LiveCoordinator, until
@@ -162,6 +162,12 @@ def test_a_command_gets_each_notice_once_and_no_setting_of_the_coordinator(
     notice = json.loads((tmp_path / "sent").read_text())
     assert (notice["code"], notice["link"]) == ("run-paused", f"{PAGE}/runs/digits")
     assert "TESSERA_" not in (tmp_path / "environment").read_text()
+
+
+def test_notices_of_every_channel_are_counted(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path) as coordinator:
+        counted = coordinator.http("viewer").get("/metrics").text
+    assert set(re.findall(r'tessera_notices_total\{channel="(\w+)"', counted)) == {Command.name, Webhook.name}
 
 
 @pytest.mark.both_databases
