@@ -261,7 +261,7 @@ EGRESS = (
         "return found",
         AIRLOCK,
     ),
-    Mutant("worker/governance/airlock.py", "if _decision(self._folder / held.id):", "if not held.id:", AIRLOCK),
+    Mutant("worker/governance/airlock.py", "if self._decision(held):", "if not held.id:", AIRLOCK),
     Mutant("worker/task/upload_budget.py", "if over <= 0:", "if over <= 64:", BUDGET),
 )
 
