@@ -32,6 +32,9 @@ class Failures:
     def put_off(self, run: RunSnapshot, action: Action) -> bool:
         """Return whether the action failed before and is not due again yet."""
         since, failed_at, delay = self._failed.get((run.id, action), (0.0, 0.0, 0.0))
+        if delay == inf and run.state == "running":
+            # It was to pause, and the database was away.
+            return False
         # A run that was resumed, and a clock that stepped back, end the delay.
         return since == run.idle_since and 0 <= self.database.now() - failed_at < delay
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, event, select, update
+from sqlalchemy import Connection, event, select, text, update
 from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
@@ -91,6 +91,24 @@ def test_a_method_that_fails_pauses_its_run_and_the_others_go_on(coordinator: Li
     until(lambda: client.run(bad.id).state == "paused")
     reason = {"faulty": "a bug", "misnaming": "no block matches {'roles': ['prompt']}"}[faulty]
     assert (client.run(bad.id).reason or "").startswith(f"open failed: {reason}")
+
+
+# A trigger of SQLite's.
+@pytest.mark.sqlite
+@pytest.mark.parametrize("faulty", [Faulty], indirect=True)
+def test_a_run_that_fails_while_it_cannot_be_paused_pauses_later(coordinator: LiveCoordinator, faulty: str) -> None:
+    client, model = coordinator.client(), small_model()
+    worker = ScriptedWorker(coordinator.client("site", "a"), methods=("fedavg", faulty))
+    bad = start_run(client, model, values(model), method=MethodSpec(name=faulty), rounds=2)
+    with coordinator.services.database.transaction() as session:
+        refusal = "begin select raise(abort, 'not now'); end"
+        session.execute(text(f"create trigger t before update on runs when new.state = 'paused' {refusal}"))
+    with capture_logs() as logs:
+        worker.train(worker.take())
+        until(lambda: "conductor.step_failed" in {line["event"] for line in logs})
+    with coordinator.services.database.transaction() as session:
+        session.execute(text("drop trigger t"))
+    until(lambda: client.run(bad.id).state == "paused")
 
 
 def test_a_look_from_before_the_last_merge_merges_nothing(coordinator: LiveCoordinator) -> None:
