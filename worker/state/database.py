@@ -51,11 +51,18 @@ CREATE TABLE held (
 CREATE TABLE notes (name TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
 """
 
-FORMER_FILES = ("ledger/*.jsonl", "audit/*.jsonl", "runs/*.json", "inbox/*.json", "*.jsonl", "client_privacy.json")
+FORMER_FILES = (
+    "ledger/*.jsonl", "audit/*.jsonl", "runs/*.json", "inbox/*.json", "*.jsonl", f"{'[0-9a-f]' * 32}*.json",
+    "sums/*.json", "measured/*.json", "client_privacy.json",
+)  # fmt: skip
 """Files of state folders, and of folders that workers share, from before there was a database."""
 
+JOURNALS = ("-wal", "-journal")
+"""The ends of the names of the files with transactions that the database may lack."""
+
 NETWORK = {
-    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs",
+    "9p", "afs", "beegfs", "ceph", "cifs", "fakeowner", "fuse", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
+    "ocfs2", "prl_fs", "smb3", "smbfs", "vboxsf", "virtiofs",
 }  # fmt: skip
 """Types of file systems on which other machines may use a file, and WAL does not work between them. Also `fuse.*`."""
 
@@ -73,7 +80,8 @@ ERRNOS = {
 }
 """The errors of the disk, by SQLite's primary result codes."""
 
-DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT}
+DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_ERROR}
+"""The codes of a damaged file. The last is that of a missing table; a text that is not UTF-8 has no code."""
 
 M = TypeVar("M", bound=Frozen)
 Row = tuple[Any, ...]
@@ -94,6 +102,8 @@ class Database:
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
         self._writes = False
+        self._is_inherited = False
+        """True in a forked process if another thread used the connection at that time."""
 
     def __del__(self) -> None:
         if self._connection:
@@ -112,8 +122,11 @@ class Database:
     def rows(self, query: str, *values: object) -> list[Row]:
         """Return the rows of a query; none if there is no database. Raises StateError, OSError."""
         with self._lock, self._translated():
+            if self._writes and self._connection:
+                # Even if the file has another inode now: the transaction's end finds that.
+                return self._connection.execute(query, values).fetchall()
             if not self.path.exists():
-                self._refuse_former()
+                self._refuse_remains()
                 return []
             return self._open().execute(query, values).fetchall()
 
@@ -142,9 +155,9 @@ class Database:
                 yield self._connection
                 return
             connection = self._open()
-            connection.execute("BEGIN IMMEDIATE")
             self._writes = True
             try:
+                connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
@@ -182,9 +195,11 @@ class Database:
 
     @property
     def remedy(self) -> str:
+        journals = ", ".join(f"{DATABASE_FILE}{end}" for end in ("-shm", *JOURNALS))
         return (
-            f"Stop the worker and put back the newest copy of {self.path}. If there is none, remove the file: the "
-            "coordinator then names what is missing, and `tessera worker adopt --config FILE` charges for it"
+            f"Stop the worker, remove {self.path} and its journals ({journals}), and put back the newest copy of the "
+            "file. Without a copy, the coordinator names what is missing, and `tessera worker adopt --config FILE` "
+            "charges for it"
         )
 
     def _open(self) -> sqlite3.Connection:
@@ -192,9 +207,11 @@ class Database:
         inode = _inode(self.path)
         if self._connection and self._inode == inode:
             return self._connection
-        if self._connection:
-            self._connection.close()
-            self._connection = None
+        self._close()
+        if self._is_inherited:
+            raise StateError(
+                f"{self.path} was in use when this process was forked: start a process of its own instead"
+            )
         if inode is None:
             self._create()
         if not os.access(self.path, os.R_OK | os.W_OK):
@@ -213,6 +230,8 @@ class Database:
             synchronous = "OFF" if not self._durable else "FULL" if mode == "WAL" else "EXTRA"
             connection.execute(f"PRAGMA synchronous = {synchronous}")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if not version:
+                raise StateError(f"{self.path} is damaged: it is not a worker's database. {self.remedy}")
             if version != FORMAT:
                 raise StateError(
                     f"{self.path} has the format {version}, and this version of Tessera uses {FORMAT}: start the "
@@ -228,7 +247,7 @@ class Database:
 
     def _create(self) -> None:
         """Create the file whole: a process that is killed meanwhile leaves none."""
-        self._refuse_former()
+        self._refuse_remains()
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with temporary_file(folder, 0o600) as (temporary, file):
@@ -245,8 +264,13 @@ class Database:
         if self._durable:
             sync_names(folder)
 
-    def _refuse_former(self) -> None:
-        """Raise StateError for a folder with files of an earlier format: what they say was spent would not count."""
+    def _refuse_remains(self) -> None:
+        """Raise StateError for a folder without a database, and with files of an earlier format or the journal of a
+        removed database: what they say was spent would not count, or enter a new database."""
+        for journal in (self.path.with_name(f"{DATABASE_FILE}{end}") for end in JOURNALS):
+            # Another process that creates them creates the database first.
+            if journal.exists() and not self.path.exists():
+                raise StateError(f"{journal} is left of a database that is gone. {self.remedy}")
         for former in (found for pattern in FORMER_FILES for found in self.path.parent.glob(pattern)):
             raise StateError(
                 f"{former} is of an earlier format, which this version of Tessera does not read: its privacy and "
@@ -259,6 +283,8 @@ class Database:
         """Raise OSError for SQLite's errors of the disk, and StateError for a damaged file."""
         try:
             yield
+        except sqlite3.ProgrammingError:
+            raise
         except sqlite3.Error as fault:
             code = getattr(fault, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
             if code in DAMAGED:
@@ -270,25 +296,61 @@ class Database:
                 reason = f"another process has written to it for {WAIT_SECONDS:g} s"
             raise WriteFailed(ERRNOS[code], reason, str(self.path)) from fault
 
-    def leave_to_parent(self) -> None:
-        """Give up the connection in a forked process: SQLite's do not survive a fork."""
-        _ABANDONED.append(self._connection)
+    def _close(self) -> None:
+        if self._connection:
+            self._connection.close()
+            self._connection = None
+
+    def pause(self) -> bool:
+        """Close the connection and lock it, unless it is in use. Return whether it is closed."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        if self._writes:
+            self._lock.release()
+            return False
+        self._close()
+        return True
+
+    def resume(self) -> None:
+        """Unlock the connection after `pause`."""
+        self._lock.release()
+
+    def begin_child(self) -> None:
+        """Begin without a connection in a forked process."""
+        if self._connection:
+            _INHERITED.append(self._connection)
+        self._is_inherited = self._connection is not None
         self._connection, self._lock, self._writes = None, RLock(), False
 
 
 _DATABASES: WeakValueDictionary[Path, Database] = WeakValueDictionary()
 _LOCK = RLock()
-_ABANDONED: list[sqlite3.Connection | None] = []
+_PAUSED: list[Database] = []
+_INHERITED: list[sqlite3.Connection] = []
 """Connections of the parent process, which closing here could harm."""
 
 
-def _after_fork() -> None:
-    for database in list(_DATABASES.values()):
-        database.leave_to_parent()
+def _before_fork() -> None:
+    """Close the connections. A child of a process with an open one cannot use the file: SQLite would count on locks
+    that only the parent has."""
+    _LOCK.acquire()
+    _PAUSED.extend(database for database in _DATABASES.values() if database.pause())
+
+
+def _after_fork_in_parent() -> None:
+    while _PAUSED:
+        _PAUSED.pop().resume()
     _LOCK.release()
 
 
-os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    _PAUSED.clear()
+    for database in _DATABASES.values():
+        database.begin_child()
+    _LOCK.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def is_on_network(path: Path) -> bool:

@@ -198,7 +198,10 @@ class Chain(Generic[L]):
             )
         return _Content(tuple(entries), unkeyed)
 
-    def _parsed(self, raw: str, digest: str) -> L | None:
+    def _parsed(self, raw: Any, digest: Any) -> L | None:
+        if not (isinstance(raw, str) and isinstance(digest, str) and digest.isascii()):
+            # SQLite stores a value of any type in a column for texts.
+            return None
         try:
             return self._kind.model_validate_json(raw).model_copy(update={"digest": digest})
         except ValidationError:

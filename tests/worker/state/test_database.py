@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import sqlite3
 import time
 from contextlib import closing
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from tessera.shared.client.client import Client
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.doctor import _state
 from tessera.worker.faults.disk import Disk
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state import database
 from tessera.worker.state.atomic_files import sweep
@@ -54,17 +57,25 @@ def _dies(folder: Path, line: Connection, within: bool) -> None:
     time.sleep(1000)
 
 
+def _dying(folder: Path, within: bool) -> BaseProcess:
+    """Return a process that has spent, and waits."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_dies, args=(folder, theirs, within))
+    process.start()
+    ours.recv()
+    return process
+
+
+def _kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
 @pytest.mark.parametrize("within", [True, False])
 def test_a_killed_worker_leaves_a_whole_ledger(tmp_path: Path, journal: str, within: bool) -> None:
     spend(Ledger(tmp_path), token=1)
     assert Database.of(tmp_path).check() == journal
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_dies, args=(tmp_path, theirs, within))
-    process.start()
-    ours.recv()
-    process.kill()
-    process.join()
+    _kill(_dying(tmp_path, within))
     assert [entry.token for entry in Ledger(tmp_path).read("wards")] == [1] if within else [1, 2]
     spend(Ledger(tmp_path), token=3)
     assert [entry.token for entry in Ledger(tmp_path).read("wards")] == ([1, 3] if within else [1, 2, 3])
@@ -83,6 +94,36 @@ def test_a_killed_worker_that_created_its_database_leaves_none_or_a_whole_one(tm
         assert len(Ledger(folder).read("wards")) in (1, 2)
         sweep(folder)
         assert {path.name.removesuffix("-wal").removesuffix("-shm") for path in folder.iterdir()} == {DATABASE_FILE}
+
+
+def test_a_child_that_is_forked_within_a_transaction_does_not_use_the_file(tmp_path: Path) -> None:
+    """Its SQLite would take the locks of the parent for its own."""
+    ledger, (ours, theirs) = Ledger(tmp_path), multiprocessing.Pipe()
+
+    def child() -> None:
+        try:
+            spend(ledger)
+        except StateError as refused:
+            theirs.send(str(refused))
+
+    with ledger.page("wards"):
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        assert "was in use when this process was forked" in ours.recv()
+        process.join()
+    spend(ledger)
+    assert len(ledger.read("wards")) == 1
+
+
+def test_a_connection_of_the_parent_does_not_lend_its_locks_to_a_forked_child(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    spend(ledger)
+    process = _dying(tmp_path, within=False)
+    # The last connection of the parent would remove the log that the child still writes to.
+    del ledger
+    assert (tmp_path / f"{DATABASE_FILE}-wal").exists()
+    _kill(process)
+    assert len(Ledger(tmp_path).read("wards")) == 2
 
 
 def test_stores_that_a_forked_process_inherits_have_a_connection_of_its_own(tmp_path: Path) -> None:
@@ -116,6 +157,75 @@ def test_a_database_is_its_owner_s_alone(tmp_path: Path) -> None:
     files = list((tmp_path / "state").iterdir())
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     assert DATABASE_FILE in {path.name for path in files}
+
+
+def test_the_journal_of_a_removed_database_does_not_enter_a_new_one(tmp_path: Path) -> None:
+    _kill(_dying(tmp_path, within=False))
+    (tmp_path / DATABASE_FILE).unlink()
+    for act in (lambda: Ledger(tmp_path).read("wards"), lambda: spend(Ledger(tmp_path))):
+        with pytest.raises(
+            StateError, match=r"state\.db-wal is left of a database that is gone.*remove .*state\.db and"
+        ):
+            act()
+    assert not (tmp_path / DATABASE_FILE).exists()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_is_replaced_within_a_transaction_is_named(tmp_path: Path, replaced: bool) -> None:
+    ledger = Ledger(tmp_path)
+    spend(ledger)
+
+    def spend_on_a_lost_file() -> None:
+        with ledger.page("wards"):
+            if replaced:
+                shutil.copy(tmp_path / DATABASE_FILE, tmp_path / "copy")
+                (tmp_path / "copy").replace(tmp_path / DATABASE_FILE)
+            else:
+                (tmp_path / DATABASE_FILE).unlink()
+            # Reads within the transaction still see its file.
+            assert len(ledger.read("wards")) == 1
+            spend(ledger, token=2)
+
+    with pytest.raises(StateError, match="was removed or replaced while it was in use"):
+        spend_on_a_lost_file()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE entries SET entry = cast(x'7bff7d' AS TEXT)",
+        "UPDATE entries SET entry = cast(entry AS BLOB)",
+        "UPDATE entries SET digest = cast(digest AS BLOB)",
+        "UPDATE entries SET digest = char(233)",
+        "DROP TABLE entries",
+    ],
+)
+def test_damage_within_the_pages_is_a_fault_of_the_state(tmp_path: Path, damage: str) -> None:
+    """SQLite has no checksums: it finds the file intact."""
+    spend(Ledger(tmp_path))
+    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as connection:
+        connection.execute(damage)
+        connection.commit()
+    with pytest.raises(StateError, match=r"is damaged|no entry of such a chain"):
+        Ledger(tmp_path).read("wards")
+    with pytest.raises(StateError, match=r"is damaged|no entry of such a chain"):
+        spend(Ledger(tmp_path))
+
+
+def test_an_empty_file_in_place_of_the_database_is_damage(tmp_path: Path) -> None:
+    (tmp_path / DATABASE_FILE).touch()
+    with pytest.raises(StateError, match=r"is damaged.*put back the newest copy"):
+        spend(Ledger(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "file", [f"{'0a' * 16}.json", f"{'0a' * 16}.{'b' * 16}.json", "sums/ab.json", "measured/w.json"]
+)
+def test_a_shared_history_of_an_earlier_format_is_not_taken_for_an_empty_one(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(StateError, match="earlier format"):
+        RunHistory(tmp_path, "w").measured("wards")
 
 
 @pytest.mark.parametrize("file", ["ledger/wards.jsonl", "audit/audit.jsonl", "runs/r.json"])
