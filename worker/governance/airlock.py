@@ -200,7 +200,9 @@ class Airlock:
         with self._database.writing() as connection:
             if self._decision(held):
                 raise AirlockError(f"the update {held.id} was already decided")
-            connection.execute("UPDATE held SET decision = ? WHERE id = ?", (decision.model_dump_json(), held.id))
+            decide = "UPDATE held SET decision = ? WHERE id = ?"
+            if not connection.execute(decide, (decision.model_dump_json(), held.id)).rowcount:
+                raise AirlockError(f"the update {held.id} was removed meanwhile: the coordinator ended its task")
         return held
 
     def _decision(self, held: Summary) -> ReleaseDecision | None:

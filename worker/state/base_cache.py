@@ -152,9 +152,10 @@ class BaseCache:
             record = self._read(source)
             connection.execute("DELETE FROM bases WHERE source = ?", (source,))
             kept = {place.file for other in self.records() for place in other.places.values()}
-        for blob in map(self._blob, record.places if record else ()):
-            if str(blob) not in kept:
-                blob.unlink(missing_ok=True)
+            # Before another process adds a base that needs one of them.
+            for blob in map(self._blob, record.places if record else ()):
+                if str(blob) not in kept:
+                    blob.unlink(missing_ok=True)
         return record
 
     def changed(self, record: BaseRecord) -> set[str]:

@@ -108,6 +108,17 @@ def test_a_decision_is_made_once_and_on_one_update(tmp_path: Path) -> None:
         desk.decide("abcdef", "release", "bob")
 
 
+def test_a_decision_on_an_update_that_is_removed_meanwhile_is_refused(tmp_path: Path) -> None:
+    worker = held_in(tmp_path)
+
+    def clock() -> datetime:
+        worker.remove(summary())
+        return datetime.now(UTC)
+
+    with pytest.raises(AirlockError, match="was removed meanwhile"):
+        Airlock(tmp_path, clock).decide("abcdef", "release", "ann")
+
+
 def test_a_release_of_other_bytes_lets_nothing_leave(tmp_path: Path) -> None:
     worker = held_in(tmp_path)
     (held,) = worker.held()
