@@ -19,7 +19,7 @@ from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.lazy_import import load
 from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.version import install_line
-from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
+from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits, fail
 from tessera.worker.governance.audit_compare import Discrepancy, compare
 from tessera.worker.state.audit import Audit, SiteAuditEntry
 from tessera.worker.state.database import StateError
@@ -30,6 +30,8 @@ app = typer.Typer(
     callback=connect,
     help="Verify, export and compare the audit chains of the coordinator and of a site.",
 )
+
+UNREADABLE: Errors = {1: (StateError, OSError)}
 
 SiteConfig = Annotated[
     Path | None,
@@ -88,9 +90,9 @@ def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
     site = _site(config)
     try:
         chain: tuple[SiteAuditEntry, ...] = site.audit.read()
-    except StateError as broken_chain:
-        return str(broken_chain), []
-    return "; ".join(site.ledger_faults(chain)) or None, [entry.digest for entry in chain]
+        return "; ".join(site.ledger_faults(chain)) or None, [entry.digest for entry in chain]
+    except (StateError, OSError) as fault:
+        return str(fault), []
 
 
 def _verified_file(file: Path, key_file: Path) -> tuple[str | None, Sequence[str]]:
@@ -117,9 +119,11 @@ def export(
     if lines:
         if config is None:
             raise typer.BadParameter("name a site's settings with --config", param_hint="'--lines'")
-        sys.stdout.buffer.write(b"".join(_site(config).audit.chain.lines()))
+        with exits(UNREADABLE):
+            content = b"".join(_site(config).audit.chain.lines())
+        sys.stdout.buffer.write(content)
         return
-    with exits({1: (StateError,)}):
+    with exits(UNREADABLE):
         rows = [_row(entry) for entry in (client_of(ctx).audit() if config is None else _site(config).audit.read())]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -148,7 +152,7 @@ def compare_chains(config: ConfigFile, as_json: AsJson = False) -> None:
     Exit code 0: they agree, 1: they do not, and each difference is listed.
     """
     site = _site(config)
-    with exits({1: (StateError,)}):
+    with exits(UNREADABLE):
         entries = site.audit.read()
         found = compare(entries, site.tasks(), site.settings.name)
         lost = [Discrepancy("ledger-rolled-back", "", "", 0, fault) for fault in site.ledger_faults(entries)]

@@ -214,8 +214,9 @@ class Database:
             )
         if inode is None:
             self._create()
-        if not os.access(self.path, os.R_OK | os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+        if not all(os.access(path, os.R_OK | os.W_OK) for path in (self.path, self.path.parent)):
+            reason = f"{os.strerror(errno.EACCES)} to write it and its folder, as reading takes too (use a copy)"
+            raise PermissionError(errno.EACCES, reason, str(self.path))
         with ExitStack() as opened:
             connection = opened.enter_context(
                 closing(

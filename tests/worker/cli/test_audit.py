@@ -20,6 +20,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app
 from tessera.worker.cli.worker import app as worker_app
 from tessera.worker.settings import SettingsError, read_settings
+from tessera.worker.state.database import DATABASE_FILE
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import audit_of, ledger_of
@@ -120,6 +121,22 @@ def test_an_exported_chain_is_verified_without_the_database(site: Site, tmp_path
     out.write_bytes(lines[0] + lines[2])
     assert "entry 2: this was changed" in found("--key-file", str(key))["fault"]
     assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+@pytest.mark.parametrize("command", [["verify"], ["export"], ["export", "--lines"], ["compare"]])
+def test_a_chain_that_cannot_be_read_ends_each_command_with_a_sentence(
+    site: Site, tmp_path: Path, damaged: bool, command: list[str]
+) -> None:
+    file = tmp_path / "state" / DATABASE_FILE
+    file.parent.mkdir(exist_ok=True)
+    if damaged:
+        file.write_bytes(b"no database" * 400)
+    else:
+        file.mkdir()
+    result = site.say(*command)
+    assert (result.exit_code, "error: " in result.output) == (1, True)
+    assert str(file) in "".join(result.output.split())
 
 
 def test_the_coordinator_s_chain_is_verified_and_exported_over_the_api(coordinator: LiveCoordinator) -> None:
