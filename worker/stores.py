@@ -15,7 +15,7 @@ from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
 from tessera.worker.state.audit import Audit
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import Database, StateError
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog, Keyring, SumParty
 
@@ -30,11 +30,14 @@ def own_folders(settings: WorkerSettings) -> list[Path]:
 
 
 def state_id_of(settings: WorkerSettings) -> str:
-    """Return the id of the state folder. A missing one is created. Raises StateError, OSError."""
+    """Return the id of the state folder. A missing one is created. Raises SettingsError."""
     database = Database.of(settings.state_dir)
-    with database.writing():
-        state_id = database.note(STATE_ID) or token_hex(KEY_BYTES)
-        database.set_note(STATE_ID, state_id)
+    try:
+        with database.writing():
+            state_id = database.note(STATE_ID) or token_hex(KEY_BYTES)
+            database.set_note(STATE_ID, state_id)
+    except (StateError, OSError) as fault:
+        raise SettingsError(f"state_dir: {fault}") from fault
     return str(state_id)
 
 

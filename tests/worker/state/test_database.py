@@ -17,7 +17,7 @@ import pytest
 from tessera.shared.client.client import Client
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.doctor import _state
-from tessera.worker.faults.disk import Disk
+from tessera.worker.faults.disk import Disk, is_of_disk
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state import database
@@ -26,7 +26,7 @@ from tessera.worker.state.audit import Audit
 from tessera.worker.state.database import DATABASE_FILE, Database, StateError
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger
-from tessera.worker.stores import ledger_of
+from tessera.worker.stores import ledger_of, state_id_of
 from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET, spend
 
@@ -210,6 +210,13 @@ def test_damage_within_the_pages_is_a_fault_of_the_state(tmp_path: Path, damage:
         Ledger(tmp_path).read("wards")
     with pytest.raises(StateError, match=r"is damaged|no entry of such a chain"):
         spend(Ledger(tmp_path))
+
+
+def test_a_database_that_cannot_be_used_is_a_fault_of_the_settings_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "state" / DATABASE_FILE).mkdir(parents=True)
+    with pytest.raises(SettingsError, match=r"state_dir: .*state\.db") as refused:
+        state_id_of(settings(tmp_path))
+    assert is_of_disk(refused.value)
 
 
 def test_an_empty_file_in_place_of_the_database_is_damage(tmp_path: Path) -> None:
