@@ -83,6 +83,10 @@ class Notifier:
         with self.database.transaction() as session:
             known = {row.key: row for row in session.scalars(select(NoticeRow).where(NoticeRow.channel == channel))}
             for row in known.values():
+                # The clock may have been set back.
+                row.seen_at = min(row.seen_at, now)
+                if row.due_at is not None:
+                    row.due_at = min(row.due_at, now + RETRY_SECONDS[-1])
                 passed = row.seen_at < now - FORGET_SECONDS if row.due_at is None else not row.attempts
                 if row.key in present:
                     row.seen_at = now

@@ -417,7 +417,8 @@ class Blobs:
         return Stored(row.digest, row.size, row.inline, row.stamp)
 
     def _note_sound(self, digest: str, created_at: float) -> None:
-        if created_at > self.began_at:
+        # A later instant is of before the clock was set back.
+        if self.began_at < created_at <= self._database.now():
             self._sound.keep(digest, None)
 
     def __contains__(self, blob: Stored) -> bool:

@@ -14,9 +14,9 @@ from tessera.coordinator.db.helper_tasks import withdraw_helpers
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow
 from tessera.coordinator.db.tasks import renew
-from tessera.coordinator.db.transitions import ACTOR, move_run, move_task
+from tessera.coordinator.db.transitions import ACTOR, move_back, move_run, move_task
 from tessera.coordinator.domain.decide import Abandon, Action, CancelEvaluations, Complete, Evaluate
-from tessera.coordinator.domain.leases import Expire, Offer, Shorten
+from tessera.coordinator.domain.leases import Expire, LeaseAction, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 
 
@@ -35,20 +35,14 @@ class Actions:
         with self.database.transaction() as session:
             now = self.database.now()
             match action:
-                case Offer(task_id):
-                    task = session.get_one(TaskRow, task_id)
-                    move_task(session, now, ACTOR, task, "offer")
-                    return [task.worker_id]
+                case Offer() | Expire() | Shorten():
+                    return change_lease(session, now, action)
                 case Evaluate(due):
                     return offer_evaluations(session, now, run_id, due, self.liveness)
-                case Expire(task_id, token):
-                    expire(session, now, task_id, token)
-                case Shorten(task_id, token, expires_at):
-                    task = session.get_one(TaskRow, task_id)
-                    require(task.token == token, "the task was leased again")
-                    renew(session, task, expires_at)
                 case Abandon(round_id, reason):
                     rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
+                case MoveBack():
+                    move_back(session, now, session.get_one(RunRow, run_id))
                 case Pause(reason):
                     move_run(session, now, ACTOR, run_id, "pause", reason)
                 case Complete():
@@ -61,6 +55,21 @@ class Actions:
                     cancel_evaluations(session, now, run_id)
                     withdraw_helpers(session, now, run_id)
         return ()
+
+
+def change_lease(session: Session, now: float, action: LeaseAction) -> Sequence[str]:
+    """Do an action on a lease; return the worker of an offered task. Raise Conflict if the lease was renewed."""
+    task = session.get_one(TaskRow, action.task)
+    match action:
+        case Offer():
+            move_task(session, now, ACTOR, task, "offer")
+            return [task.worker_id]
+        case Expire():
+            expire(session, now, action.task, action.token)
+        case Shorten():
+            require(task.token == action.token, "the task was leased again")
+            renew(session, task, action.expires_at)
+    return ()
 
 
 def expire(session: Session, now: float, task_id: str, token: int) -> None:

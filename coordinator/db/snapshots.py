@@ -249,7 +249,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         # An attempt that does not count as abandoned has a reason all the same.
         goes_on=ended is not None and ended > run.resumed_at and not because,
         eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
-        idle_since=max(run.resumed_at, ended or 0.0),
+        idle_since=max(run.resumed_at, ended or 0.0, round_.opened_at if round_ else 0.0),
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
         evaluators=len(evaluators(invited, live)),

@@ -175,6 +175,8 @@ class WorkerRow(Table):
     last_seen_at: Mapped[float] = mapped_column(index=True)
     # The token of its last request.
     token_id: Mapped[str | None] = mapped_column()
+    # That of its last accepted report; not by the instants of its tasks, since a clock may be set back.
+    audit_head: Mapped[str | None]
     # The `LiveValues` of its last heartbeat with any, and the instant `at` of that; only its own page reads them.
     live_values: Mapped[dict[str, Any]] = mapped_column(server_default="{}", deferred=True)
     # Its accepted reports, and its failures and rejected updates; counted by `transitions`.
@@ -333,7 +335,7 @@ class TaskRow(Table):
         Index("ix_tasks_merged_in", "run_id", "merged_in"),
         # Read from their ends, for the worker's latest tasks, and its last accepted update in a run.
         Index("ix_tasks_worker_id_created_at_id", "worker_id", "created_at", "id"),
-        Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
+        Index("ix_tasks_receipt", "worker_id", "run_id", "version_number"),
         # Read at every look of the conductor; with the state, as SQLite prefers an index that has all columns.
         _partial_index("ix_tasks_open", "run_id", "state", where="state in ('offered', 'leased')"),
         # The dashboard's frequent queries: failures by their creation and by the end of their lease, traffic.

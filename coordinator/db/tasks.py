@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Row, ScalarSelect, Select, exists, select, union_all, update
+from sqlalchemy import Row, Select, exists, select, update
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
@@ -160,36 +160,21 @@ def is_claimable(session: Session, worker_id: str, instance: str, holding: Seque
     return session.scalars(_IS_CLAIMABLE, given_here).first() is not None
 
 
-def known_to_worker(session: Session, task: TaskRow) -> tuple[str | None, bool, str | None]:
-    """Return the digest of the version before the task's; whether the worker had another task on the task's version,
-    and so has its blocks; and the audit head that came with its last accepted result."""
+def known_to_worker(session: Session, task: TaskRow) -> tuple[str | None, bool]:
+    """Return the digest of the version before the task's, and whether the worker had another task on the task's
+    version, and so has its blocks."""
     about = {"id": task.id, "worker": task.worker_id, "run": task.run_id, "number": task.version_number}
-    digest, has_another, head = session.execute(_KNOWN_TO_WORKER, about).one()
-    return digest, has_another, head
+    digest, has_another = session.execute(_KNOWN_TO_WORKER, about).one()
+    return digest, has_another
 
 
-def _last_head() -> ScalarSelect[str | None]:
-    # For each state and kind, an index has the last task at its end.
-    of_worker = select(TaskRow.audit_head, TaskRow.created_at).where(TaskRow.worker_id == given("worker"))
-    lasts = [
-        of_worker.where(TaskRow.state == state, TaskRow.kind == kind).order_by(TaskRow.created_at.desc()).limit(1)
-        for state in ACCEPTED
-        for kind in ("train", "evaluate", *HELPER_KINDS)
-    ]
-    found = union_all(*(select(last.subquery()) for last in lasts)).subquery()
-    newest = select(found.c.audit_head).where(found.c.audit_head.is_not(None))
-    return newest.order_by(found.c.created_at.desc()).limit(1).scalar_subquery()
-
-
-def _known_to_worker() -> Select[str | None, bool, str | None]:
+def _known_to_worker() -> Select[str | None, bool]:
     this, before = aliased(VersionRow), aliased(VersionRow)
-    # Uses an index instead of scanning all tasks of the worker.
-    lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
-    of_worker = (TaskRow.worker_id == given("worker")) & lately & (TaskRow.created_at >= this.created_at)
-    version = (TaskRow.run_id == given("run")) & (TaskRow.version_number == given("number"))
+    of_worker = (TaskRow.worker_id == given("worker")) & (TaskRow.run_id == given("run"))
+    of_worker &= TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
     joined = (before.run_id == this.run_id) & (before.number == this.number - 1)
-    has_another = exists().where(of_worker, version, TaskRow.id != given("id"))
-    rows = select(before.digest, has_another, _last_head()).select_from(this).outerjoin(before, joined)
+    has_another = exists().where(of_worker, TaskRow.version_number == given("number"), TaskRow.id != given("id"))
+    rows = select(before.digest, has_another).select_from(this).outerjoin(before, joined)
     return rows.where(this.run_id == given("run"), this.number == given("number"))
 
 
@@ -310,9 +295,11 @@ def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
 
 _LAST_RECEIPT = (
     select(TaskRow.id.label("task"), TaskRow.token, TaskRow.state, TaskRow.unmerged)
+    .join(RoundRow, RoundRow.id == TaskRow.round_id)
     .where(TaskRow.worker_id == given("worker"), TaskRow.run_id == given("run"))
     .where(TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-    .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
+    # Not by time, since a clock may be set back.
+    .order_by(TaskRow.version_number.desc(), RoundRow.attempt.desc())
     .limit(1)
 )
 

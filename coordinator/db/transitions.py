@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Update, select, update
+from sqlalchemy import ColumnElement, String, Update, func, select, update
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
@@ -12,6 +12,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, WorkerRow, new_id
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle, Move
+from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict
 
@@ -70,7 +71,8 @@ def _count(session: Session, task: TaskRow, event: str) -> None:
     """Add what happened to a task to the totals of its worker and its run, which pages read instead of all tasks."""
     if event not in _COUNTED:
         return
-    session.connection().execute(_COUNTED[event], {"worker": task.worker_id})
+    head = {"head": task.audit_head} if event == "accept" else {}
+    session.connection().execute(_COUNTED[event], {"worker": task.worker_id, **head})
     if event == "accept" and task.kind in ("train", "evaluate"):
         update_, down = int(task.kind == "train"), task.download_bytes
         moved = {
@@ -81,6 +83,21 @@ def _count(session: Session, task: TaskRow, event: str) -> None:
         }
         moved |= {"evaluation_bytes": 0 if update_ else down}
         session.connection().execute(_TRAFFIC, {"run": task.run_id, **{_MORE + name: n for name, n in moved.items()}})
+
+
+def move_back(session: Session, now: float, run: RunRow) -> None:
+    """Move a run's resumption, its latest rounds and its helpers' tasks back by the same time, to end at `now`: which
+    came first, and what is left of a deadline, stays."""
+    latest = (RoundRow.run_id == run.id) & (RoundRow.number >= run.version_number)
+    times = RoundRow.opened_at, RoundRow.closed_at
+    last = session.execute(select(*map(func.max, times)).where(latest)).one()
+    ahead = max(run.resumed_at, *(at or 0.0 for at in last)) - now
+    run.resumed_at -= ahead
+    moved = {column: column - ahead for column in (*times, RoundRow.deadline_at)}
+    session.execute(update(RoundRow).where(latest).values(moved))
+    helpers = (TaskRow.run_id == run.id) & TaskRow.kind.in_(HELPER_KINDS)
+    helpers &= TaskRow.version_number >= run.version_number
+    session.execute(update(TaskRow).where(helpers).values(created_at=TaskRow.created_at - ahead))
 
 
 def move_tasks(
@@ -147,7 +164,10 @@ _TRAFFIC = (
     .values({name: _RUN[name] + given(_MORE + name, type_=_RUN[name].type) for name in _MOVED})
 )
 _REPORTED = update(WorkerRow).where(_WORKER.id == given("worker"))
-_ACCEPTED, _FAULTY = _REPORTED.values(accepted=_WORKER.accepted + 1), _REPORTED.values(faulty=_WORKER.faulty + 1)
+_ACCEPTED = _REPORTED.values(
+    accepted=_WORKER.accepted + 1, audit_head=func.coalesce(given("head", type_=String), _WORKER.audit_head)
+)
+_FAULTY = _REPORTED.values(faulty=_WORKER.faulty + 1)
 _COUNTED = {"accept": _ACCEPTED, "fail": _FAULTY, "reject": _FAULTY}
 
 

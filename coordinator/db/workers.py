@@ -201,9 +201,8 @@ def note_live(session: Session, worker_id: str, now: float, live: LiveValues) ->
 def note_used(session: Session, used: dict[str, float]) -> None:
     """Store the instants at which tokens were last used."""
     token, at = bindparam("token", type_=String), bindparam("at", type_=Float)
-    later = or_(TokenRow.last_used_at < at, TokenRow.last_used_at.is_(None))
     session.connection().execute(
-        update(TokenRow).where(TokenRow.id == token, later).values(last_used_at=at),
+        update(TokenRow).where(TokenRow.id == token).values(last_used_at=at),
         [{"token": token_id, "at": when} for token_id, when in used.items()],
     )
 

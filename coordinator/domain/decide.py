@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from tessera.coordinator.domain.leases import Expire, Offer, Shorten, lease_actions, may_report
+from tessera.coordinator.domain.leases import LeaseAction, MoveBack, lease_actions, may_report
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause, sum_actions
@@ -69,13 +69,15 @@ class CancelEvaluations:
 
 
 RoundAction = Open | Close | Merge | Abandon
-Action = RoundAction | Expire | Shorten | Offer | AskHelpers | Evaluate | CancelEvaluations | Pause | Complete
+Action = RoundAction | MoveBack | LeaseAction | AskHelpers | Evaluate | CancelEvaluations | Pause | Complete
 
 
 def decide(run: RunSnapshot, now: float, timeouts: Timeouts) -> list[Action]:
     """Return the actions that are due in a run, in order."""
     if run.state not in LIVE_RUN:
         return list(_wind_up(run))
+    if run.idle_since > now + timeouts.lease_seconds:
+        return [MoveBack()]
     leases, moves = list(_leases(run, now, timeouts.lease_seconds)), list[Action]()
     if run.round:
         moves = list(_end_of(run.round, run, now))

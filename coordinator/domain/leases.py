@@ -1,4 +1,5 @@
-"""Decisions on the leases of tasks: end those past their end, and offer expired tasks again."""
+"""Decisions on the leases of tasks: end those past their end, and offer expired tasks again. The actions after the
+clock was set back are here too."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,9 +31,18 @@ class Offer:
     task: str
 
 
+LeaseAction = Expire | Shorten | Offer
+
+
+@dataclass(frozen=True)
+class MoveBack:
+    """Move a run's instants back: the latest lies ahead, by more than the clocks of two processes differ, and to wait
+    for it would stop the run for as long as the clock was set back."""
+
+
 def lease_actions(
     tasks: Iterable[TaskSnapshot], max_attempts: float, now: float, lease_seconds: float
-) -> Iterator[Expire | Shorten | Offer]:
+) -> Iterator[LeaseAction]:
     """Yield the expiry of leases past their end, and offers of expired tasks with attempts left."""
     for task in tasks:
         expires_at = task.lease_expires_at or 0

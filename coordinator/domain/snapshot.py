@@ -68,7 +68,7 @@ class RunSnapshot:
     eligible: int
     """Sites with live workers that could take part in the next round; 0 during a round."""
     idle_since: float
-    """The instant of the run's last change: its creation, its resumption, or the end of its last round."""
+    """The instant of the run's last change: its creation, its resumption, or the last opening or end of a round."""
     evaluations: tuple[TaskSnapshot, ...]
     """Evaluations that have not ended."""
     unevaluated: tuple[PendingEvaluation, ...]

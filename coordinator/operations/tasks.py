@@ -138,8 +138,8 @@ def lease(
             # Another claim of this worker was faster.
             return None
         task = tasks.task_message(session, record, seconds, **limits)
-        earlier, has_another, head = tasks.known_to_worker(session, record.task)
-        task = task.model_copy(update={"audit_head": head})
+        earlier, has_another = tasks.known_to_worker(session, record.task)
+        task = task.model_copy(update={"audit_head": record.worker.audit_head})
     if task.kind in HELPER_KINDS:
         return task
     if has_another or earlier == task.version.digest:

@@ -227,6 +227,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("last_seen_at", sa.Double(), nullable=False),
         sa.Column("token_id", sa.String()),
+        sa.Column("audit_head", sa.String()),
         sa.Column("live_values", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("accepted", sa.BigInteger(), server_default="0", nullable=False),
         sa.Column("faulty", sa.BigInteger(), server_default="0", nullable=False),
@@ -294,7 +295,7 @@ def upgrade() -> None:
         "ix_tasks_moved", "tasks", ["run_id", "kind", "version_number", "state", "upload_bytes", "download_bytes"]
     )
     _partial_index("ix_tasks_open", "tasks", ["run_id", "state"], where="state in ('offered', 'leased')")
-    op.create_index("ix_tasks_receipt", "tasks", ["worker_id", "run_id", "created_at"])
+    op.create_index("ix_tasks_receipt", "tasks", ["worker_id", "run_id", "version_number"])
     op.create_index("ix_tasks_run_id_kind_state", "tasks", ["run_id", "kind", "state"])
     op.create_index("ix_tasks_update_digest", "tasks", ["update_digest"])
     op.create_index("ix_tasks_worker_id_created_at_id", "tasks", ["worker_id", "created_at", "id"])

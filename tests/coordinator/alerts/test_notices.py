@@ -236,6 +236,21 @@ def test_a_process_that_dies_while_it_sends_leaves_the_notice_to_another(
         assert receiver.titles == ["digits is paused"]
 
 
+def test_a_clock_that_is_set_back_puts_no_notice_off_until_it_has_caught_up(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    clock = Clock()
+    receiver.status = 503
+    with serving(tmp_path, clock, **hook(tmp_path, receiver.port)) as services:
+        paused(services)
+        services.notifiers[0].look()
+        clock.advance(-86_400)
+        services.notifiers[0].look()
+        clock.advance(RETRY_SECONDS[-1])
+        services.notifiers[0].look()
+        assert receiver.titles == ["digits is paused"] * 2
+
+
 def test_attempts_are_few_with_longer_and_longer_pauses_and_of_one_id(tmp_path: Path, receiver: Receiver) -> None:
     clock = Clock()
     receiver.status = 503

@@ -22,7 +22,7 @@ from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
-from tests.support.coordinator import until
+from tests.support.coordinator import Clock, until
 from tests.support.storage import NOW, blobs_in, unfinished
 
 pytestmark = pytest.mark.both_databases(long="postgresql")
@@ -201,14 +201,18 @@ def test_what_came_before_a_process_is_hashed_once_more_and_what_came_since_is_n
 ) -> None:
     early = blobs_in(tmp_path, database, INLINE)
     old = early.save([data_of(5000)])
-    url = database.url.render_as_string(hide_password=False)
-    with closing(Database(url, lambda: NOW + 1)) as at_one, closing(Database(url, lambda: NOW + 2)) as at_two:
+    url, clock = database.url.render_as_string(hide_password=False), Clock(NOW + 1)
+    with closing(Database(url, clock)) as at_one, closing(Database(url, lambda: NOW + 2)) as at_two:
         late, beside = blobs_in(tmp_path, at_one, INLINE), blobs_in(tmp_path, at_two, INLINE)
         new = beside.save([data_of(6000)])
         for path in files(early):
             path.write_bytes(b"spoilt" + path.read_bytes()[6:])
         with pytest.raises(StoreSpoilt):
             late.open(old.digest)
+        # After the clock was set back, what has a later instant came before the process.
+        with pytest.raises(StoreSpoilt):
+            blobs_in(tmp_path, at_one, INLINE).open(new.digest)
+        clock.advance(1)
         with late.open(new.digest) as file:
             assert file.read(6) == b"spoilt"
 

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, TaskRow, WorkerRow
-from tessera.coordinator.db.transitions import move_round, move_run, move_task
+from tessera.coordinator.db.transitions import move_back, move_round, move_run, move_task
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle
 from tessera.shared.problems import Conflict
 from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
@@ -238,3 +238,21 @@ def test_an_attempt_at_a_round_has_a_number_of_its_own(session: Session) -> None
 def test_nothing_refers_to_what_is_not_there(session: Session) -> None:
     with pytest.raises(IntegrityError, match=r"(?i)foreign key"):
         add_round(session, run_id="nowhere")
+
+
+def test_a_run_moved_back_ends_now_and_keeps_its_order_and_what_is_left_of_its_deadline(database: Database) -> None:
+    with database.transaction() as session:
+        run, worker = add_run(session), add_worker(session)
+        for attempt, (opened, closed) in enumerate(((NOW - 50, NOW - 40), (NOW + 10, NOW + 20), (NOW + 30, None)), 1):
+            round_ = add_round(session, attempt=attempt, state="abandoned" if closed else "open")
+            round_.opened_at, round_.closed_at, round_.deadline_at = opened, closed, opened + 100
+        add_task(session, "t", worker.id, round_id=None, kind="agree", created_at=NOW + 25)
+        # The clock has lost an hour.
+        move_back(session, NOW + 30 - 3600, run)
+    with database.snapshot() as session:
+        found = select(RoundRow.opened_at, RoundRow.closed_at, RoundRow.deadline_at).order_by(RoundRow.attempt)
+        assert [tuple(at and at + 3600 - NOW for at in row) for row in session.execute(found)] == [
+            (-50, -40, 50), (10, 20, 110), (30, None, 130),
+        ]  # fmt: skip
+        assert session.get_one(RunRow, "run").resumed_at == NOW - 3600
+        assert session.get_one(TaskRow, "t").created_at == NOW + 25 - 3600

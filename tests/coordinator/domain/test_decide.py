@@ -19,7 +19,7 @@ from tessera.coordinator.domain.decide import (
     Open,
     decide,
 )
-from tessera.coordinator.domain.leases import Expire, Offer, Shorten
+from tessera.coordinator.domain.leases import Expire, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.snapshot import (
     PendingEvaluation,
@@ -265,11 +265,11 @@ def test_no_round_opens_below_the_quorum_however_long_it_waits() -> None:
     assert decided(run(cohort=Cohort(size=3, quorum=2), eligible=1), NOW + 1e9) == []
 
 
-def test_a_clock_that_is_set_back_puts_no_attempt_off_until_it_has_caught_up() -> None:
-    wanted = Cohort(size=3, quorum=2)
-    again = run(cohort=wanted, eligible=3, abandoned=1, idle_since=NOW)
+@pytest.mark.parametrize("state", ["running", "paused"])
+def test_a_clock_that_is_set_back_stops_no_run_until_it_has_caught_up(state: str) -> None:
+    again = run(state=state, cohort=Cohort(size=3, quorum=2), eligible=3, abandoned=1, idle_since=NOW)
     assert decide(again, NOW, PATIENCE) == []
-    assert decide(again, NOW - 3600, PATIENCE) == [Open(1)]
+    assert decide(again, NOW - 61, PATIENCE) == [MoveBack()]
 
 
 def test_without_a_cohort_size_whoever_may_still_come_is_given_the_time_to() -> None:
