@@ -79,10 +79,13 @@ def adopt(
         charged = adopt_rolled_back(settings, audit, ledger)
     names = sorted({*lost, *others})
     if as_json:
-        print_json({"audit": adopted is not None, "ledgers": names, "charged": charged})
+        print_json({"audit": adopted is not None, "ledgers": names, "charged": charged or {}})
         return
     accepted = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in names)]
-    accepted += [f"the older state, with {count} lost uses of {name} charged" for name, count in charged.items()]
+    if charged is not None:
+        accepted += [f"the older state, with {n} lost uses of {name} charged" for name, n in charged.items()] or [
+            "the older state, which lacks no use of the data"
+        ]
     note(f"accepted as they are: {', '.join(accepted)}" if accepted else "all were intact, and nothing was changed")
 
 

@@ -15,21 +15,24 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, run_history_of
 
 
-def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) -> dict[str, int]:
-    """Adopt the state if the worker stopped for it. Return the number of lost uses charged to each data set's ledger.
+def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) -> dict[str, int] | None:
+    """Adopt the state if the worker stopped for it. Return the number of lost uses charged to each data set's ledger;
+    None if it did not stop.
 
     Each lease of a task that the audit does not know counts, whether or not its result was accepted. Raises Problem
     if the coordinator does not answer, and ChainError.
     """
     database = Database.of(settings.state_dir)
     if (head := database.note(ROLLED_BACK)) is None:
-        return {}
+        return None
     known = {(entry.task, entry.token) for entry in audit.read()}
     charged: dict[str, int] = {}
     runs: dict[str, Run] = {}
     merged: dict[str, Receipt] = {}
+    vault = Vault(settings.state_dir / "vault")
     with Client(settings.url, token_of(settings), verify=tls_of(settings)) as client:
-        for task in client.tasks():
+        # By their rounds, since the coordinator's clock may have been set back: the last receipt counts.
+        for task in sorted(client.tasks(), key=lambda task: task.round):
             if task.worker.rpartition("/")[2] != settings.name or task.kind not in ("train", "evaluate"):
                 continue
             run = runs[task.run] = runs.get(task.run) or client.run(task.run)
@@ -46,7 +49,9 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
                             charged[name] = charged.get(name, 0) + 1
             if task.receipt and task.receipt.state == "merged":
                 merged[task.run] = task.receipt
-    vault, history = Vault(settings.state_dir / "vault"), run_history_of(settings)
+        # Of an older update, whose outcome the restored folder does not know: it would replace what is adopted.
+        vault.settle(client.task)
+    history = run_history_of(settings)
     for name, receipt in merged.items():
         if vault.lacks(receipt, name, kept=history.kept_by(name, receipt.task)):
             vault.adopt(name, receipt)
