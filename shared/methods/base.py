@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -39,6 +39,10 @@ class MethodSettings(Frozen):
         """The number of a site's first examples on which `WorkerHalf.measure` measures each version; 0 for none. A
         site whose policy asks for more examples for a figure uses as many."""
         return 0
+
+
+Guard = Literal["robust", "client_privacy", "secure_sums"]
+"""A setting of a run by which updates affect a version only through a robust rule, or only through their mean."""
 
 
 class UnsupportedRun(ValueError):
@@ -187,6 +191,10 @@ class CoordinatorHalf(Generic[C]):
     """True if the server state depends on each site's vault. A site then stays with the worker whose update was
     merged, because the vault is that worker's, and takes no part while that worker is away."""
 
+    merges_earlier_updates: ClassVar[bool] = False
+    """True if the method can merge an update that started from an earlier version. A method's memory of its sites may
+    assume that they hold the present version."""
+
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
@@ -237,36 +245,18 @@ class CoordinatorHalf(Generic[C]):
 
         return state.advanced(average(state.model, senders, self.run.normalization, inclusion))
 
-    def check_robust(self) -> None:
-        """Raise UnsupportedRun if updates can affect a version without passing the run's robust rule. A method that
-        overrides `merge`, and passes all updates through the rule, overrides this too."""
+    def check_merge(self, guard: Guard) -> None:
+        """Raise UnsupportedRun if updates can affect a version past a guard of the run: without passing its robust
+        rule, or other than by their steps in the mean.
+
+        A class that overrides `merge` overrides this too, else every guard is refused. Metrics and the presence of
+        blocks may count: those that a guard hides are not there.
+        """
         if type(self).merge is not CoordinatorHalf.merge:
             raise UnsupportedRun(
-                "the method overrides merge, which no robust rule guards: leave out robust, or choose another method"
+                f"the method overrides merge, and does not say that {guard} guards all of it "
+                f"(CoordinatorHalf.check_merge): leave out {guard}, or choose a method such as fedavg"
             )
-
-    def check_client_privacy(self) -> None:
-        """Raise UnsupportedRun if a version can depend on an update other than by its step in the mean. A method that
-        overrides `merge`, and there uses only the presence of blocks besides, overrides this too."""
-        if type(self).merge is not CoordinatorHalf.merge:
-            raise UnsupportedRun(
-                "the method's merge uses updates that are neither clipped nor noised: leave out client_privacy, or "
-                "choose a method such as fedavg, fedprox or lora"
-            )
-
-    def check_secure_sums(self) -> None:
-        """Raise UnsupportedRun if the method needs more of a round than the sites' mean. A method that overrides
-        `merge`, and needs no more, overrides this too."""
-        if type(self).merge is not CoordinatorHalf.merge:
-            raise UnsupportedRun(
-                "the method merges more than the mean of the updates, and secure_sums reveals nothing else: leave it "
-                "out, or choose another method"
-            )
-
-    def check_buffered(self) -> None:
-        """Raise UnsupportedRun unless the method, which then overrides this, can merge an update that started from an
-        earlier version. A method's memory of its sites may assume that they hold the present version."""
-        raise UnsupportedRun("the method merges only updates that started from the present version")
 
     def check_rounds(self) -> None:
         """Raise UnsupportedRun if a run under way cannot change to this number of rounds, `run.rounds`. A method that

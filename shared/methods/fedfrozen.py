@@ -40,6 +40,7 @@ from tessera.shared.aggregation.drift import Agreement, agreement
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
+    Guard,
     LocalResult,
     Method,
     MethodSettings,
@@ -307,23 +308,12 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             scalars[FROZEN_FROM] = float(merged.round)
         return replace(merged, scalars=scalars, server_state=server_state)
 
-    def check_robust(self) -> None:
-        """Accept every rule: all steps pass it. A malicious worker can affect only the length of the warm-up."""
-
-    def check_client_privacy(self) -> None:
-        """Accept a warm-up of fixed length without signals, which compare exact updates."""
-        if self.settings.warmup_rounds == "auto" or self.settings.signals:
+    def check_merge(self, guard: Guard) -> None:
+        """Accept every robust rule, past which a malicious worker can affect only the length of the warm-up."""
+        if guard != "robust" and (self.settings.warmup_rounds == "auto" or self.settings.signals):
             raise UnsupportedRun(
-                "a warm-up's signals compare exact updates, which client_privacy does not cover: set warmup_rounds "
+                f"a warm-up's signals compare exact updates of single sites, which {guard} hides: set warmup_rounds "
                 "to a number, and leave out signals"
-            )
-
-    def check_secure_sums(self) -> None:
-        """Raise UnsupportedRun for a warm-up that compares the updates."""
-        if self.settings.warmup_rounds == "auto" or self.settings.signals:
-            raise UnsupportedRun(
-                "secure_sums hides the single updates, whose agreement decides when an automatic warm-up ends: set "
-                "warmup_rounds to a number, and leave signals out"
             )
 
     def _over(self, scalars: Mapping[str, float], round_number: int) -> bool:

@@ -22,6 +22,7 @@ from statistics import median
 from tessera.shared.methods.base import (
     UPDATE_NORM,
     CoordinatorHalf,
+    Guard,
     LocalResult,
     Method,
     MethodSettings,
@@ -138,8 +139,10 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         }
         return replace(update, blocks=blocks)
 
-    def check_robust(self) -> None:
-        """Accept every rule: tau_eff, which depends on reported metrics, is then their median."""
+    def check_merge(self, guard: Guard) -> None:
+        """Accept every robust rule: tau_eff, which depends on reported metrics, is then their median."""
+        if guard != "robust":
+            super().check_merge(guard)
 
 
 class FedNovaWorker(WorkerHalf[MethodSettings]):

@@ -113,12 +113,6 @@ class PopulationCoordinator(CoordinatorHalf[S]):
             )
         return state
 
-    def check_robust(self) -> None:
-        raise UnsupportedRun(
-            f"the method keeps {self._keeps} that is a mean of steps, which no robust rule guards: leave out robust, "
-            "or choose another method"
-        )
-
     def weight(self, update: Update) -> float:
         return 1.0 if self.settings.weigh == "equal" else super().weight(update)
 

@@ -29,6 +29,7 @@ import numpy as np
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
+    Guard,
     LocalResult,
     Method,
     Participant,
@@ -250,16 +251,13 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             scalars |= self._common.after(scalars, updates, self._k)
         return replace(merged, scalars=scalars)
 
-    def check_robust(self) -> None:
-        """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses; in
-        a vote it has one ballot."""
-
-    def check_client_privacy(self) -> None:
-        if self.settings.looks_at_data:
+    def check_merge(self, guard: Guard) -> None:
+        """Accept every robust rule, past which a malicious worker can affect the layers that a consensus chooses, and
+        has one ballot in a vote; and sums of the same layers of all sites, chosen without their data."""
+        if guard == "client_privacy" and self.settings.looks_at_data:
             raise UnsupportedRun("client_privacy covers no choice by data: set score to random, first, last or fixed")
-
-    def check_secure_sums(self) -> None:
-        """Raise UnsupportedRun unless all sites send the same layers, chosen without their data."""
+        if guard != "secure_sums":
+            return
         if self.settings.looks_at_data or self.settings.chooser == "worker":
             raise UnsupportedRun(
                 "under secure_sums a layer that few sites send is lost, and no site sends its scores: set score to "

@@ -17,7 +17,7 @@ from tessera.shared.aggregation.drift import DRIFT, drift_by_role
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
+from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, UnsupportedRun, Update
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half
 from tessera.shared.metrics.selections import Choices, choices, selection_scalars
 from tessera.shared.model.spec import Model
@@ -189,8 +189,8 @@ class Aggregation:
                 )
                 for entry in entries
             ]
-            if any(update.staleness for update in sent):
-                half.check_buffered()
+            if not half.merges_earlier_updates and any(update.staleness for update in sent):
+                raise UnsupportedRun("the method merges only updates that started from the present version")
             blocks |= {update.worker: set(update.blocks) for update in sent}
             update = pooled(state.model, sent, spec.normalization)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))

@@ -21,6 +21,7 @@ from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import (
     CoordinatorHalf,
+    Guard,
     MethodSettings,
     MethodSpec,
     Participant,
@@ -298,12 +299,17 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
     if half.run.normalization == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion_probability(block)
-    if not half.run.robust.neutral:
-        half.check_robust()
-    if half.run.client_privacy:
-        half.check_client_privacy()
-    if half.run.secure_sums:
-        half.check_secure_sums()
+    merging, telling = (next(c for c in type(half).__mro__ if name in vars(c)) for name in ("merge", "check_merge"))
+    # What a class says of its own merge says nothing of a merge that overrides it.
+    check_merge = CoordinatorHalf.check_merge if telling in merging.__mro__[1:] else type(half).check_merge
+    guards: dict[Guard, bool] = {
+        "robust": not half.run.robust.neutral,
+        "client_privacy": half.run.client_privacy is not None,
+        "secure_sums": half.run.secure_sums,
+    }
+    for guard, is_set in guards.items():
+        if is_set:
+            check_merge(half, guard)
 
 
 def _check_summed(model: Model, plans: Iterable[Plan]) -> None:

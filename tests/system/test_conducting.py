@@ -47,7 +47,7 @@ class HeldCoordinator(CoordinatorHalf[MethodSettings]):
             time.sleep(0.01)
         return super().merge(state, updates)
 
-    def check_client_privacy(self):
+    def check_merge(self, guard):
         pass
 
 

@@ -176,6 +176,6 @@ def test_a_method_that_no_rule_guards_is_refused_when_the_run_is_created(standin
     client = standing.client()
     training = {"optimizer": "sgd", "learning_rate": 0.1}
     for name in ("scaffold", "feddyn"):
-        with refusing("invalid", "no robust rule guards"):
+        with refusing("invalid", "does not say that robust guards all of it"):
             wanted = {"method": MethodSpec(name=name), "training": training, "cohort": Cohort(quorum=3)}
             start_run(client, MODEL, START, robust=MEDIAN, **wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.planning import initial_state, warnings_of
 from tessera.shared.rounds.server_step import merge
-from tessera.shared.run_settings import Training
+from tessera.shared.run_settings import ClientPrivacy, Training
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array
 from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values
@@ -373,7 +374,7 @@ def test_a_method_is_guarded_or_refused() -> None:
     state = State(0, {name: ArrayTensor(value) for name, value in start.items()})
     for name, half in halves().items():
         try:
-            half.check_robust()
+            half.check_merge("robust")
         except UnsupportedRun:
             refused.add(name)
             continue
@@ -395,10 +396,33 @@ class Own(CoordinatorHalf[MethodSettings]):
         return state.advanced(dict(updates[0].blocks))
 
 
-def test_a_method_that_merges_by_itself_and_does_not_say_is_refused() -> None:
-    initial_state(Own(MethodSettings(), RunInfo((), rounds=1)), State(0, {}))
-    with pytest.raises(UnsupportedRun, match="overrides merge, which no robust rule guards"):
-        initial_state(Own(MethodSettings(), RunInfo((), rounds=1, robust=Median())), State(0, {}))
+class Saying(CoordinatorHalf[MethodSettings]):
+    def check_merge(self, guard: str) -> None:
+        """All is guarded."""
+
+
+class OwnOfSaying(Saying):
+    merge = Own.merge
+
+
+class SayingOwn(Own):
+    check_merge = Saying.check_merge
+
+
+GUARDS: dict[str, dict[str, Any]] = {
+    "robust": {"robust": Median()},
+    "client_privacy": {"client_privacy": ClientPrivacy(epsilon=8, delta=1e-5, clip_norm=1)},
+    "secure_sums": {"secure_sums": True},
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("half", [Own, OwnOfSaying])
+def test_a_method_that_merges_by_itself_and_does_not_say_is_refused(half: type[Any], guard: str) -> None:
+    initial_state(half(MethodSettings(), RunInfo((), rounds=1)), State(0, {}))
+    with pytest.raises(UnsupportedRun, match=f"does not say that {guard} guards all of it"):
+        initial_state(half(MethodSettings(), RunInfo((), rounds=1, **GUARDS[guard])), State(0, {}))
+    initial_state(SayingOwn(MethodSettings(), RunInfo((), rounds=1, **GUARDS[guard])), State(0, {}))
 
 
 @EVERY_RULE

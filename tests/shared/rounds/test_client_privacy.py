@@ -98,7 +98,7 @@ def spec(**settings: Any) -> RunSpec:
 def is_admitted(method: str, settings: dict[str, Any]) -> bool:
     chosen = spec(method={"name": method, "settings": settings})
     try:
-        coordinator_half(chosen.method, run_facts(chosen, adapted_model())).check_client_privacy()
+        coordinator_half(chosen.method, run_facts(chosen, adapted_model())).check_merge("client_privacy")
     except UnsupportedRun:
         return False
     return True

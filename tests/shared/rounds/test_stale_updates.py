@@ -43,11 +43,10 @@ CODECS = ("raw", LOSSLESS, "delta", "delta+zstd")
 class Buffering(CoordinatorHalf[MethodSettings]):
     """FedBuff's weights (Nguyen et al. 2022, arXiv 2106.06639)."""
 
+    merges_earlier_updates = True
+
     def weight(self, update: Update) -> float:
         return super().weight(update) / sqrt(1 + update.staleness)
-
-    def check_buffered(self) -> None:
-        """It can."""
 
 
 @pytest.fixture(autouse=True)
