@@ -83,10 +83,8 @@ def decide(run: RunSnapshot, now: float, timeouts: Timeouts) -> list[Action]:
         moves = list(_end_of(run.round, run, now))
     elif run.state == "running":
         moves = list(_after_a_round(run, now, timeouts))
-    if Complete() in moves:
-        return [*leases, *moves]
-    # A site evaluates its own model before the next round changes it.
-    return [*leases, *_evaluations(run), *moves]
+    # A site evaluates its own model before the next round changes it. A run that completes asks for no evaluation.
+    return [*leases, *(() if Complete() in moves else _evaluations(run)), *moves]
 
 
 def _wind_up(run: RunSnapshot) -> Iterator[Action]:
