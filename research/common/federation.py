@@ -70,13 +70,14 @@ class Federation:
             return httpx.get(f"{self._url}/healthz/ready", timeout=5).is_success
         return False
 
-    def start_worker(self, site: str, dataset: str, options: Options, name: str) -> None:
-        """Start `tessera worker run` for a new site with one data set."""
+    def start_worker(self, site: str, dataset: str, options: Options, name: str, audit_key: bytes) -> None:
+        """Start `tessera worker run` for a new site with one data set. Training seeds follow from the audit key."""
         home, client = self._folder / site, self._session.client
         home.mkdir()
         client.create_site(site)
         secret = client.issue_token(TokenSpec(name=site, role="site", site=site)).secret
         settings = {"url": self._url, "token": secret, "name": name, "state_dir": str(home / "state")}
+        settings["audit_key"] = audit_key.hex()
         # JSON's strings, numbers and lists are TOML's.
         lines = [f"{key} = {json.dumps(value)}" for key, value in {**settings, "device": "cpu", "threads": 1}.items()]
         lines += [f"[datasets.{dataset}]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())]

@@ -1,16 +1,17 @@
 """Repeat runs of the tables between real processes over HTTP: `python -m evidence.over_http`.
 
-A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
-last version must have the same digest. One seed of an arm of each paper is repeated: workers read phrases as tensors,
-and emoji as PNG files with captions. `--save` writes the results into the repository, and
-`python -m evidence --save` writes them into the document. Machines round in different ways, so a seed is
-repeated that this kind of machine simulated. If there is none, the first seed is simulated again.
+A coordinator and a worker for each site run as an administrator starts them, and train as a simulation that has the
+workers' audit keys: the last version must have the same digest. The tables' runs are simulated without keys, on which
+training seeds depend, so that their digests are others. The first seed of an arm of each paper is repeated: workers
+read phrases as tensors, and emoji as PNG files with captions. `--save` writes the results into the repository, and
+`python -m evidence --save` writes them into the document.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import shutil
 import sys
@@ -31,7 +32,7 @@ from evidence.jobs import Job, choice
 from evidence.plan import Plan, read
 from evidence.pool import METHODS, Figures, begin
 from evidence.report.lines import repeated_line
-from evidence.runs import machine, run, spec_of
+from evidence.runs import described, inputs_of, machine, spec_of
 from evidence.sources.dinov2 import MEAN, STD
 from evidence.sources.emoji import Emoji
 from evidence.sources.lit import LIT, class_caption
@@ -39,6 +40,7 @@ from evidence.sources.prepare import EMOJI
 from evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.normalization import Normalized
+from tessera.worker.simulation import Conditions, Stalled, VirtualSite, simulate
 
 ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
 """The tables and arms that are repeated, in the setting that claims are about."""
@@ -53,9 +55,8 @@ class NotComparable(ValueError):
 
 
 def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS) -> list[Job]:
-    """Return the runs to repeat: of each arm the first seed that this machine simulated, or the first of all. Raises
-    NotComparable if one has no learning rate yet."""
-    scores, wanted, here = {job: figures["score"] for job, figures in found.items()}, [], machine("cpu")
+    """Return the runs to repeat: the first seed of each arm. Raises NotComparable if one has no learning rate yet."""
+    scores, wanted = {job: figures["score"] for job, figures in found.items()}, []
     for table, arm in arms:
         cell = table, plan.tables[table].concluding.name, arm
         rate = choice(plan, scores, cell)
@@ -64,36 +65,45 @@ def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS)
                 f"the learning rate of {table}/{arm} is not chosen: run `python -m evidence --scope core "
                 f"--tables {table} --arms {arm}` first"
             )
-        seeds = [Job(*cell, seed, rate) for seed in plan.protocol.headline_seeds]
-        wanted.append(next((job for job in seeds if job in found and found[job]["machine"] == here), seeds[0]))
+        wanted.append(Job(*cell, plan.protocol.headline_seeds[0], rate))
     return wanted
 
 
-def repeat(plan: Plan, job: Job, prepared: Path, models: Path, folder: Path) -> Figures:
-    """Run a job over HTTP, in a new folder. Return the digest of its last version and what moved.
+def repeat(plan: Plan, job: Job, prepared: Path, folder: Path) -> Figures:
+    """Run a job in a simulation and over HTTP, in a new folder. Return both last versions' digests and what moved.
 
-    Sites measure nothing, which changes no version. Raises NotComparable for an arm whose sites do not all train, and
-    the exceptions of `Federation`.
+    Sites measure nothing, which changes no version. Raises NotComparable for an arm whose sites do not all train or
+    whose simulation stalls, and the exceptions of `Federation`.
     """
-    table, began = plan.tables[job.table], monotonic()
+    table = plan.tables[job.table]
     arm, setting, kind = table.arm(job.arm), table.setting(job.setting), source(table.federation)
     if arm.central or setting.dropout or setting.away:
         raise NotComparable(f"{job.name} is central or has absent sites: choose another arm or setting")
     options = {**table.options, **setting.federation}
     sites = kind.federation(prepared, job.seed, options).sites
-    model = start(kind, prepared, job.seed, arm.model, options, models / table.federation)
-    spec = {**spec_of(plan, job, len(sites)), "dataset": DATASET}
-    spec["cohort"] = {"size": spec["cohort"]["size"], "quorum": spec["cohort"]["size"], "max_attempts": 1}
+    model = start(kind, prepared, job.seed, arm.model, options, folder / "models")
+    # A coordinator limits the weights of sites by default, and a simulation does not.
+    spec = {**spec_of(plan, job, len(sites)), "dataset": DATASET, "max_examples": "unlimited"}
     spec.pop("evaluation", None)
-    with Federation(folder, METHODS) as federation:
+    keys = {site: hashlib.sha256(site.encode()).digest() for site in sites}
+    keyed = {site: VirtualSite(data, audit_key=keys[site]) for site, data in sites.items()}
+    try:
+        simulated = simulate(spec, model, keyed, conditions=Conditions(threads=1, loaded=len(sites)))
+    except Stalled as fault:
+        raise NotComparable(f"{job.name} has no last version, choose another arm: {fault}") from fault
+    began = monotonic()
+    with Federation(folder / "federation", METHODS) as federation:
         for site, data in sites.items():
             files = folder / f"{site}-files"
             files.mkdir()
             examples = captioned(data, prepared, files) if data.common else tensors(data, files)
-            federation.start_worker(site, DATASET, examples, WORKER)
+            federation.start_worker(site, DATASET, examples, WORKER, keys[site])
         last = federation.run(spec, model).version
         moved = federation.moved()
     return {
+        **described(plan, job),
+        "inputs": inputs_of(kind, prepared),
+        "simulated": simulated.versions[-1].digest,
         "digest": last.digest,
         "received_bytes": moved["received"],
         "sent_bytes": moved["sent"],
@@ -139,21 +149,6 @@ def captioned(data: Dataset, prepared: Path, folder: Path) -> Options:
     }
 
 
-def simulated_here(plan: Plan, job: Job, prepared: Path, out: Path, found: store.Found) -> Figures:
-    """Return what the run's simulation on this machine left, which is made now if there is none."""
-    if job in found and found[job]["machine"] == machine("cpu"):
-        return dict(found[job])
-    return run(plan, job, prepared, out, "cpu")
-
-
-def compared(job: Job, over_http: Figures, simulated: Figures) -> Figures:
-    """Return what a repeated run left beside the simulation's digest. Raises NotComparable if that diverged."""
-    if "digest" not in simulated:
-        raise NotComparable(f"{job.name} diverged, and has no last version: choose another arm")
-    about = {name: simulated[name] for name in ("table", "setting", "arm", "seed", "rate", "setup", "inputs")}
-    return {**about, "simulated": simulated["digest"], **over_http}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m evidence.over_http",
@@ -173,10 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = store.finished(given.out, plan)
         for job in jobs(plan, found, [each for each in ARMS if "/".join(each) in given.arms]):
             with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                simulated = simulated_here(plan, job, given.prepared, folder, found)
-                over_http = repeat(plan, job, given.prepared, folder / "models", folder / "run")
-            saved[job] = compared(job, over_http, simulated)
+                saved[job] = repeat(plan, job, given.prepared, Path(name))
             digests.append(saved[job]["digest"] == saved[job]["simulated"])
             print(repeated_line(saved[job]), flush=True)
             if given.save:

@@ -148,7 +148,7 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     options = {**table.options, **setting.federation}
     federation = kind.federation(prepared, job.seed, options)
     tunes = job.seed == plan.protocol.tuning_seed
-    figures = {**_described(plan, job), "inputs": inputs_of(kind, prepared), "machine": machine(device)}
+    figures = {**described(plan, job), "inputs": inputs_of(kind, prepared), "machine": machine(device)}
     figures["code"] = code()
     parts = _parts(federation)
     figures["majority"] = [{"part": name, **majority(data)} for name, data in parts.items()]
@@ -220,7 +220,8 @@ def inputs_of(kind: Source, prepared: Path) -> str:
     return ", ".join(f"{name} {digest[:12]}" for name, digest in kind.inputs(prepared).items())
 
 
-def _described(plan: Plan, job: Job) -> Figures:
+def described(plan: Plan, job: Job) -> Figures:
+    """Return what identifies a job's figures."""
     return {
         "table": job.table,
         "setting": job.setting,
