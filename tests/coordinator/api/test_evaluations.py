@@ -281,7 +281,8 @@ def test_a_site_that_let_a_version_lapse_is_asked_about_the_latest_instead(
     clock.advance(61)
     until(lambda: client.task(begun.id).state != "leased")
     assert about(slow.take()) == ("evaluate", True, 1)
-    assert client.task(begun.id).state == "expired"
+    # By its lease, or by the offer of the later version if that comes first.
+    assert client.task(begun.id).state in ("expired", "cancelled")
 
 
 def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordinator) -> None:

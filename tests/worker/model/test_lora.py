@@ -258,12 +258,6 @@ def test_beside_a_base_of_16_bits_adapters_and_a_classifier_are_float32_and_move
     assert moved == {block.tensor for block in table if block.role in roles}
 
 
-def test_a_document_without_float32_blocks_is_written_as_before() -> None:
-    config, head = CASES["bert"]
-    table = block_table(made("bert"))
-    assert "float32" not in Model(config=config, head=head, blocks=table).model_dump()
-
-
 def test_a_run_that_would_train_16_bits_is_refused_with_the_way_out() -> None:
     config: dict[str, Any] = {**dual("clip"), "dtype": "bfloat16"}
     weights = Weights.of(instantiate(config, "contrastive", seed=3), config, "contrastive")
