@@ -104,9 +104,7 @@ def test_suites_without_authenticated_encryption_are_refused(
 
 def reached(live: LiveCoordinator, *files: Path | None, patience: float = 0) -> str:
     """The version that a coordinator tells a client with these files. Raises Problem."""
-    with Client(
-        live.url, live.token("admin"), verify=tls_context(*files), patience_seconds=patience_seconds
-    ) as client:
+    with Client(live.url, live.token("admin"), verify=tls_context(*files), patience_seconds=patience) as client:
         return client.about().version
 
 
