@@ -145,7 +145,7 @@ def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | 
 
 
 def round_costs(session: Session, run: Run) -> list[RoundCost]:
-    """Return what each attempt at a round that has ended cost, in order: the first one has the bytes of all."""
+    """Return the costs of each ended attempt at a round, in order. The first attempt has the bytes of all."""
     number, kind = TaskRow.version_number, TaskRow.kind
     # By version, an index has all of it: by attempt, the database reads each task.
     spent = session.execute(

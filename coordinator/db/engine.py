@@ -113,7 +113,7 @@ class UnknownDatabase(RuntimeError):
 
 
 class SchemaMismatch(RuntimeError):
-    """The database's schema is not the one of this version."""
+    """The database has another schema than this version of the coordinator."""
 
 
 Schema = Literal["current", "behind", "newer", "unsupported"]

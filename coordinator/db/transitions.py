@@ -113,7 +113,7 @@ def move_tasks(
 
 
 def cancel_tasks(session: Session, now: float, which: ColumnElement[bool], parameters: Mapping[str, Any]) -> None:
-    """Cancel those of these tasks that are open; `parameters` are for the parameters of the condition."""
+    """Cancel the open tasks that a condition selects; `parameters` are the values of its parameters."""
     for task in session.scalars(_OPEN_TASKS.where(which), parameters).all():
         move_task(session, now, ACTOR, task, "cancel")
 

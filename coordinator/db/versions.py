@@ -115,7 +115,7 @@ def earlier_choices(session: Session, run_id: str, number: int) -> list[Choices]
 
 
 def bounds_in_force(run: RunRow) -> Bounds:
-    """Return what was fixed when the run's first round opened."""
+    """Return the bounds that the run's first round fixed when it opened."""
     return Bounds.model_validate(run.bounds)
 
 

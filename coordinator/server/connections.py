@@ -195,7 +195,7 @@ class Server(uvicorn.Server):
                 ssl_shutdown_timeout=seconds,
             )
             if self.should_exit:
-                # `shutdown` may have told the others already.
+                # `shutdown` may have ended the other connections already.
                 protocol.shutdown()
         except OSError:
             connection.close()

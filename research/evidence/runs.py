@@ -221,7 +221,7 @@ def inputs_of(kind: Source, prepared: Path) -> str:
 
 
 def described(plan: Plan, job: Job) -> Figures:
-    """Return what identifies a job's figures."""
+    """Return the identity of a job's figures."""
     return {
         "table": job.table,
         "setting": job.setting,

@@ -82,7 +82,7 @@ def agreement(
 def drift_by_role(
     model: Mapping[str, Tensor], roles: Mapping[str, str], senders: Sequence[tuple[float, Mapping[str, Tensor]]]
 ) -> dict[str, float]:
-    """Return the scalars of each role of which two sites sent blocks. `roles` has the role of each block by its name.
+    """Return the scalars of each role whose blocks two or more sites sent. `roles` has each block's role by its name.
     Blocks of length zero have no scalar."""
     scalars: dict[str, float] = {}
     for role in dict.fromkeys(roles.values()):

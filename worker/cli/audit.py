@@ -96,7 +96,7 @@ def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
 
 
 def _verified_file(file: Path, key_file: Path) -> tuple[str | None, Sequence[str]]:
-    """Return what `_verified` does, of a file that `export --lines` wrote."""
+    """Verify a file that `export --lines` wrote, and return the same as `_verified`."""
     try:
         chain = Audit(file.parent, "", bytes.fromhex(key_file.read_text(encoding="ascii"))).chain
         entries = chain.read_lines(file.read_bytes().splitlines(), str(file))

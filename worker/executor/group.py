@@ -1,6 +1,7 @@
 """A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
 
 import hashlib
+import hmac
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,8 @@ N = TypeVar("N", float, Tensor)
 SHARED_FILE = "shared"
 """The file of the data set that the first rank has made last."""
 
+SIGNATURE_BYTES = hashlib.sha256().digest_size
+
 BUCKET = 1 << 24
 """Largest number of gradient values in one reduction, unless a single tensor has more: the memory it takes."""
 
@@ -47,10 +50,14 @@ class FirstRankFailed(Stopped):
 
 
 class Group:
-    """`worker.training.ranks.Ranks`, in a process of an initialised process group. `folder` is for its files."""
+    """`worker.training.ranks.Ranks`, in a process of an initialised process group. `folder` is for its files.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Ranks sign the objects that they send each other with `key`: gloo's ports take connections of any user of the
+    machine, and a pickle of another user would run code.
+    """
+
+    def __init__(self, folder: Path, key: bytes) -> None:
+        self._folder, self._key = folder, key
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._shared: WeakKeyDictionary[Dataset, SharedDataset] = WeakKeyDictionary()
         self.alone = False
@@ -191,14 +198,25 @@ class Group:
 
     def _sent(self, value: object, rank: int) -> Any:
         """Return a rank's object, in each rank."""
-        document = pickle.dumps(value) if self.rank == rank else b""
+        document = self._signed(value) if self.rank == rank else b""
         length = torch.tensor(len(document))
         dist.broadcast(length, rank)
         raw = torch.empty(int(length), dtype=torch.uint8)
         if self.rank == rank:
             raw = torch.frombuffer(bytearray(document), dtype=torch.uint8)
         dist.broadcast(raw, rank)
-        return pickle.loads(raw.numpy().tobytes())  # noqa: S301  (of a rank of this group)
+        return self._verified(raw.numpy().tobytes())
+
+    def _signed(self, value: object) -> bytes:
+        document = pickle.dumps(value)
+        return hmac.digest(self._key, document, "sha256") + document
+
+    def _verified(self, signed: bytes) -> Any:
+        """Return a signed object. Raises RuntimeError, before it is read, if no rank of this group signed it."""
+        signature, document = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, hmac.digest(self._key, document, "sha256")):
+            raise RuntimeError("a message between ranks was signed by no rank of this group")
+        return pickle.loads(document)  # noqa: S301  (of a rank of this group)
 
 
 def next_seed(seed: int, rank: int) -> int:

@@ -6,6 +6,7 @@ standard input, a line for each.
 
 import gc
 import os
+import secrets
 import select
 import sys
 import time
@@ -76,6 +77,8 @@ LOOPBACK = "lo"
 """The name of Linux's loopback interface."""
 STORE_FILE = "store"
 """The file by which the ranks find each other."""
+KEY_NAME = "tessera-key"
+"""In that file, the key by which the ranks of a group sign what they send each other."""
 REPORT_SECONDS = 0.5
 """Least time between two reports of progress."""
 ANSWER_SECONDS = 0.002
@@ -124,8 +127,11 @@ def _joined(home: Path, rank: int, settings: RankSettings, device: torch.device)
     ranks, timeout = len(settings.devices), timedelta(seconds=settings.timeout_seconds)
     # Ranks find each other by a file, since a store of torch's on a port has no password.
     store = dist.FileStore(str(home / STORE_FILE), ranks)  # type: ignore[attr-defined]  # torch does not declare it
+    # The file's folder is the worker's alone.
+    if rank == 0:
+        store.set(KEY_NAME, secrets.token_hex(32))
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    return Group(home)
+    return Group(home, store.get(KEY_NAME))
 
 
 class TaskStopped(Stopped):

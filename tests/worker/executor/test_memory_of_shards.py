@@ -43,7 +43,7 @@ SHARD = Compute(shard=True)
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     """A rank of a group of two, which sends nothing: the first, or that of the test's parameter."""
     dist.init_process_group("fake", store=FakeStore(), rank=getattr(request, "param", 0), world_size=2)
-    made = Group(Path())
+    made = Group(Path(), b"key")
     made.sharded = True
     yield made
     dist.destroy_process_group()

@@ -70,8 +70,10 @@ def shown_columns(table: DataTable) -> str:
 
 
 def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[object], bool]) -> str | None:
-    """Return the column of which most values fit: one with a known name, or else the only one. Reading it names the
-    others, of which one would otherwise make a column of images one of texts."""
+    """Return the column most of whose values fit: a column with a known name, or else the only such column.
+
+    Reading the column names the values that do not fit; a single such value must not turn images into texts.
+    """
     names = [name for name in table.columns.names if name not in table.columns.classes]
     cells = {name: table.cells(what, name)[:SAMPLE] for name in names}
     fitting = [name for name in names if 2 * sum(map(fits, cells[name])) > len(cells[name])]
