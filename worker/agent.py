@@ -37,8 +37,8 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data import augmentation
-from tessera.worker.data.dataset import DataError, in_short
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
+from tessera.worker.errors import DataError, in_short
 from tessera.worker.faults.disk import DISK_FULL, Disk
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.faults.outage import Outage, refuses_worker

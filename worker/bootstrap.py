@@ -7,10 +7,10 @@ import structlog
 import torch
 
 from tessera.shared.client.client import Client
+from tessera.worker.errors import ConfigError
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.inventory import check_deltas, datasets_of, devices_of, mappings_of
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of

@@ -37,8 +37,9 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
 from tessera.worker.data import augmentation
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
+from tessera.worker.errors import ConfigError, DataError
 from tessera.worker.faults.disk import unwritable
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words
 from tessera.worker.governance.notices import TEST
@@ -52,7 +53,6 @@ from tessera.worker.inventory import (
     loaders_of,
     prepared_of,
 )
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file

@@ -10,11 +10,12 @@ import torch
 
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.run_settings import InvalidDelta, Unit, UnitBudget, check_delta
-from tessera.worker.data.dataset import DataError, Dataset, Loaders
+from tessera.worker.data.dataset import Dataset, Loaders
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tessera.worker.governance.policy import PrivacyFloor
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tessera.worker.settings import DataSettings, DataSource, DeviceName, SettingsError, WorkerSettings

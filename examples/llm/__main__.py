@@ -24,8 +24,8 @@ from examples.staging import DemoFailed, parser, play, run_through
 from tessera.shared import units
 from tessera.shared.terminal import output
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.tokenizer import tokenizer_of
+from tessera.worker.errors import DataError
 from tessera.worker.settings import DataSource
 
 HERE = Path(__file__).parent

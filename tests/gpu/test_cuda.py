@@ -21,6 +21,7 @@ from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
+from tessera.worker.errors import ExampleTooLarge
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -28,7 +29,7 @@ from tessera.worker.model.device_memory import free_bytes
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.optimization.micro_batch import ExampleTooLarge, PieceSize
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer

@@ -56,12 +56,11 @@ from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.version import VERSION
 from tessera.worker import agent as agent_module
 from tessera.worker.agent import ALIVE_FILE, Agent
-from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.cli import worker as worker_command
 from tessera.worker.cli.exits import DEVICE_FAILED
 from tessera.worker.cli.exits import DISK_FULL as DISK_FULL_AT_START
-from tessera.worker.data.dataset import DataError
 from tessera.worker.enrolment import rotate
+from tessera.worker.errors import DataError, UnknownAttention
 from tessera.worker.faults.disk import DISK_FULL
 from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time

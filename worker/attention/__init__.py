@@ -1,1 +1,1 @@
-"""Measurements of a model's attention. Imports `model`."""
+"""Measurements of a model's attention. Imports `errors` and `model`."""

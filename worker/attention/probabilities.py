@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tessera.worker.errors import UnknownAttention
+
 CHUNK = 1 << 20
 """Number of probabilities computed at a time, 4 MiB of float32; one query row of a batch may need more."""
 
 SOFTMAXES = frozenset({torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax})
-
-
-class UnknownAttention(ValueError):
-    """An attention that cannot be measured. The text names its layer."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block, Layer, layers_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.heads import by_head
-from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, UnknownAttention, of_softmax
+from tessera.worker.attention.probabilities import READERS, SOFTMAXES, Probabilities, of_softmax
+from tessera.worker.errors import UnknownAttention
 from tessera.worker.model.forward import evaluation_mode
 
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")

@@ -20,6 +20,7 @@ from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits, fail
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.prepared import Prepared
+from tessera.worker.errors import DataError
 from tessera.worker.settings import (
     DataSettings,
     DataSource,
@@ -143,7 +144,7 @@ def init(
             lines = proposal.toml(given)
             tomllib.loads(lines)
             lines.encode()
-        except (datasets.DataError, tomllib.TOMLDecodeError, UnicodeEncodeError) as fault:
+        except (DataError, tomllib.TOMLDecodeError, UnicodeEncodeError) as fault:
             raise SettingsError(str(fault)) from fault
         if to is None:
             typer.echo(lines, nl=False)

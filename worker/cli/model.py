@@ -55,13 +55,13 @@ from tessera.worker.cli.model_options import (
     prompts_from,
     vision_start,
 )
+from tessera.worker.errors import DataError
 from tessera.worker.model.layouts import MappingFile, read_mapping
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-    from tessera.worker.data import dataset
     from tessera.worker.data.readers import image_processor, tokenizer
     from tessera.worker.model import block_map, build
     from tessera.worker.model import config as configs
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 else:
     torch = Deferred("torch")
     transformers = Deferred("transformers")
-    dataset = Deferred("tessera.worker.data.dataset")
     image_processor = Deferred("tessera.worker.data.readers.image_processor")
     tokenizer = Deferred("tessera.worker.data.readers.tokenizer")
     block_map = Deferred("tessera.worker.model.block_map")
@@ -376,7 +375,7 @@ def _save_preprocessing(source: str, folder: Path, *, hub: bool) -> None:
         try:
             with pretrained_weights.quiet():
                 load_one(what, place).save_pretrained(folder)
-        except dataset.DataError as fault:
+        except DataError as fault:
             output.note(f"warning: the model folder is without this {fault}")
 
 
@@ -387,7 +386,7 @@ def _padding_token(source: str, *, hub: bool) -> int | None:
     try:
         with pretrained_weights.quiet():
             padding: int | None = tokenizer.tokenizer_of("tokenizer", place).pad_token_id
-    except dataset.DataError:
+    except DataError:
         return None
     return padding
 

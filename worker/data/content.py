@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tessera.shared.tensors.lazy import Array, as_bytes
-from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.errors import DataError
 
 
 def row_settings(dataset: Dataset) -> bytes:

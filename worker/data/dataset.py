@@ -21,21 +21,9 @@ from tessera.worker.data.groups import is_unnamed
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
+from tessera.worker.errors import DataError
 
 LABELS = "labels"
-
-
-class DataError(ValueError):
-    """A data set with an unknown kind, invalid options or an unreadable file."""
-
-
-def in_short(fault: BaseException) -> str:
-    """Return a library's error message on one line, cut off after 300 characters."""
-    return " ".join(str(fault).split())[:300]
-
-
-class DataChanged(DataError):
-    """A file that is not the one any more that was read when the worker started."""
 
 
 class Options(Frozen):

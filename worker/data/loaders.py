@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
 from tessera.worker.data.augmentation import SeededAugmentation, augmented
-from tessera.worker.data.dataset import DataError, Dataset, Request, Rows
+from tessera.worker.data.dataset import Dataset, Request, Rows
+from tessera.worker.errors import DataError, LoaderFailed
 
 Reader = Callable[[Sequence[int]], Tensor]
 
@@ -48,10 +49,6 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Linux keeps what processe
 
 # The forkserver imports it once, and the loaders share its memory.
 PRELOADED = ["tessera.worker.data.loaders", "tessera.worker.data.readers.pictures"]
-
-
-class LoaderFailed(RuntimeError):
-    """A loader ended or is stuck. The message names it, with the remedy."""
 
 
 def stream(

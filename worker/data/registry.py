@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from tessera.shared.near_names import did_you_mean, nearest
 from tessera.shared.validation_errors import messages_of
-from tessera.worker.data.dataset import Adapter, DataError, Dataset, Loaders
+from tessera.worker.data.dataset import Adapter, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.errors import DataError
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from tessera.shared.methods.base import LocalResult
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
+from tessera.worker.errors import HiddenFailure, TaskFailure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.folder import (
     ARRAYS,
@@ -49,7 +50,6 @@ from tessera.worker.state.atomic_files import WriteFailed, sweep
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.errors import HiddenFailure, TaskFailure
 from tessera.worker.task.execution import Outcome
 from tessera.worker.task.fetch import Fetched
 from tessera.worker.training.progress import Report

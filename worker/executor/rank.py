@@ -26,6 +26,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.device_failure import is_device_failure
+from tessera.worker.errors import HiddenFailure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.checkpoints import GroupCheckpoints
 from tessera.worker.executor.executor import Progress
@@ -61,7 +62,6 @@ from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import Instance, TaskCheckpoint
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
-from tessera.worker.task.errors import HiddenFailure
 from tessera.worker.task.execution import Outcome, execute
 from tessera.worker.task.fetch import Fetched, require_memory
 from tessera.worker.task.heartbeat import Stopped

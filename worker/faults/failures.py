@@ -7,21 +7,24 @@ from tessera.shared.methods.registry import UnknownMethod
 from tessera.shared.model.selectors import SelectorError
 from tessera.shared.problems import Problem
 from tessera.shared.updates.codecs.stage import CodecError
-from tessera.worker.attention.probabilities import UnknownAttention
-from tessera.worker.data.dataset import DataError
-from tessera.worker.data.loaders import LoaderFailed
+from tessera.worker.errors import (
+    ConfigError,
+    DataError,
+    ExampleTooLarge,
+    InputMismatch,
+    LoaderFailed,
+    ModelMismatch,
+    NoFiniteLoss,
+    TaskFailure,
+    TrainingDiverged,
+    UnknownArchitecture,
+    UnknownAttention,
+)
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.model.block_map import UnknownArchitecture
-from tessera.worker.model.build import ModelMismatch
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingError
 from tessera.worker.state.blob_cache import BlobTooLarge
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.upload_budget import OverBudget
-from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
-from tessera.worker.training.input_mismatch import InputMismatch
-from tessera.worker.training.optimization.micro_batch import ExampleTooLarge
 
 # Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
 REPORTABLE: dict[type[Exception], str] = {

@@ -1,4 +1,4 @@
 """The worker's model: building it, mapping its blocks, adding prompts and adapters.
 
-Imports no other package of `worker`.
+Imports `errors`.
 """

@@ -42,6 +42,7 @@ from tessera.shared.model.spec import stored_name
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.tensors.statistics import module_of
+from tessera.worker.errors import UnknownArchitecture
 from tessera.worker.model.layouts import (
     ATTENTION_LIKE,
     LAYOUTS,
@@ -89,15 +90,6 @@ def torch_view(array: Array) -> Tensor:
     if array.dtype == NUMPY_DTYPES["BF16"]:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-class UnknownArchitecture(ValueError):
-    """Attention that neither `LAYOUTS` nor the mapping explains. `tensors` are the names of the unexplained."""
-
-    def __init__(self, problem: str, tensors: Iterable[str]) -> None:
-        self.tensors = tuple(sorted(tensors))
-        shown = ", ".join(self.tensors[:12]) + (", ..." if len(self.tensors) > 12 else "")
-        super().__init__(f"{problem}: {shown}. Describe it in a mapping file (`tessera docs blockmap`)")
 
 
 @dataclass(frozen=True)

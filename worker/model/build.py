@@ -32,8 +32,9 @@ from tessera.shared.model.spec import Float32Role, Head, Lora, Model, Prompts
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.version import install_line
+from tessera.worker.errors import ConfigError, ModelMismatch, UnsafeConfig
 from tessera.worker.model.block_map import DTYPES, block_table, named_tensors, numpy_view, torch_view
-from tessera.worker.model.config import ConfigError, UnsafeConfig, config_from
+from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.prompts import add_prompts
 
@@ -83,14 +84,6 @@ def is_decoder_of(config: PreTrainedConfig, head: Head) -> bool | None:
 
 MAX_BUFFER_BYTES = 1 << 30
 """Limit on masks and position tables: they are not in the block table, so nothing else bounds them."""
-
-
-class ModelMismatch(ValueError):
-    """Mismatch between a model and its block table. `faults` has one sentence per block."""
-
-    def __init__(self, faults: Iterable[str]) -> None:
-        self.faults = tuple(sorted(faults))
-        super().__init__("the model and its block table disagree: " + "; ".join(self.faults))
 
 
 def laid_out(

@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from tessera.shared.model.config_safety import INTERNAL, UNSAFE_MODEL_TYPES, unsafe_settings
+from tessera.worker.errors import ConfigError, UnsafeConfig
 
 _SETTINGS = {field.name for field in fields(cast("Any", PreTrainedConfig))} | {"model_type"}
 _INTERNAL = INTERNAL | {
@@ -21,14 +22,6 @@ _INTERNAL = INTERNAL | {
     for name in dir(PreTrainedConfig)
     if name not in _SETTINGS and not isinstance(getattr_static(PreTrainedConfig, name), property)
 }
-
-
-class ConfigError(ValueError):
-    """A config and head from which transformers cannot build a model."""
-
-
-class UnsafeConfig(ConfigError):
-    """A config that could run code, reach a network or exhaust memory."""
 
 
 def check_config(config: Mapping[str, JsonValue]) -> None:

@@ -22,8 +22,8 @@ from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.version import install_line
+from tessera.worker.errors import ConfigError
 from tessera.worker.model.build import laid_out
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingFile
 
 VALUES = 64

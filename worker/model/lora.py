@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Lora
-from tessera.worker.model.config import ConfigError
+from tessera.worker.errors import ConfigError
 
 ADAPTER = "default"
 """PEFT's default name of an adapter."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
 
 from tessera.shared.model.spec import Fusion, Transport
-from tessera.worker.model.config import ConfigError
+from tessera.worker.errors import ConfigError
 
 TINY = 1e-12
 """Keeps the gradient of a norm finite at zero, where the attention's output starts."""

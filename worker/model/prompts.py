@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tessera.shared.model.dataset_schema import positions_in
 from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts, Transport
-from tessera.worker.model.config import ConfigError
+from tessera.worker.errors import ConfigError
 from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module, transport_plan
 
 PROMPTS = "prompts"

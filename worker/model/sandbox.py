@@ -35,7 +35,8 @@ from tokenizers import Tokenizer
 
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import Frozen, canonical
-from tessera.worker.model.config import UnsafeConfig, check_config
+from tessera.worker.errors import UnsafeConfig
+from tessera.worker.model.config import check_config
 from tessera.worker.model.layouts import MappingFile
 
 MEMORY_BYTES = 2 << 30

@@ -24,12 +24,13 @@ from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.device_failure import is_device_failure
+from tessera.worker.errors import InputMismatch
 from tessera.worker.model.forward import IGNORED, counted_labels, forward
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.training.batches import ReadableBatches
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 from tessera.worker.training.evaluate import ROWS, texts_once
-from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
+from tessera.worker.training.input_mismatch import rehearsal_fault
 from tessera.worker.training.ranks import Ranks
 
 STEP = 5

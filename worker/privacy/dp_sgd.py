@@ -24,8 +24,9 @@ from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.privacy.noise import NoiseSource, grid_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.augmentation import augmentation_of
-from tessera.worker.data.dataset import DataError, Dataset, Rows
-from tessera.worker.data.loaders import LoaderFailed, attempt, finished, read_apart, read_in_pieces
+from tessera.worker.data.dataset import Dataset, Rows
+from tessera.worker.data.loaders import attempt, finished, read_apart, read_in_pieces
+from tessera.worker.errors import DataError, LoaderFailed
 from tessera.worker.model.forward import losses
 from tessera.worker.privacy.factors import Factors
 from tessera.worker.privacy.known_examples import known_examples

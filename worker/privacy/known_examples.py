@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tessera.worker.data.dataset import LABELS, DataError, Dataset, RowsOnDisk
+from tessera.worker.data.dataset import LABELS, Dataset, RowsOnDisk
+from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED, evaluation_mode
 from tessera.worker.training.context import LocalTaskContext
 

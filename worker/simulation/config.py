@@ -31,6 +31,7 @@ from tessera.shared.lazy_import import Deferred
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Frozen, Label, Resources
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
+from tessera.worker.errors import DataError
 from tessera.worker.settings import DataSource
 from tessera.worker.simulation.conditions import Conditions, unknown_sites
 
@@ -203,5 +204,5 @@ def _table(file: Path, name: str, kind: type[T], given: object) -> T:
 def _loaded(where: str, make: Callable[[], dataset.Dataset]) -> dataset.Dataset:
     try:
         return make()
-    except dataset.DataError as fault:
+    except DataError as fault:
         raise Invalid(f"{where}.{fault}", remedy=REMEDY) from fault

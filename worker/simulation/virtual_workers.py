@@ -11,6 +11,7 @@ from tessera.shared.api.runs import Measurement
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import TaskFailure
 from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
@@ -20,7 +21,6 @@ from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report

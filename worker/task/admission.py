@@ -26,6 +26,7 @@ from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
+from tessera.worker.errors import InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
@@ -33,11 +34,9 @@ from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.task.environment import TaskRun, privacy_module
-from tessera.worker.task.errors import TaskFailure, faults_in
-from tessera.worker.task.fetch import read_model
+from tessera.worker.task.fetch import faults_in, read_model
 from tessera.worker.task.resumption import checkpoint_of
 from tessera.worker.task.secure_sums import admitted_terms
-from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import CALIBRATING
 
 if TYPE_CHECKING:

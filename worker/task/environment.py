@@ -30,6 +30,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups, UngroupedExamples
+from tessera.worker.errors import TaskFailure, TrainingDiverged
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
@@ -44,9 +45,7 @@ from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.model_cache import ModelCache
-from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
 from tessera.worker.training.progress import Check, Report

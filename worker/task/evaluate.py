@@ -9,9 +9,9 @@ from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import TaskFailure
 from tessera.worker.privacy.bounded_figures import Noise, bounded_sums
 from tessera.worker.task.environment import TaskRun, loss_scaler
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches

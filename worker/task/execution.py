@@ -18,10 +18,10 @@ from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array, to_array
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import HiddenFailure, Indivisible, InputMismatch, TaskFailure
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.errors import HiddenFailure, TaskFailure
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, load
 from tessera.worker.task.heartbeat import Stopped
@@ -29,8 +29,7 @@ from tessera.worker.task.model_cache import Built
 from tessera.worker.task.tokenize import require_apart, tokenize
 from tessera.worker.task.train import train
 from tessera.worker.training.checkpoints import TrainingCheckpoints
-from tessera.worker.training.input_mismatch import InputMismatch, explained, require_output, require_own_loss
-from tessera.worker.training.optimization.micro_batch import Indivisible
+from tessera.worker.training.input_mismatch import explained, require_output, require_own_loss
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.ranks import require_summable
 

@@ -1,6 +1,7 @@
 """The stages that fetch a version according to the plan and load it into a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+from pydantic import ValidationError
 
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
@@ -18,12 +20,13 @@ from tessera.shared.model.dataset_schema import token_rows
 from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
-from tessera.shared.problems import Invalid, InvalidUpdate
+from tessera.shared.problems import Invalid, InvalidUpdate, faults_of
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.policy import PolicyViolation, require
 from tessera.worker.governance.run_history import after_restore
 from tessera.worker.model.block_map import named_tensors
@@ -41,7 +44,6 @@ from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.state.vault import NoReceipt
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
-from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
@@ -473,3 +475,21 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
             usable = False
     if not usable:
         structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)
+
+
+@contextmanager
+def failing_as(code: str) -> Iterator[None]:
+    """Turn validation errors in the block into TaskFailure with this code."""
+    try:
+        yield
+    except ValidationError as refusal:
+        raise TaskFailure(code, faults_in(refusal)) from None
+    except (TaskFailure, BlobTooLarge):
+        raise
+    except ValueError as fault:
+        raise TaskFailure(code, str(fault)[:300]) from None
+
+
+def faults_in(refusal: ValidationError) -> str:
+    """Return the first eight faults of a document in one line."""
+    return "; ".join(f"{fault.pointer}: {fault.detail}" for fault in faults_of(refusal)[:8])

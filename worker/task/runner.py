@@ -20,6 +20,7 @@ from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
+from tessera.worker.errors import HiddenFailure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.audit import LEAVING, StateRolledBack
@@ -30,7 +31,6 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.errors import HiddenFailure
 from tessera.worker.task.execution import Outcome, execute, without_step
 from tessera.worker.task.fetch import Fetched, fetch
 from tessera.worker.task.heartbeat import Stopped

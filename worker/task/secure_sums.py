@@ -27,12 +27,12 @@ from tessera.shared.secure_sums.messages import SumDocument, Terms
 from tessera.shared.secure_sums.roster import check_terms
 from tessera.shared.tensors.lazy import Array, squares
 from tessera.shared.updates.update_file import TrainedBlock, WrittenUpdate
+from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.policy import PolicyViolation, require
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.errors import TaskFailure, failing_as
-from tessera.worker.task.fetch import read_model
+from tessera.worker.task.fetch import failing_as, read_model
 
 M = TypeVar("M", bound=BaseModel)
 

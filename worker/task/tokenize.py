@@ -8,13 +8,13 @@ import structlog
 
 from tessera.shared.model.dataset_schema import token_limit
 from tessera.shared.model.preprocessing import TOKENIZER
-from tessera.worker.data.dataset import DataChanged, DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.packing import POSITIONS, packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
+from tessera.worker.errors import DataChanged, DataError, TaskFailure
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched, Loaded
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault

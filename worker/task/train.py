@@ -19,18 +19,17 @@ from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.errors import TaskFailure, TrainingDiverged
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.privacy.bounded_figures import disclosed
 from tessera.worker.task.environment import TaskRun, loss_scaler, privacy_module
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import synthetic_batch
-from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 

@@ -31,6 +31,7 @@ from tessera.shared.updates.update_file import (
     read_update,
     write_update,
 )
+from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.airlock import (
     Airlock,
     BlockOut,
@@ -48,7 +49,6 @@ from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.pieces_file import PiecesFile
 from tessera.worker.task.environment import MAX_INLINE, TaskEnvironment, TaskRun
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched
 from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within

@@ -21,9 +21,9 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
 from tessera.worker.attention.profile import attention_profile, attention_rows, batches_of_one, isolated_profile
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import ConfigError
 from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import (

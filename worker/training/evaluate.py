@@ -16,9 +16,9 @@ from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.spec import Head
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.errors import NoFiniteLoss
 from tessera.worker.model.forward import IGNORED, forward
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.divergence import NoFiniteLoss
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import OneRank, Ranks
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Head, Model
-from tessera.worker.data.dataset import LABELS, Dataset, in_short
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.device_failure import ASSERTION, is_device_failure
+from tessera.worker.errors import InputMismatch, in_short
 from tessera.worker.model.forward import IGNORED, CrossEntropy, counted_labels, evaluation_mode, forward
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 
@@ -20,10 +21,6 @@ FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 
 UNKNOWN_INDEX = ("index out of range in self", "Target ")
 """The beginnings of torch's messages about a token or a label that the model lacks."""
-
-
-class InputMismatch(UnsupportedRun):
-    """A model that does not take a data set's inputs. The text has no values and no examples."""
 
 
 def require_fit(model: Model, name: str, dataset: Dataset, *, padded: bool, vocabulary: str | None = None) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.blocks import Block
+from tessera.worker.errors import NoFiniteLoss, TrainingDiverged
 from tessera.worker.model.forward import label_count
 from tessera.worker.model.four_bits import buffers_of_passes
 from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
-from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize, pieces_of, require_additive
 from tessera.worker.training.optimization.optimizer import make_moments, optimizer_of, parameter_groups, set_rate

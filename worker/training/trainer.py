@@ -15,10 +15,10 @@ from tessera.shared.run_settings import Training
 from tessera.shared.schedule import local_steps, rate_factors, steps_per_epoch
 from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import InputMismatch, TrainingDiverged
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.input_mismatch import InputMismatch, count_labelled, rehearsal_fault
+from tessera.worker.training.input_mismatch import count_labelled, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed

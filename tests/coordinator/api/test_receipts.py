@@ -17,9 +17,9 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import from_bytes
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import TaskFailure
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup

@@ -19,8 +19,9 @@ from tessera.shared.methods.base import Plan
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.run_settings import Training
-from tessera.worker.attention.probabilities import CHUNK, UnknownAttention
+from tessera.worker.attention.probabilities import CHUNK
 from tessera.worker.attention.profile import _Context, _Frame, _token_masks, attention_profile
+from tessera.worker.errors import UnknownAttention
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import forward

@@ -10,8 +10,8 @@ import pytest
 
 from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.near_names import nearest
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.class_labels import _each_once, combinations, numbered
+from tessera.worker.errors import DataError
 
 
 class Name(str):

@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGLosslessSV1, RLELossless
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers.dicom import read_dicom
 from tessera.worker.data.readers.pictures import BrokenImage, is_dicom
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tests.support.dicom_files import written
 
 # Slices of a body: air, water, and bone, in Hounsfield units.

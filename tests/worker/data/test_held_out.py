@@ -12,9 +12,10 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import hold_out, key_of_seed
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tessera.worker.inventory import datasets_of
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key

@@ -17,12 +17,13 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessorPil
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index
 from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
 from tessera.worker.data.readers.pictures import PictureFiles, Pictures, PixelReader, Prepare, Resized
 from tessera.worker.data.registry import load, streamed
+from tessera.worker.errors import DataError
 from tests.support.pretrained import picture
 
 COUNT = 40

@@ -22,11 +22,12 @@ from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.shared.version import install_line
 from tessera.worker.data.content import content_digest
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.overlap import hashes_in_order
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
 from tessera.worker.training.batches import Batches

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.kinds import arrays
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid
 from tessera.worker.data.registry import EVERY_KIND, adapters, load
 from tessera.worker.enrolment import SKELETON
+from tessera.worker.errors import DataError
 from tessera.worker.settings import DataSource
 from tests.support.paths import ROOT
 

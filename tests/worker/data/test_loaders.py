@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tessera.worker.data import loaders as module
-from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.data.loaders import LoaderFailed, LoaderProcesses
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError, LoaderFailed
 from tessera.worker.training.batches import Batches
 from tests.support.coordinator import until
 from tests.support.processes import Process

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.data.overlap import CHECKED, distinct, hashes_in_order, share_of, sketch_of
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache

@@ -11,10 +11,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tessera.shared.methods.base import Plan
-from tessera.worker.data.dataset import DataError, Dataset, Padding
+from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.data.packing import packed
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tessera.worker.executor import mapped
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward

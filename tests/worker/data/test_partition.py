@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import divide, part_of
 from tessera.worker.data.partition.schemes import (
     Partition,
@@ -24,6 +24,7 @@ from tessera.worker.data.partition.schemes import (
     quantity,
     shards,
 )
+from tessera.worker.errors import DataError
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
 PART: TypeAdapter[Scheme] = TypeAdapter(SitePartition)

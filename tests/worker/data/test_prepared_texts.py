@@ -16,10 +16,11 @@ import torch
 from pyarrow import parquet
 from safetensors import safe_open
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.schemes import Iid
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tests.support.cli import forked
 from tests.support.paths import ROOT
 from tests.support.pretrained import bert_tokenizer, plain_tokenizer

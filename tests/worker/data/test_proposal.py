@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.proposal import propose
 from tessera.worker.data.proposal.options import SAMPLE
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tests.support.dicom_files import written
 from tests.support.pretrained import bert_tokenizer
 

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.table_files import Separator
 from tessera.worker.data.readers.tables import DataTable, read_table, separator_of
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tests.support.pretrained import bert_tokenizer
 
 CLASSES = datasets.ClassLabel(names=["benign", "malignant"])

@@ -14,11 +14,12 @@ from transformers import BertConfig
 from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.shared.model.spec import Head
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.partition.schemes import Iid
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
 from tests.support.pretrained import CLS, PAD, SEP, UNK, bert_tokenizer, plain_tokenizer

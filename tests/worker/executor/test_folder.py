@@ -18,6 +18,7 @@ from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.errors import HiddenFailure, ModelMismatch, TaskFailure, UnsafeConfig
 from tessera.worker.executor import mapped
 from tessera.worker.executor.folder import (
     FailureRecord,
@@ -31,11 +32,8 @@ from tessera.worker.executor.folder import (
 from tessera.worker.executor.rank import Rank, _failure
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.model.build import ModelMismatch
-from tessera.worker.model.config import UnsafeConfig
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.atomic_files import WriteFailed
-from tessera.worker.task.errors import HiddenFailure, TaskFailure
 from tessera.worker.training.progress import Report
 from tests.support.pretrained import bert_tokenizer
 

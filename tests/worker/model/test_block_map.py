@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from tessera.shared.model.blocks import Block, check_table
 from tessera.shared.model.spec import Model
 from tessera.worker.cli.model import app
-from tessera.worker.model.block_map import UnknownArchitecture, block_table, named_tensors, tied_names
+from tessera.worker.errors import UnknownArchitecture
+from tessera.worker.model.block_map import block_table, named_tensors, tied_names
 from tessera.worker.model.build import check_model, read_block, write_block
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tests.support.paths import ROOT

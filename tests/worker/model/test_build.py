@@ -20,18 +20,11 @@ from tessera.shared.model.config_safety import INTERNAL
 from tessera.shared.model.selectors import all_but, roles
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.cli.model import app
+from tessera.worker.errors import ConfigError, ModelMismatch, UnsafeConfig
 from tessera.worker.model import config as config_module
 from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import (
-    ModelMismatch,
-    _bounded,
-    check_model,
-    instantiate,
-    laid_out,
-    read_block,
-    write_block,
-)
-from tessera.worker.model.config import ConfigError, UnsafeConfig, check_config, config_from
+from tessera.worker.model.build import _bounded, check_model, instantiate, laid_out, read_block, write_block
+from tessera.worker.model.config import check_config, config_from
 from tessera.worker.training.freeze import Freeze
 from tests.support.tasks import Subject, images, one_task
 

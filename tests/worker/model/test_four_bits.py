@@ -15,9 +15,9 @@ from torch.func import grad, vmap
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.shared.version import install_line
+from tessera.worker.errors import ConfigError
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import FourBitLinear, four_bit_tensors, library, put_four_bits, stored_bytes
 from tests.worker.model.test_lora import SIZES
 

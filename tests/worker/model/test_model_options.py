@@ -26,8 +26,8 @@ from tessera.shared.rounds.export import Export
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import app
+from tessera.worker.errors import ConfigError
 from tessera.worker.model.build import instantiate, load
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
 from tests.support.pretrained import bert_tokenizer, image_processor, picture

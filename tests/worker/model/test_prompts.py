@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Fusion, Model, Prompts, Transport
+from tessera.worker.errors import ConfigError
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import check_model, instantiate
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompt_fusion import fusion_module, transport_plan
 from tessera.worker.model.prompts import (

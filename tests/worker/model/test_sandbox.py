@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from tessera.shared.model.spec import Model
+from tessera.worker.errors import UnsafeConfig
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.model.config import UnsafeConfig, check_config
+from tessera.worker.model.config import check_config
 from tessera.worker.model.sandbox import FORK_SERVER, ForkServer, Sandbox, TokenizerRequest
 from tests.support.pretrained import bert_tokenizer
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import PIECE
-from tessera.worker.model.build import ModelMismatch, read_block
+from tessera.worker.errors import ModelMismatch
+from tessera.worker.model.build import read_block
 from tessera.worker.model.small_blocks import read_blocks, write_blocks
 
 KINDS: dict[DType, torch.dtype] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}

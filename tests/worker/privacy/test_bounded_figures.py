@@ -13,12 +13,12 @@ from torch import Tensor
 from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource
-from tessera.worker.data.dataset import DataError, Dataset, Padding, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, Padding, RowsOnDisk
+from tessera.worker.errors import DataError, InputMismatch
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.bounded_figures import SQUARES, STEP, BoundedSums, Noise, bounded_sums
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.ranks import OneRank
 from tests.support.duals import dual, pairs
 from tests.support.tasks import PLAIN

@@ -25,7 +25,8 @@ from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.errors import DataError
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.account import PrivacyAccount

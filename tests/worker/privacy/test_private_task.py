@@ -24,7 +24,8 @@ from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.run_settings import Privacy
-from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.errors import DataError
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate

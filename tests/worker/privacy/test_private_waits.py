@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.privacy.noise import NoiseSource
-from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.data.groups import Groups
+from tessera.worker.errors import DataError
 from tessera.worker.privacy import dp_sgd, per_example_grads
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.per_example_grads import Batched, Hooked, OneByOne, PerExample

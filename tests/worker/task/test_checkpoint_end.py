@@ -16,12 +16,12 @@ from tessera.shared.problems import (
     Unauthenticated,
     Unavailable,
 )
+from tessera.worker.errors import TrainingDiverged
 from tessera.worker.state.atomic_files import ACCESS, WRITES
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints, TaskCheckpoint
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
-from tessera.worker.training.divergence import TrainingDiverged
 
 KEY = CheckpointKey(
     run="run-1", round=1, task="task-1", model="m", base="b", plan="p", settings="s", data="d", libraries="l",

@@ -24,10 +24,11 @@ from tessera.shared.problems import DigestMismatch, Invalid
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.agent import Agent
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import hold_out
 from tessera.worker.data.readers.tokenizer import tokenizer_of
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError, TaskFailure
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
@@ -40,7 +41,6 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.stores import inbox_of
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskRun
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import _tokenizer_files
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.tokenize import tokenize

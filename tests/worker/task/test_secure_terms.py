@@ -34,6 +34,7 @@ from tessera.shared.secure_sums.messages import Envelope, RingBlock, Terms
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock
+from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import instantiate
@@ -46,7 +47,6 @@ from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.secure_sums import admitted_terms, check_values, help_open, masked
 from tessera.worker.task.train import train

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from tessera.shared.model.spec import Head, Prompts, Transport
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import TrainingDiverged
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.prompts import patch_matching
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import Scores, evaluate
 from tessera.worker.training.progress import Report, rounded
 from tests.support.tasks import PLAIN

@@ -10,10 +10,11 @@ import torch
 from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.spec import Model
 from tessera.worker.data.dataset import Dataset, Padding, schema_of
+from tessera.worker.errors import InputMismatch
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.input_mismatch import InputMismatch, explained, require_fit
+from tessera.worker.training.input_mismatch import explained, require_fit
 
 SECRET = 31
 BERT = {

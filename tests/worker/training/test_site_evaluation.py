@@ -23,6 +23,7 @@ from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
+from tessera.worker.errors import TrainingDiverged
 from tessera.worker.governance.departures import departures
 from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.inventory import datasets_of
@@ -36,7 +37,6 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.optimization.precision import restore_scale, scale_of
 from tessera.worker.training.progress import Report

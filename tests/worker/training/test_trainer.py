@@ -25,6 +25,7 @@ from tessera.shared.schedule import rate_factors
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.tensors.statistics import is_statistic
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import InputMismatch, NoFiniteLoss, TrainingDiverged
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -32,9 +33,7 @@ from tessera.worker.model.forward import IGNORED, CrossEntropy
 from tessera.worker.task.heartbeat import Stop, Stopped
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
-from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.phase_training import READ_SECONDS

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, Dataset, Options, schema_of
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.readers.class_labels import MAX_CLASSES
+from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
 
 PIECE = 1 << 22

@@ -27,7 +27,7 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
 from tessera.shared.version import install_line
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, Dataset, schema_of
 from tessera.worker.data.groups import (
     PATIENT,
     PERSON_IN_PATH,
@@ -55,6 +55,7 @@ from tessera.worker.data.readers.pictures import (
 )
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
+from tessera.worker.errors import DataError
 
 OF_TABLES = frozenset({"image", "label", "domain", "split", "separator"})
 """The options that only a table has."""

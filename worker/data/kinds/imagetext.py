@@ -16,11 +16,12 @@ from pydantic import Field, PositiveInt, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS, TensorSchema
-from tessera.worker.data.dataset import Adapter, DataError, Dataset, RawTexts, schema_of
+from tessera.worker.data.dataset import Adapter, Dataset, RawTexts, schema_of
 from tessera.worker.data.kinds.images import ImagesOptions, images
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import Names
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, encode, tokenized_here, tokenizer_of
+from tessera.worker.errors import DataError
 
 HOLE = "{}"
 

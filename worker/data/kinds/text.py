@@ -24,15 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import AT_ONCE
-from tessera.worker.data.dataset import (
-    LABELS,
-    Adapter,
-    DataError,
-    Dataset,
-    RawTexts,
-    RowsOnDisk,
-    schema_of,
-)
+from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, RowsOnDisk, schema_of
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import LISTED, Numbering, combinations
@@ -50,6 +42,7 @@ from tessera.worker.data.readers.tokenizer import (
     tokenized_here,
     tokenizer_of,
 )
+from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
 
 FORMAT = 2

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tessera.shared.model.dataset_schema import PIXELS
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.schemes import Distortion, Scheme, Shift
+from tessera.worker.errors import DataError
 
 
 def divide(whole: Dataset, partition: Scheme) -> list[Dataset]:

@@ -4,11 +4,11 @@ import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tessera.shared.near_names import composed
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.groups import is_unnamed
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.proposal.options import Proposal
 from tessera.worker.data.readers.class_labels import combinations
+from tessera.worker.errors import DataError
 
 
 def add_class_names(

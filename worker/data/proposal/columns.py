@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.groups import is_person, plain
 from tessera.worker.data.proposal.model_inputs import number_of_words
 from tessera.worker.data.proposal.options import SAMPLE, Proposal
 from tessera.worker.data.readers.absent_files import near_file
 from tessera.worker.data.readers.pictures import DICOM, SUFFIXES
 from tessera.worker.data.readers.tables import DataTable
+from tessera.worker.errors import DataError
 
 TEXT_NAMES = (
     *("text", "sentence", "tokens", "words", "report", "note", "content", "document", "review", "description"),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tessera.shared.near_names import composed
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.groups import PATIENT, PERSON_IN_PATH, in_paths, person_of
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted
@@ -15,6 +14,7 @@ from tessera.worker.data.readers.data_folders import foreign
 from tessera.worker.data.readers.pictures import GROUP, SUFFIXES, PictureFiles
 from tessera.worker.data.readers.table_files import SPLITS
 from tessera.worker.data.readers.tables import READERS
+from tessera.worker.errors import DataError
 
 
 def add_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 from PIL import Image
 
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.kinds.images import dicom_reader
 from tessera.worker.data.proposal.options import Proposal
 from tessera.worker.data.readers.pictures import FORMATS, UNREADABLE, PictureFiles, inaccessible, is_dicom
 from tessera.worker.data.readers.tokenizer import Some, tokenizer_of
+from tessera.worker.errors import DataError
 
 LENGTHS = 4096
 """Number of texts whose lengths are looked at."""

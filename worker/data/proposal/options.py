@@ -4,8 +4,8 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.load_report import LoadReport
+from tessera.worker.errors import DataError
 
 SAMPLE = 64
 """Number of images and of rows to look at."""

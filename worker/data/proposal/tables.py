@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.groups import is_person, plain
 from tessera.worker.data.load_report import LoadReport, empty_texts
 from tessera.worker.data.proposal.class_names import add_class_names, add_texts_of_classes
@@ -23,6 +22,7 @@ from tessera.worker.data.readers.pictures import PictureFiles
 from tessera.worker.data.readers.table_files import Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
 from tessera.worker.data.readers.tokenizer import RUN
+from tessera.worker.errors import DataError
 
 MAX_NAMED = 1000
 """Number of classes above which a column hardly contains classes."""

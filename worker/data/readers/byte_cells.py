@@ -16,9 +16,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.absent_files import in_its_form
 from tessera.worker.data.readers.pictures import BrokenImage, DicomReader, Picture, Stamp, stamp_of
+from tessera.worker.errors import DataError
 
 
 def holds_bytes(kind: pa.DataType) -> bool:

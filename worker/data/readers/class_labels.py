@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from tessera.shared.near_names import composed, did_you_mean
-from tessera.worker.data.dataset import DataError
+from tessera.worker.errors import DataError
 
 MAX_SHOWN = 8
 MAX_CLASSES = 100_000

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import translate
 from pathlib import Path
 
-from tessera.worker.data.dataset import DataError
+from tessera.worker.errors import DataError
 
 FOREIGN = (
     # AppleDouble files of macOS on other file systems, and the folders of its servers; netatalk writes :2e for a dot.

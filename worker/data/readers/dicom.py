@@ -16,9 +16,9 @@ from pydicom.pixels.processing import apply_color_lut, apply_windowing
 from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from tessera.shared.near_names import did_you_mean
-from tessera.worker.data.dataset import DataError, in_short
 from tessera.worker.data.groups import PATIENT
 from tessera.worker.data.readers.pictures import GROUP, BrokenImage, holds_dicom
+from tessera.worker.errors import DataError, in_short
 
 GREY = ("MONOCHROME1", "MONOCHROME2")
 COLOURS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")

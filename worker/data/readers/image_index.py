@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
-from tessera.worker.data.dataset import DataError, RowsOnDisk
+from tessera.worker.data.dataset import RowsOnDisk
 from tessera.worker.data.groups import group_name, is_unnamed
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
@@ -36,6 +36,7 @@ from tessera.worker.data.readers.pictures import (
     require_shape,
     require_undamaged,
 )
+from tessera.worker.errors import DataError
 from tessera.worker.state.atomic_files import written_whole
 
 MAX_IN_MEMORY = 1 << 30

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from tessera.shared.model.dataset_schema import PIXELS
-from tessera.worker.data.dataset import DataError, Options, Shape
+from tessera.worker.data.dataset import Options, Shape
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.readers.pictures import Prepare, Resized
 from tessera.worker.data.readers.pretrained import load_pretrained
+from tessera.worker.errors import DataError
 
 MAX_SIDE = 1 << 14
 PROBED = ((60, 90), (110, 70), (5, 4))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.absent_files import near_file
+from tessera.worker.errors import DataError
 
 AT_ONCE = 16
 """Number of images to convert together. Until then each is in memory in its full size, 36 MB for a photo."""

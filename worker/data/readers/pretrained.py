@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.shared.near_names import absent
-from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.errors import DataError, in_short
 from tessera.worker.model.pretrained import require_unmarked
 
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from tessera.shared.near_names import absent
-from tessera.worker.data.dataset import DataError, Options
+from tessera.worker.data.dataset import Options
 from tessera.worker.data.readers.class_labels import Absent, Names
 from tessera.worker.data.readers.data_folders import foreign
+from tessera.worker.errors import DataError
 
 SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 """The names that files of different splits usually have."""

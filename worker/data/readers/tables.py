@@ -33,12 +33,12 @@ from torch import Tensor
 
 from tessera.shared.near_names import composed, nearest
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.groups import Repeated, group_name, is_identifier, is_unnamed, repeated
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
 from tessera.worker.data.readers.table_files import Separator, TableFiles, is_saved, saved_split, table_files
+from tessera.worker.errors import DataChanged, DataError, in_short
 
 ROWS_AT_ONCE = 1000
 EMPTY = "it has no rows"

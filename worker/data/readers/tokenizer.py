@@ -20,10 +20,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.preprocessing import vocabulary_in
-from tessera.worker.data.dataset import DataError, Dataset, Padding, RawTexts, in_short
+from tessera.worker.data.dataset import Dataset, Padding, RawTexts
 from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.readers.pretrained import load_pretrained
 from tessera.worker.data.readers.token_file import DEFAULTS, MASK, Piece
+from tessera.worker.errors import DataError, in_short
 
 MAX_TOKENS = 1 << 20
 RUN = "run"

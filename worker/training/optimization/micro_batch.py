@@ -9,25 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
+from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.errors import ExampleTooLarge, Indivisible
 from tessera.worker.model.forward import CrossEntropy, label_count, one_for_each
 from tessera.worker.training.batches import Batch
 
 MicroBatch = int | Literal["auto"] | None
 """Number of examples in a forward and backward pass: a whole batch if None, as many as fit if `auto`."""
-
-
-class ExampleTooLarge(torch.OutOfMemoryError):
-    """A single example for which the device has too little memory."""
-
-
-class Indivisible(UnsupportedRun):
-    """A batch of which the losses of its pieces do not add up. An automatic size depends on the memory that examples
-    take."""
 
 
 @dataclass

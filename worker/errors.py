@@ -1,0 +1,110 @@
+"""The errors by which a worker's tasks end, beside the site's rules (`governance`) and its state (`state`).
+
+    ValueError
+     +- TaskFailure              a task that cannot be executed as given
+     +- ConfigError              a model that transformers cannot build
+     |   +- UnsafeConfig
+     +- ModelMismatch            a model that differs from its block table
+     +- UnknownArchitecture      attention that the block map cannot explain
+     +- UnknownAttention         attention that cannot be measured
+     +- DataError                a data set that cannot be read
+         +- DataChanged
+    UnsupportedRun (of shared)
+     +- InputMismatch            a model that does not take the data set's inputs
+     +- Indivisible              a batch that cannot be computed in pieces
+    MemoryError
+     +- ExampleTooLarge          an example that does not fit into memory
+    ArithmeticError
+     +- TrainingDiverged         a loss or a weight that is not finite
+         +- NoFiniteLoss
+    RuntimeError
+     +- LoaderFailed             a process that reads data
+    HiddenFailure                a failure of which the coordinator learns nothing
+
+`faults.failures` has the code by which each is reported. Needs no torch: the agent catches them, and the executor
+raises them.
+"""
+
+from collections.abc import Iterable
+
+from tessera.shared.methods.base import UnsupportedRun
+
+
+class TaskFailure(ValueError):
+    """A task that cannot be executed as given. Both the code and the text are reported to the coordinator."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class HiddenFailure(Exception):
+    """A failure in a secure sum that may depend on the data, by the name of its class: the coordinator learns nothing
+    of it."""
+
+
+class ConfigError(ValueError):
+    """A config and head from which transformers cannot build a model."""
+
+
+class UnsafeConfig(ConfigError):
+    """A config that could run code, reach a network or exhaust memory."""
+
+
+class ModelMismatch(ValueError):
+    """Mismatch between a model and its block table. `faults` has one sentence per block."""
+
+    def __init__(self, faults: Iterable[str]) -> None:
+        self.faults = tuple(sorted(faults))
+        super().__init__("the model and its block table disagree: " + "; ".join(self.faults))
+
+
+class UnknownArchitecture(ValueError):
+    """Attention that neither `LAYOUTS` nor the mapping explains. `tensors` has the names of the unexplained ones."""
+
+    def __init__(self, problem: str, tensors: Iterable[str]) -> None:
+        self.tensors = tuple(sorted(tensors))
+        shown = ", ".join(self.tensors[:12]) + (", ..." if len(self.tensors) > 12 else "")
+        super().__init__(f"{problem}: {shown}. Describe it in a mapping file (`tessera docs blockmap`)")
+
+
+class UnknownAttention(ValueError):
+    """An attention that cannot be measured. The text names its layer."""
+
+
+class DataError(ValueError):
+    """A data set with an unknown kind, invalid options or an unreadable file."""
+
+
+class DataChanged(DataError):
+    """A file that changed after the worker read it at its start."""
+
+
+class LoaderFailed(RuntimeError):
+    """A loader that ended or is stuck. The message names it, with the remedy."""
+
+
+class InputMismatch(UnsupportedRun):
+    """A model that does not take a data set's inputs. The text has no values and no examples."""
+
+
+class Indivisible(UnsupportedRun):
+    """A batch whose loss is not the sum of the losses of its pieces. An automatic size depends on the memory that
+    examples take."""
+
+
+class ExampleTooLarge(MemoryError):
+    """A single example for which the device has too little memory."""
+
+
+class TrainingDiverged(ArithmeticError):
+    """A loss, a gradient or a weight that is not finite."""
+
+
+class NoFiniteLoss(TrainingDiverged):
+    """A loss that is not finite for another reason than the learning rate: the data, or the version."""
+
+
+def in_short(fault: BaseException) -> str:
+    """Return a library's error message on one line, cut off after 300 characters."""
+    return " ".join(str(fault).split())[:300]
