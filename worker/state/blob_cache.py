@@ -1,4 +1,8 @@
-"""A bounded on-disk cache of fetched blobs by digest, which evicts the least recently used. It serves one process."""
+"""A bounded on-disk cache of fetched blobs by digest, which evicts the least recently used. It serves one process.
+
+A file's name is its key, and its time of modification its last use. No row of the database repeats them, so that a
+fetch waits for no commit; what is lost in a crash is fetched again.
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""The keys of a site for secure sums, and its memory of what it signed as a helper."""
+"""The keys of a site for secure sums, and its record of its signatures as a helper.
+
+Each key is a file of its own: an erased key would survive in the free pages and in the copies of a database.
+"""
 
 from __future__ import annotations
 

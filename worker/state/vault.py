@@ -3,7 +3,8 @@
 A task's tensors are staged before its update is submitted, marked accepted when the coordinator accepts the update,
 and become current only when a receipt shows that the round was committed with the update. Those of an abandoned
 attempt, or of an update that was left out, are discarded. So the vault never runs ahead of the server. Each step is
-one rename, and may be repeated after a crash: `settle` asks for the outcome of each file's task.
+one rename, and may be repeated after a crash: `settle` asks for the outcome of each file's task. The state is the
+file's name, so that tensors and state change at once: a row of the database could differ from the file after a crash.
 """
 
 from __future__ import annotations
