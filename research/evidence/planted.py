@@ -29,8 +29,9 @@ from transformers import PreTrainedModel
 
 from common.document import table_head, table_row, write_block
 from evidence.runs import code, machine
+from evidence.selections import Selections, selections
 from evidence.statistics import shown_interval, shown_spread
-from tessera.shared.metrics.selections import Selections, choices_of, selections
+from tessera.shared.metrics.selections import choices_of
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate

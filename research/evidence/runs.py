@@ -27,7 +27,7 @@ from evidence.plan import SITES, Arm, Away, Plan, Setting, Table
 from evidence.pool import Figures
 from evidence.scores import ROUNDED, Part, at_sites, majority, measured, zero_shot
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.metrics.selections import selections
+from evidence.selections import selections
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation import Conditions, Result, Stalled, simulate

@@ -8,7 +8,7 @@ import pytest
 
 from common.document import block, tidied
 from evidence import planted
-from tessera.shared.metrics.selections import Selections
+from evidence.selections import Selections
 
 
 @pytest.mark.long

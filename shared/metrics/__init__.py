@@ -1,1 +1,1 @@
-"""A run's measurements as rows, and the formats that they are exported to. Imports `api`, `methods` and `model`."""
+"""A run's measurements as rows, and the formats that they are exported to. Imports `api` and `methods`."""
