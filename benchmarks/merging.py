@@ -55,7 +55,7 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.outliers import scores
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
-from tessera.shared.rounds.versions import States, materialize
+from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, lockstep, related
 from tessera.shared.updates.codecs.stage import CodecError
@@ -251,7 +251,7 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     """To be run in a process of its own: the sum, the merge, and the MiB that they needed at most."""
     keep_freed_memory()
     blobs = opened(bench.folder)
-    states = States(blobs, partial(materialize, threads=CORES))
+    states = States(blobs, CORES)
     aggregation = Aggregation(states, Inspector(blobs, states))
     spec = RunSpec(
         name="bench",

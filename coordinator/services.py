@@ -41,7 +41,7 @@ from tessera.coordinator.notify.wakeup import PostgresWakeups, SocketWakeups, Wa
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
-from tessera.shared.rounds.versions import States, materialize
+from tessera.shared.rounds.versions import States
 
 if TYPE_CHECKING:
     from tessera.coordinator.auth.oidc import OIDCLogin, OIDCVerifier
@@ -110,8 +110,7 @@ def assemble(
     blobs = Blobs(database, settings.blob_url, settings.staging_dir, settings.inline_bytes)
     blobs.require_same_disk()
     disk = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
-    engine = partial(materialize, threads=len(os.sched_getaffinity(0)))
-    states = States(blobs, engine if duty != "serve" else None)
+    states = States(blobs, threads=1 if duty == "serve" else len(os.sched_getaffinity(0)))
     inspector = Inspector(blobs, states)
     last_seen, waiters = LastSeen(), LongPollWaiters()
     wakeups: WakeupChannel = (

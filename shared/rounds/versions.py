@@ -34,8 +34,6 @@ from tessera.shared.tensors.lazy import (
 from tessera.shared.tensors.mmap_file import taken
 
 Groups = Sequence[Sequence[Tensor]]
-MergeEngine = Callable[[BlobStore, Groups], list[list[Stored]]]
-"""Computes and stores groups of tensors: `materialize` in this process, or the same on other machines."""
 
 D = TypeVar("D", Model, Manifest)
 
@@ -57,11 +55,11 @@ class StoredTensor:
 
 
 class States:
-    """Reads and writes versions. Models and manifests never change, so those read lately are kept."""
+    """Reads versions, and writes them in some threads. Models and manifests never change: the last ones are kept."""
 
-    def __init__(self, blobs: BlobStore, engine: MergeEngine | None = None) -> None:
+    def __init__(self, blobs: BlobStore, threads: int = 1) -> None:
         self._blobs = blobs
-        self._engine = engine or materialize
+        self._threads = threads
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
         self._vocabulary = lru_cache(maxsize=16)(lambda digest: vocabulary_in(self.read(digest)))
@@ -103,7 +101,7 @@ class States:
         new: list[Stored] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
         groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
-        for group, stored in zip(groups, self._engine(self._blobs, groups), strict=True):
+        for group, stored in zip(groups, materialize(self._blobs, groups, self._threads), strict=True):
             digests |= {id(tensor): blob.digest for tensor, blob in zip(group, stored, strict=True)}
             new += stored
         manifest = Manifest(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import State
-from tessera.shared.rounds.versions import States, StoredTensor, materialize
+from tessera.shared.rounds.versions import States, StoredTensor
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, Computed, digest_of
 from tests.support.storage import NOW, blobs_in, unfinished
 
@@ -84,7 +83,7 @@ def test_a_pass_that_breaks_off_leaves_no_file(blobs: Blobs) -> None:
 @pytest.mark.both_databases
 def test_in_several_threads_the_version_is_the_same(blobs: Blobs) -> None:
     state = State(1, {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)})
-    assert States(blobs, partial(materialize, threads=3)).store(state) == States(blobs).store(state)
+    assert States(blobs, threads=3).store(state) == States(blobs).store(state)
 
 
 def test_a_fault_in_one_of_several_threads_is_told_and_leaves_no_file(blobs: Blobs) -> None:
@@ -92,7 +91,7 @@ def test_a_fault_in_one_of_several_threads_is_told_and_leaves_no_file(blobs: Blo
     object.__setattr__(source, "breaks", True)
     sound = {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)}
     with pytest.raises(RuntimeError, match="the source is gone"):
-        States(blobs, partial(materialize, threads=2)).store(State(1, {**sound, "broken": times(2, source)}))
+        States(blobs, threads=2).store(State(1, {**sound, "broken": times(2, source)}))
     assert unfinished(blobs) == []
 
 
