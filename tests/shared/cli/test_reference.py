@@ -14,9 +14,9 @@ WITHOUT_JSON = {
 
 
 def sections() -> dict[str, str]:
-    """What is said of each command that does something, by its words."""
-    parts = re.split(r"^#{2,3} tessera (.+)\n", document(), flags=re.MULTILINE)[1:]
-    return {name: text for name, text in zip(parts[::2], parts[1::2], strict=True) if "\n```text\ntessera " in text}
+    """Return the section of each command that does something, by the command's words."""
+    parts = re.split(r"^#{2,4} `tessera (.+)`\n", document(), flags=re.MULTILINE)[1:]
+    return {name: text for name, text in zip(parts[::2], parts[1::2], strict=True) if "COMMAND [ARGS]" not in text}
 
 
 def test_every_command_group_is_on_the_page() -> None:
@@ -30,7 +30,7 @@ def test_every_command_that_tells_something_tells_it_as_json() -> None:
 def test_every_command_and_option_says_what_it_is_for() -> None:
     for name, text in sections().items():
         assert text.strip().startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")), name
-        assert re.findall(r"^\| `.*\|  \|$", text, re.MULTILINE) == [], name
+        assert re.findall(r"^\* `[^`]*`(?:$|:  \[)", text, re.MULTILINE) == [], name
 
 
 def test_every_exit_code_that_a_command_names_is_in_the_table() -> None:
