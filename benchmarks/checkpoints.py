@@ -66,7 +66,7 @@ def measure(folder: Path, width: int, *, every_step: bool) -> dict[str, float]:
     from tessera.worker.model.block_map import block_table  # noqa: PLC0415
     from tessera.worker.model.build import instantiate  # noqa: PLC0415
     from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints  # noqa: PLC0415
-    from tessera.worker.training.checkpoints import Position, StoredCheckpoint, TrainingCheckpoints  # noqa: PLC0415
+    from tessera.worker.training.checkpoints import CheckpointFile, Position, TrainingCheckpoints  # noqa: PLC0415
     from tessera.worker.training.context import LocalTaskContext  # noqa: PLC0415
     from tessera.worker.training.setup import TrainingSetup  # noqa: PLC0415
     from tessera.worker.training.trainer import Trainer  # noqa: PLC0415
@@ -90,7 +90,7 @@ def measure(folder: Path, width: int, *, every_step: bool) -> dict[str, float]:
     context = LocalTaskContext(model, "image-classification", Plan(), block_table(model))
     training = Training(batch_size=BATCH, optimizer="adamw")
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1, training=training))
-    stored: StoredCheckpoint = Checkpoints(folder).of_task(key)
+    stored = CheckpointFile.of(Checkpoints(folder).of_task(key))
     checkpoints = Timed(stored, 0 if every_step else float("inf"))
 
     def check() -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 from tessera.worker.executor.group import Group
 from tessera.worker.training.checkpoints import (
     Below,
+    CheckpointFile,
     Document,
     Position,
-    StoredCheckpoint,
     TrainingCheckpoints,
     under,
 )
@@ -25,7 +25,7 @@ OWN = ("generators", "current")
 class GroupCheckpoints(TrainingCheckpoints):
     """A rank's view of the checkpoints of one task. All ranks write at the same step, which `agree` decides."""
 
-    def __init__(self, stored: StoredCheckpoint, seconds: float, group: Group) -> None:
+    def __init__(self, stored: CheckpointFile, seconds: float, group: Group) -> None:
         super().__init__(stored, seconds)
         self._group = group
         self._agreed = False

@@ -59,14 +59,13 @@ from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.atomic_files import disk_error
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.state.checkpoints import Instance, TaskCheckpoint
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
 from tessera.worker.task.execution import Outcome, execute
 from tessera.worker.task.fetch import Fetched, require_memory
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.model_cache import ModelCache
-from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.progress import Report
@@ -225,7 +224,7 @@ class Rank:
         place = given.checkpoint
         if place is None:
             return None
-        stored = TaskCheckpoint.at(place.key, place.path, cast("Instance", _Agent(self._ask_alone)))
+        stored = CheckpointFile(place.key, place.path, partial(self._ask_alone, "note_instance"))
         if self._group is None:
             return TrainingCheckpoints(stored, place.seconds)
         self._checkpoints = GroupCheckpoints(stored, place.seconds, self._group)

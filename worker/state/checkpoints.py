@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import structlog
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.schema import Frozen, canonical
-from tessera.shared.tensors.lazy import as_bytes, digest_of
-from tessera.shared.updates.safetensors_file import write
-from tessera.worker.state.atomic_files import sync_names, write_secret, written_whole
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.updates.safetensors_file import ContainerError, read_header
+from tessera.worker.state.atomic_files import sync_names, write_secret
 from tessera.worker.state.vault import RoundWorkload, checked_identifier, outcome_of
 
 JsonObject = dict[str, Any]
@@ -37,19 +33,6 @@ INSTANCE_FORM = re.compile(r"[0-9a-f]{32}")
 
 KEY, DOCUMENT = "key", "document"
 """The entries of a file's metadata: JSON documents."""
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class CheckpointKey(Frozen):
@@ -75,92 +58,41 @@ class CheckpointKey(Frozen):
         return digest_of(canonical(self))
 
 
-class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each of which is read when it is asked for."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._names = frozenset(file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._names))
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class Instance(Protocol):
-    """The note of the process to whose lease a checkpoint belongs."""
-
-    def note_instance(self) -> None: ...
-    def forget_instance(self) -> None: ...
-
-
 class TaskCheckpoint:
-    """The newest checkpoint of one task, if there is one. `document` is its JSON, None without a checkpoint."""
+    """The newest checkpoint of one task, if there is one, which the process that trains writes. `document` is its
+    JSON, None without a checkpoint."""
 
-    def __init__(self, key: CheckpointKey, path: Path, instance: Instance, document: JsonObject | None) -> None:
+    def __init__(self, key: CheckpointKey, path: Path, checkpoints: Checkpoints, document: JsonObject | None) -> None:
         self.key = key
         self.path = path
         self.document = document
-        self._instance = instance
+        self._checkpoints = checkpoints
         self._is_newer = False
 
-    @classmethod
-    def at(cls, key: CheckpointKey, path: Path, instance: Instance) -> TaskCheckpoint:
-        """Return the checkpoint in a file, if there is one with this key."""
-        written, document = _read(path)
-        return cls(key, path, instance, document if written == key else None)
-
     def note_instance(self) -> None:
-        """Note that another process of this worker has replaced the checkpoint.
+        """Note that the checkpoint was replaced.
 
-        That process trains, so it must not fail because a note cannot be written.
+        Training must not fail because a note cannot be written.
         """
         self._is_newer = True
         try:
-            self._instance.note_instance()
+            self._checkpoints.note_instance()
         except OSError as fault:
             remedy = "Make room in state_dir. Training goes on, and the next checkpoint tries again."
             structlog.get_logger("worker").warning("checkpoint-not-written", detail=str(fault), remedy=remedy)
 
     def reread(self) -> bool:
-        """Read the document that another process of this worker has written since the last call, if any. Return
-        whether one has."""
+        """Read the checkpoint if it was replaced since the last call. Return whether there is a newer one."""
         is_newer, self._is_newer = self._is_newer, False
         if is_newer:
-            self.document = _read(self.path)[1]
+            self.document = read_checkpoint(self.path)[1]
         return is_newer and self.document is not None
-
-    @contextmanager
-    def tensors(self) -> Iterator[StoredTensors]:
-        """Yield the tensors. Do not keep one of them: it is a view of the file."""
-        with safe_open(self.path, framework="pt") as file:
-            yield StoredTensors(file)
-
-    def write(self, document: JsonObject, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the checkpoint; it is on disk when this returns. Raises OSError, and then the last one stays.
-
-        Tensors are copied from their device one after the other.
-        """
-        layout = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-        metadata = {KEY: self.key.model_dump_json(), DOCUMENT: json.dumps(document)}
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with written_whole(self.path, mode=0o600) as file:
-            write(file, layout, map(_bytes, tensors.values()), metadata)
-        self._instance.note_instance()
 
     def remove(self) -> None:
         """Remove the checkpoint. Nothing of it survives a power cut when this returns."""
         self.document = None
         _remove(self.path)
-        self._instance.forget_instance()
+        self._checkpoints.forget_instance()
 
 
 class Checkpoints:
@@ -199,7 +131,7 @@ class Checkpoints:
         document = None
         log = structlog.get_logger("worker").bind(run=key.run, task=key.task)
         for file in self._files(folder):
-            written, found = _read(file)
+            written, found = read_checkpoint(file)
             if written == key:
                 document = found
                 continue
@@ -221,13 +153,13 @@ class Checkpoints:
         return sorted(self._folder.glob(f"{folder.name}/{PREFIX}*{SUFFIX}"))
 
 
-def _read(path: Path) -> tuple[CheckpointKey | None, JsonObject | None]:
+def read_checkpoint(path: Path) -> tuple[CheckpointKey | None, JsonObject | None]:
     """Return the key and the document in a checkpoint; None and None if it cannot be read."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+        with path.open("rb") as file:
+            metadata = read_header(file, path.stat().st_size).metadata
         return CheckpointKey.model_validate_json(metadata[KEY]), json.loads(metadata[DOCUMENT])
-    except (SafetensorError, OSError, ValueError, KeyError):
+    except (ContainerError, OSError, ValueError, KeyError):
         return None, None
 
 
@@ -242,8 +174,3 @@ def _remove(path: Path) -> None:
         # A run that keeps nothing needs no folder.
         with suppress(OSError):
             path.parent.rmdir()
-
-
-def _bytes(tensor: Tensor) -> bytes | memoryview:
-    flat = tensor.detach().to("cpu").contiguous().flatten()
-    return as_bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""

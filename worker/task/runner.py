@@ -37,7 +37,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
 from tessera.worker.task.upload import Egress, HeldUpdate
-from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class TaskRunner(TaskEnvironment):
     ) -> Outcome:
         if self.executor:
             return self.executor.execute(run, fetched, dataset, account, checkpoint)
-        checkpoints = TrainingCheckpoints(checkpoint, self.checkpoint_seconds) if checkpoint else None
+        checkpoints = checkpoint and TrainingCheckpoints(CheckpointFile.of(checkpoint), self.checkpoint_seconds)
         return execute(run, fetched, dataset, account, checkpoints)
 
     def _sent(self, egress: Egress, fetched: Fetched, outcome: Outcome, result: LocalResult) -> HeldUpdate | None:

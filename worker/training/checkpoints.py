@@ -1,17 +1,39 @@
-"""Checkpoints of a task's training: what they hold, and when they are written."""
+"""Checkpoints of a task's training: their content, and the time at which they are written."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import structlog
+import torch
+from safetensors import safe_open
 from torch import Tensor
+
+from tessera.shared.tensors.lazy import as_bytes
+from tessera.shared.updates.safetensors_file import write
+from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.checkpoints import DOCUMENT, KEY, CheckpointKey, TaskCheckpoint, read_checkpoint
 
 Document = dict[str, Any]
 """A JSON document."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass
@@ -32,21 +54,67 @@ class Position:
     training_seconds: float = 0.0
 
 
-class StoredCheckpoint(Protocol):
-    """The place of one task's newest checkpoint. `worker.state.checkpoints` implements it."""
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, each of which is read when it is asked for."""
 
-    @property
-    def document(self) -> Document | None:
-        """The document that an earlier process wrote; None without a checkpoint."""
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = frozenset(file.keys())
 
-    def tensors(self) -> AbstractContextManager[Mapping[str, Tensor]]: ...
-    def write(self, document: Document, tensors: Mapping[str, Tensor]) -> None: ...
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class CheckpointFile:
+    """The file of one task's newest checkpoint, if there is one. `document` is its JSON, None without a checkpoint.
+
+    `note` has the agent note that the file was replaced.
+    """
+
+    def __init__(self, key: CheckpointKey, path: Path, note: Callable[[], None]) -> None:
+        written, document = read_checkpoint(path)
+        self.document: Document | None = document if written == key else None
+        self._key = key
+        self._path = path
+        self._note = note
+
+    @classmethod
+    def of(cls, checkpoint: TaskCheckpoint) -> "CheckpointFile":
+        """Return the file of a checkpoint of this process."""
+        return cls(checkpoint.key, checkpoint.path, checkpoint.note_instance)
+
+    @contextmanager
+    def tensors(self) -> Iterator[StoredTensors]:
+        """Yield the tensors. Do not keep one of them: it is a view of the file."""
+        with safe_open(self._path, framework="pt") as file:
+            yield StoredTensors(file)
+
+    def write(self, document: Document, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the checkpoint; it is on disk when this returns. Raises OSError, and then the last one stays.
+
+        Tensors are copied from their device one after the other.
+        """
+        layout = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+        metadata = {KEY: self._key.model_dump_json(), DOCUMENT: json.dumps(document)}
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with written_whole(self._path, mode=0o600) as file:
+            write(file, layout, map(_bytes, tensors.values()), metadata)
+        self._note()
 
 
 class TrainingCheckpoints:
     """The checkpoints of one task's training, at least `seconds` after each other."""
 
-    def __init__(self, stored: StoredCheckpoint, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stored: CheckpointFile, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.document = stored.document
         """The checkpoint from which training resumes."""
         self._stored = stored
@@ -100,3 +168,8 @@ class Below(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _bytes(tensor: Tensor) -> bytes | memoryview:
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    return as_bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""

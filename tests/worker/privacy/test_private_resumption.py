@@ -22,7 +22,7 @@ from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
@@ -84,7 +84,7 @@ def private_update(
     half.setup(context)
     selected = half.select(context, private.watched(Batches(data, 8, CPU)))
     # A checkpoint after each step.
-    checkpoints = TrainingCheckpoints(stored, 0)
+    checkpoints = TrainingCheckpoints(CheckpointFile.of(stored), 0)
     trainer = Trainer(half, context, TRAINING, TrainingSetup(CPU), check, private, checkpoints=checkpoints)
     stats = trainer.train(half.phases(context, selected), data, 0)
     result = half.collect(context, selected, stats)

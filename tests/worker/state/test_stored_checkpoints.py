@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.problems import NotFound
 from tessera.worker.state.checkpoints import INSTANCE, CheckpointKey, Checkpoints
+from tessera.worker.training.checkpoints import CheckpointFile
 
 KEY = CheckpointKey(
     run="run-1", round=1, task="task-1", model="m", base="b", plan="p", settings="s", data="d", libraries="l",
@@ -32,14 +33,14 @@ def files(folder: Path) -> list[str]:
 
 
 def written(folder: Path, key: CheckpointKey = KEY) -> Path:
-    Checkpoints(folder).of_task(key).write({"place": 1}, TENSORS)
+    CheckpointFile.of(Checkpoints(folder).of_task(key)).write({"place": 1}, TENSORS)
     return folder / key.run / f"checkpoint-{key.task}.safetensors"
 
 
 def test_the_next_process_reads_what_was_written_and_only_its_owner_may(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    found = Checkpoints(tmp_path).of_task(KEY)
+    found = CheckpointFile.of(Checkpoints(tmp_path).of_task(KEY))
     assert found.document == {"place": 1}
     with found.tensors() as tensors:
         assert sorted(tensors) == sorted(TENSORS)
@@ -100,7 +101,7 @@ def test_the_last_checkpoint_stays_if_the_next_cannot_be_written(tmp_path: Path)
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoint.write({"place": 2}, Full(TENSORS))
+        CheckpointFile.of(checkpoint).write({"place": 2}, Full(TENSORS))
     assert Checkpoints(tmp_path).of_task(KEY).document == {"place": 1}
     assert files(tmp_path) == ["run-1/checkpoint-task-1.safetensors"]
 
@@ -127,7 +128,7 @@ def test_the_checkpoint_of_a_task_that_nobody_can_claim_any_more_is_removed(
 
 def test_a_process_takes_over_the_name_of_one_that_left_a_checkpoint_and_only_once(tmp_path: Path) -> None:
     first = Checkpoints(tmp_path)
-    first.of_task(KEY).write({}, TENSORS)
+    CheckpointFile.of(first.of_task(KEY)).write({}, TENSORS)
     second = Checkpoints(tmp_path)
     assert second.instance == first.instance
     # It was killed before it wrote a checkpoint of its own: its successor waits for the lease's end.
@@ -137,7 +138,7 @@ def test_a_process_takes_over_the_name_of_one_that_left_a_checkpoint_and_only_on
 
 def test_a_task_that_ended_leaves_neither_checkpoint_nor_name(tmp_path: Path) -> None:
     checkpoint = Checkpoints(tmp_path).of_task(KEY)
-    checkpoint.write({}, TENSORS)
+    CheckpointFile.of(checkpoint).write({}, TENSORS)
     assert files(tmp_path) == [INSTANCE, "run-1/checkpoint-task-1.safetensors"]
     checkpoint.remove()
     assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints, TaskCheckpoint
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
+from tessera.worker.training.checkpoints import CheckpointFile
 
 KEY = CheckpointKey(
     run="run-1", round=1, task="task-1", model="m", base="b", plan="p", settings="s", data="d", libraries="l",
@@ -32,7 +33,7 @@ KEY = CheckpointKey(
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> TaskCheckpoint:
     made = Checkpoints(tmp_path).of_task(KEY)
-    made.write({}, {"weight": torch.ones(2)})
+    CheckpointFile.of(made).write({}, {"weight": torch.ones(2)})
     return made
 
 

@@ -35,7 +35,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
-from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.moments import Moments
@@ -65,7 +65,7 @@ class Process:
         random.seed()
         torch.manual_seed(random.getrandbits(32))
         np.random.seed(None)  # noqa: NPY002
-        stored = Checkpoints(folder).of_task(KEY)
+        stored = CheckpointFile.of(Checkpoints(folder).of_task(KEY))
         self.checkpoints = TrainingCheckpoints(stored, every, clock=lambda: float(self.steps))
 
     def check(self) -> None:
