@@ -48,7 +48,7 @@ class Holding:
     dataset: str
     source: DataSource
     kind: TaskKind | None
-    """What its worker does; both if None."""
+    """The tasks of its worker: training or evaluation; both if None."""
 
 
 def holdings() -> tuple[Holding, ...]:

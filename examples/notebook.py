@@ -52,13 +52,13 @@ def execute(notebook: dict[str, Any]) -> None:
 
 
 def _outputs(source: str, number: int, names: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run a cell, and yield what it printed and the value of its last line in nbformat's form."""
+    """Run a cell, and yield its output and the value of its last line in nbformat's form."""
     tree = ast.parse(source)
     last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None  # type: ignore[attr-defined]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("default")
-        exec(compile(tree, f"cell {number}", "exec"), names)  # noqa: S102 (this is what a notebook does)
+        exec(compile(tree, f"cell {number}", "exec"), names)  # noqa: S102 (a notebook executes its cells)
         value = eval(compile(last, f"cell {number}", "eval"), names) if last else None  # noqa: S307
     for name, stream in (("stdout", out), ("stderr", err)):
         if text := stream.getvalue():

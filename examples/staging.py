@@ -124,7 +124,7 @@ def run_through(
     console.print(
         f"\nRound 1 moved {percent_of_full([first]):.1f} % of the bytes of exchanging the whole model uncompressed"
         + (f"; the {len(later)} after it {percent_of_full(later):.2f} %." if later else ".")
-        + " What was fetched only to be measured is not among them.",
+        + " Blocks that were fetched only for evaluation are not among them.",
         soft_wrap=True,
     )
     return entries

@@ -91,8 +91,10 @@ class Session:
         *,
         start_from: str | None = None,
     ) -> Preview:
-        """Return which workers would take part in a run, and why others would not. Takes what `start` takes; uploads
-        the model, and starts nothing."""
+        """Return the workers that would take part in a run, and the reasons of the others.
+
+        Takes the arguments of `start`; uploads the model, and starts nothing.
+        """
         return self.client.preview_run(self._spec(settings, model, start_from))
 
     def start(
@@ -104,8 +106,8 @@ class Session:
     ) -> Run:
         """Start a run from a model folder, or from a version of another run: `start_from="first@best"`.
 
-        `settings` are a run file or its content as a mapping; those of the other run if left out. Raises Problem that
-        lists every invalid setting. Warns if too few workers would take part.
+        `settings` are a run file or its content as a mapping; by default the settings of the other run. Raises
+        Problem that lists every invalid setting. Warns if too few workers would take part.
         """
         spec = self._spec(settings, model, start_from)
         if found := previewed(self.client, spec):
@@ -130,7 +132,8 @@ class Session:
     def compare(self, *runs: Run | str, metric: str | None = None, reach: Sequence[float] = ()) -> Comparison:
         """Compare two runs or more by `metric`, or by the main score of the first that has been evaluated.
 
-        `reach` are scores of which each run's rounds, time and bytes are given; by default shares of the best.
+        `reach` are scores: the comparison gives the rounds, time and bytes that each run took to reach them. By
+        default they are shares of the best score.
 
         Runs are given by id or name too. Raises Problem for an unknown run or metric.
         """

@@ -144,7 +144,7 @@ def _check_export(console: Console, federation: Federation, client: Client, run:
     # Figures leave a site with three significant digits, so that 1.00 may be 0.995.
     pairs = ((again.accuracy, told.accuracy), (again.macro_f1, told.macro_f1))
     if not all(math.isclose(here, there, rel_tol=0.0051) for here, there in pairs):
-        raise DemoFailed("the exported model is not the one that was measured")
+        raise DemoFailed("the exported model differs from the measured model")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def class_names() -> dict[str, torch.Tensor]:
 
 
 def pairs() -> tuple[Dataset, Dataset, Dataset]:
-    """Return what the model is pre-trained on, what the sites share, and the test part."""
+    """Return the examples of pre-training, the examples that the sites share, and the test part."""
     train, test = (load("digits", {"split": split}) for split in ("train", "test"))
     order = torch.randperm(train.examples, generator=torch.Generator().manual_seed(0))
     cut = int(train.examples * PRETRAINED_SHARE)
