@@ -4,7 +4,6 @@ python -m tests.model_checking --seed 0 --federations 1000
 python -m tests.model_checking --hours 3
 python -m tests.model_checking --crash-points
 python -m tests.model_checking --rules --steps 100000000
-python -m tests.model_checking --planted
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import traceback
 from tests.model_checking.crash_points import SHAPES, killed, undisturbed
 from tests.model_checking.federation import simulate
 from tests.model_checking.invariants import Violated
-from tests.model_checking.planted import FAULTS, HIDDEN, hunt, seeds_of
 from tests.model_checking.rules import rehearse
 
 RULES_STEPS = 125_000
@@ -80,16 +78,6 @@ def rules(seed: int, steps: int) -> int:
     return 0
 
 
-def hunts() -> int:
-    missed = []
-    for name in FAULTS:
-        found = hunt(name, seeds_of(name))
-        print(f"{name}: {found.text if found else 'not found'}", flush=True)
-        missed += [name] if found is None and name not in HIDDEN else []
-    print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} faults are found, or known to be hidden: {sorted(HIDDEN)}")
-    return 1 if missed else 0
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.model_checking", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -99,10 +87,7 @@ if __name__ == "__main__":
     parser.add_argument("--crash-points", action="store_true", help="kills one round at every point instead")
     parser.add_argument("--every", type=int, default=1, help="of the crash points, every n-th")
     parser.add_argument("--rules", action="store_true", help="the pure rules alone, on records in memory")
-    parser.add_argument("--planted", action="store_true", help="hunts every planted fault, on at most forty seeds")
     wanted = parser.parse_args()
-    if wanted.planted:
-        sys.exit(hunts())
     if wanted.rules:
         sys.exit(rules(wanted.seed, wanted.steps or RULES_STEPS))
     if wanted.crash_points:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.model_checking.crash_points import SHAPES, between_actions, killed, undisturbed
 from tests.model_checking.federation import simulate
-from tests.model_checking.planted import hunt, seeds_of
+from tests.mutants.planted import FAULTS, hunt
 from tests.support.variants import variants
 
 SEEDS = 2
@@ -44,35 +44,20 @@ def test_other_seeds_are_other_federations() -> None:
     assert simulated(0).trace != simulated(1).trace
 
 
-QUICK = [
-    "a new lease has the old token",
-    "no index keeps a run to one live round",
-    "an answer is given before the commit",
-    "a folder is not flushed after a rename",
-    "a round is committed in two transactions",
-    "the quorum is off by one",
-    "a repeated report is not recognised",
-    "a site reaches the tasks of others",
-]
-"""Those that show at once, of each kind."""
-LATER = [
-    "a file is not flushed before its rename",
-    "a blob is in the table before it has its name",
-    "leases do not run out",
-    "a cancelled task is accepted",
-    "an accepted update is left out",
-    "the vault keeps before the submission is accepted",
-    "the vault keeps before the update is merged",
-    "a lapse is not audited",
-    "the tasks of a closed round live on",
-]
-"""Those that show soon; `make simulation` looks for the others too."""
+def planted_in(when: str) -> list[str]:
+    return [name for name, fault in FAULTS.items() if fault.planted_in == when]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LATER)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *planted_in("make test"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in planted_in("make test-long")),
+    ],
+)
 def test_a_planted_fault_is_found(name: str) -> None:
-    assert hunt(name, seeds_of(name)), f"the simulation does not find that {name}"
+    assert hunt(name), f"the simulation does not find that {name}"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Faults of a single line each, put into a copy of the tree: the tests that are named beside each must fail of it."""
+"""All planted faults, in one list: lines that a named test catches, and behaviour that the simulation finds."""

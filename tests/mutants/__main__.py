@@ -1,4 +1,4 @@
-"""Whether the tests find each mutant: `python -m tests.mutants [WORD...]`, those with such a word in file or line."""
+"""Plant each fault and look whether it is found: `python -m tests.mutants [WORD...]`, by words of their names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.planted import FAULTS, hunt, hunt_in_rules
 from tests.support.paths import ROOT
 
 SECONDS = itertools.count(1_000_000_000)
@@ -18,7 +20,7 @@ LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__")
 
 
 def caught(mutant: Mutant, tree: Path) -> bool:
-    """Whether one of its tests fails in this copy of the tree, which is left as it was."""
+    """Return whether one of a mutant's tests fails in this copy of the tree, which is left as it was."""
     file = tree / mutant.file
     text = file.read_text()
     _write(file, text.replace(mutant.old, mutant.new))
@@ -40,23 +42,34 @@ def caught(mutant: Mutant, tree: Path) -> bool:
 
 def _write(file: Path, text: str) -> None:
     file.write_text(text)
-    # One of the same size and second would be taken for what was compiled before.
+    # Python would use the old bytecode of a file with the same size and second.
     second = next(SECONDS)
     os.utime(file, (second, second))
 
 
-def main(words: list[str]) -> int:
-    chosen = [one for one in MUTANTS if not words or any(word in f"{one.file} {one.old}" for word in words)]
-    missed = 0
+def findings(words: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each fault whose name has one of these words, and whether it was found."""
     with tempfile.TemporaryDirectory(prefix="tessera-mutants-") as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
-        for mutant in chosen:
-            found = caught(mutant, tree)
-            missed += not found
-            print(f"{'caught' if found else 'NOT CAUGHT'}: {mutant.file}: {mutant.new}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} mutants are caught")
-    return 1 if missed else 0
+        for mutant in MUTANTS:
+            name = f"{mutant.file}: {mutant.old} -> {mutant.new}"
+            if not words or any(word in name for word in words):
+                yield name, caught(mutant, tree)
+    for name, fault in FAULTS.items():
+        if not words or any(word in name for word in words):
+            hunts = ([hunt] if fault.changes or fault.without else []) + ([hunt_in_rules] if fault.in_rules else [])
+            yield name, fault.hidden or all(look(name) for look in hunts)
+
+
+def main(words: list[str]) -> int:
+    found = []
+    for name, is_found in findings(words):
+        found.append(is_found)
+        print(f"{'found' if is_found else 'NOT FOUND'}: {name}", flush=True)
+    hidden = sorted(name for name, fault in FAULTS.items() if fault.hidden)
+    print(f"{sum(found)} of {len(found)} faults are found, or known to be hidden: {hidden}")
+    return 0 if all(found) else 1
 
 
 if __name__ == "__main__":
