@@ -371,7 +371,7 @@ class World:
         with ExitStack() as stack:
             for where, name, virtual in (
                 (conductor, "threading", threads),
-                (services_module, "States", lambda blobs, engine: States(blobs)),
+                (services_module, "States", lambda blobs, threads: States(blobs)),
                 (services_module, "FairThreadPool", AtOnce),
                 (blobs_module, "ThreadPoolExecutor", Inline),
                 (blobs_module, "flush", flush),
