@@ -134,19 +134,6 @@ def test_a_token_for_a_site_that_is_not_there_is_refused(standing: LiveCoordinat
     assert [fault.pointer for fault in caught.value.errors] == ["/site"]
 
 
-def test_a_site_sees_its_own_tasks_only(coordinator: LiveCoordinator) -> None:
-    client, model = coordinator.client(), small_model()
-    start_run(client, model, values(model))
-    mine, other = (coordinator.client("site", name) for name in "ab")
-    task = ScriptedWorker(mine).take()
-    assert mine.task(task.id).worker == "a/w"
-    assert client.task(task.id).worker == "a/w"
-    for call in (other.task, lambda t: other.heartbeat(t, task.token), lambda t: other.release(t, task.token)):
-        with refusing("not-found", "there is no task"):
-            call(task.id)
-    assert mine.task(task.id).state == "leased"
-
-
 def test_a_site_reads_the_blobs_of_runs_that_it_has_a_task_in_and_no_others(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
     mine, other = (coordinator.client("site", name) for name in "ab")
@@ -184,14 +171,3 @@ def test_an_orchestrator_reads_what_it_sent_before_any_run_uses_it(coordinator: 
     assert coordinator.client("orchestrator").has_blob(digest)
     sent = coordinator.client("site", "a").put_bytes(b"an update")
     assert not orchestrator.has_blob(sent)
-
-
-def test_an_upload_belongs_to_its_owner(coordinator: LiveCoordinator) -> None:
-    mine, other = (coordinator.http("site", name) for name in "ab")
-    headers = {"Upload-Length": "3", "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{'A' * 43}=:"}
-    location = mine.post("/v1/uploads", headers=headers).headers["Location"]
-    assert mine.head(location).status_code == 204
-    assert other.head(location).status_code == 404
-    part = {"Upload-Offset": "0", "Content-Type": "application/partial-upload"}
-    refused(other.patch(location, headers=part, content=b"x"), 404, "not-found")
-    assert mine.head(location).headers["Upload-Offset"] == "0"

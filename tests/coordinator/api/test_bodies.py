@@ -108,11 +108,16 @@ def test_a_body_with_hundreds_of_faults_gets_an_answer_of_bounded_size(http: htt
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/xml", None])
-def test_a_body_of_another_type_is_not_taken_for_json(http: httpx.Client, content_type: str | None) -> None:
+def test_a_body_of_another_type_is_not_taken_for_json(
+    standing: LiveCoordinator, http: httpx.Client, content_type: str | None
+) -> None:
     headers = {"Content-Type": content_type} if content_type else {}
     answer = http.post("/v1/sites", content=b'{"name": "by-mistake"}', headers=headers)
     refused(answer, 422, "invalid")
     assert "by-mistake" not in http.get("/v1/sites").text
+    site = standing.http("site", "a")
+    for body in (b"\xff\xfe", json.dumps(CLAIM).encode()):
+        refused(site.post("/v1/tasks/claim", content=body, headers=headers), 422, "invalid")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from sqlalchemy import select
 from tessera.coordinator.db.tables import WorkerRow
 from tessera.shared.api.runs import Cohort
 from tessera.shared.problems import NameInUse
-from tests.support.coordinator import WAIT_SECONDS, Clock, LiveCoordinator, refused, until
+from tests.support.coordinator import WAIT_SECONDS, Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 CLAIM = {"worker": "w", "instance": "0" * 32, "datasets": {"data": 10}, "methods": ["fedavg"]}
@@ -44,15 +43,6 @@ def test_a_claim_without_a_wait_is_answered_at_once_and_with_one_after_it(tmp_pa
             answer = http.post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": prefer})
             assert (answer.status_code, answer.content) == (204, b"")
             assert time.monotonic() - began >= least
-
-
-@pytest.mark.parametrize(
-    "body", [b"x", b"\xff\xfe", b"[" * 10_000, json.dumps(CLAIM).encode()], ids=lambda b: str(b[:9])
-)
-def test_a_claim_that_is_not_labelled_json_is_refused(standing: LiveCoordinator, body: bytes) -> None:
-    headers = {"Content-Type": "text/plain"}
-    answer = standing.http("site", "a").post("/v1/tasks/claim", content=body, headers=headers)
-    refused(answer, 422, "invalid")
 
 
 def test_nobody_waits_longer_than_the_coordinator_allows(tmp_path: Path) -> None:
@@ -199,15 +189,6 @@ def test_a_round_is_offered_only_to_who_is_allowed_able_and_willing(coordinator:
     assert [t.worker for t in client.round(run.id, 1).tasks] == ["a/w"]
     assert all(other.claim(0) is None for other in others)
     wanted.train(task)
-
-
-def test_a_worker_that_speaks_another_protocol_is_told_which_is_spoken_here(standing: LiveCoordinator) -> None:
-    http = standing.http("site", "old")
-    answer = http.post("/v1/tasks/claim", json=CLAIM | {"protocol_min": 7, "protocol_max": 9})
-    document = refused(answer, 422, "invalid")
-    assert document.detail == "this coordinator speaks protocol 1; the worker speaks 7 to 9"
-    assert [fault.pointer for fault in document.errors] == ["/protocol_max"]
-    assert http.post("/v1/tasks/claim", json=CLAIM | {"protocol_max": 9}).status_code == 204
 
 
 def test_what_a_worker_declares_is_what_the_administrator_sees(coordinator: LiveCoordinator) -> None:

@@ -141,6 +141,7 @@ def test_a_claim_whose_protocols_exclude_ours_is_refused_with_what_is_spoken(
     assert VERSION not in problem["remedy"]
     assert http.get("/version").json()["protocol_max"] == PROTOCOL
     assert not list(coordinator.client().workers())
+    assert http.post(claim["path"], json=claim["json"] | {"protocol_max": PROTOCOL + 8}).status_code == 204
 
 
 def _only_run(coordinator: LiveCoordinator) -> str:

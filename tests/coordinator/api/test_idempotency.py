@@ -51,12 +51,6 @@ def test_a_refused_creation_may_be_repeated_with_its_key_once_it_can_be_done(coo
     assert http.post("/v1/admin/tokens", json=token, headers=keyed("k")).status_code == 201
 
 
-def test_without_a_key_each_request_is_a_wish_of_its_own(coordinator: LiveCoordinator) -> None:
-    http = coordinator.http()
-    http.post("/v1/sites", json={"name": "a"})
-    refused(http.post("/v1/sites", json={"name": "a"}), 409, "conflict")
-
-
 def test_a_token_is_issued_once_and_its_secret_is_not_shown_again(coordinator: LiveCoordinator) -> None:
     http = coordinator.http()
     spec = TokenSpec(name="t", role="viewer").model_dump()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
-from tessera.shared.api.tasks import Submission, Task, TaskView
+from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings import Training
@@ -121,17 +121,6 @@ def test_blocks_that_too_few_sent_for_a_robust_rule_are_named_to_those_who_sent_
     assert found == [("merged", (mlp,)), ("merged", ()), ("merged", ()), ("left_out", ())]
     receipts = [worker.client.task(task.id).receipt for worker, task in taken]
     assert [(receipt.state, receipt.unmerged) for receipt in receipts if receipt] == found
-
-
-def test_a_repeated_submission_gets_the_first_answer_after_its_round_is_over(standing: LiveCoordinator) -> None:
-    client, run, ((worker, task),) = begun(standing, "a", rounds=1)
-    digest = worker.upload(task, {"head.weight": START["head.weight"] + np.float32(1)})
-    first = worker.submit(task, digest)
-    until(lambda: client.run(run.id).state == "completed")
-    again = worker.client.submit(
-        task.id, Submission(token=task.token, version=task.version.digest, update=digest, examples=10)
-    )
-    assert (again.state, again.unmerged) == (first.state, first.unmerged) == ("accepted", ())
 
 
 # ---------------------------------------------------------------- with what sites keep

@@ -148,16 +148,6 @@ def test_another_site_cannot_submit_and_what_it_sends_is_no_update(coordinator: 
         worker.submit(task, digest_of(data))
 
 
-def test_a_submission_with_a_second_update_is_refused(coordinator: LiveCoordinator) -> None:
-    worker, task = taken(coordinator)
-    data = update_of(worker, task)
-    twice = submission_of(task, data).model_copy(update={"data": b"x"})
-    body = twice.model_dump_json().encode() + f"\n[{len(data)}]\n".encode() + data
-    http = coordinator.http("site", "a")
-    answer = http.post(f"/v1/tasks/{task.id}/update", content=body, headers={"Content-Type": MEDIA_TYPE})
-    assert "more than one update" in refused(answer, 400, "bad-request").detail
-
-
 def test_an_update_larger_than_the_limit_of_uploads_is_refused(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, max_upload_bytes=1 << 20) as coordinator:
         worker, task = taken(coordinator, SMALL)

@@ -334,24 +334,6 @@ def test_a_second_and_different_update_of_one_task_is_refused(scene: Scene) -> N
 # ---------------------------------------------------------------- in one request
 
 
-def test_a_small_update_comes_with_its_submission_and_may_come_again(scene: Scene) -> None:
-    data = head(HEAD + 9)
-    report = submission(scene, update=digest_of(data), data=data)
-    first = scene.bad.client.submit(scene.task.id, report)
-    assert (first.state, first.upload_bytes) == ("accepted", len(data))
-    assert scene.bad.client.submit(scene.task.id, report) == first
-
-
-def test_bytes_that_are_not_those_of_their_digest_are_refused_and_the_right_ones_taken(scene: Scene) -> None:
-    data = head(HEAD + 11)
-    spoilt = data[:-1] + b"x"
-    with refusing("digest-mismatch"):
-        scene.bad.client.submit(scene.task.id, submission(scene, update=digest_of(data), data=spoilt))
-    assert scene.bad.client.task(scene.task.id).state == "leased"
-    report = submission(scene, update=digest_of(data), data=data)
-    assert scene.bad.client.submit(scene.task.id, report).state == "accepted"
-
-
 def test_an_update_too_long_for_its_submission_is_refused_with_what_may_be(scene: Scene) -> None:
     assert scene.task.inline_bytes == 65_536
     data = bytes(65_537)

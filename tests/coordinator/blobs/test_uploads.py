@@ -134,18 +134,6 @@ def test_an_upload_that_is_cut_off_goes_on_from_what_arrived(http: httpx.Client)
     assert read(http, LARGE).content == LARGE
 
 
-def test_a_sender_that_is_cut_off_is_not_the_coordinator_s_failure(http: httpx.Client) -> None:
-    def failures() -> list[str]:
-        return [line for line in http.get("/metrics").text.splitlines() if 'problems_total{code="server' in line]
-
-    before = failures()
-    location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
-    cut_off(http, location, 0, LARGE[:2_000_000], len(LARGE))
-    until(lambda: progress(http.head(location))[0])
-    go_on(http, location)
-    assert failures() == before
-
-
 def test_an_upload_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
     live = LiveCoordinator(tmp_path)
     with live:
@@ -342,30 +330,6 @@ def test_a_part_of_another_content_type_is_refused(http: httpx.Client) -> None:
 def test_an_upload_that_is_not_there_is_to_be_announced_anew(standing: LiveCoordinator) -> None:
     answer = append(standing.http("orchestrator"), "/v1/uploads/nothing", 0, b"x")
     assert "Announce" in refused(answer, 404, "not-found").remedy
-
-
-def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, idle_timeout_seconds=2.0) as live:
-        http = live.http("orchestrator")
-        location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
-        address = urlsplit(live.url)
-        request = (
-            f"PATCH {location} HTTP/1.1\r\nHost: {address.netloc}\r\nUpload-Offset: 0\r\nContent-Length: 20\r\n"
-            f"Authorization: {http.headers['Authorization']}\r\nContent-Type: {PART['Content-Type']}\r\n\r\n"
-        )
-        with socket.create_connection((address.hostname, address.port), timeout=10) as raw:
-            raw.sendall(request.encode())
-            for byte in LARGE[:16]:
-                # Each pause is much shorter than the limit, all together are longer.
-                until_silent = raw.gettimeout()
-                raw.settimeout(0.15)
-                with pytest.raises(TimeoutError):
-                    raw.recv(1)
-                raw.settimeout(until_silent)
-                raw.sendall(bytes([byte]))
-            answer = raw.recv(65536)
-        assert b"no byte was received for 2 s" in answer
-        assert progress(http.head(location)) == (16, "?0")
 
 
 def test_an_empty_part_has_nothing_hashed_again(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

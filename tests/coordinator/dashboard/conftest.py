@@ -12,6 +12,7 @@ from playwright.sync_api import Browser
 from tessera.shared.schema import TokenRole
 from tests.support.browser import chromium
 from tests.support.coordinator import LiveCoordinator
+from tests.support.pages import Page
 
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
 
@@ -34,6 +35,12 @@ class Person:
         found = re.search(r'name="form_token" value="([0-9a-f]{64})"', self.http.get("/page/").text)
         assert found
         return found.group(1)
+
+    def see(self, path: str) -> Page:
+        """Open a page that is there."""
+        answer = self.http.get(f"/page{path}")
+        assert answer.status_code == 200, path
+        return Page(answer.text)
 
     def send(self, path: str, **fields: str) -> httpx.Response:
         """A form as the page has it."""

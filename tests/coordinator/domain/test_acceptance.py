@@ -12,11 +12,6 @@ from tessera.shared.schema import RoundState, TaskState
 ROUND_STATES = (*get_args(RoundState), None)
 
 
-@pytest.mark.parametrize("round_state", ROUND_STATES)
-def test_the_holder_of_a_leased_task_is_heard(round_state: str | None) -> None:
-    assert refusal("leased", round_state, shown_token=3, token=3) is None
-
-
 @pytest.mark.parametrize(
     ("state", "round_state", "code"),
     [

@@ -185,16 +185,6 @@ def test_only_so_many_wait_and_one_address_takes_a_tenth_of_the_places(tmp_path:
             client.ask_to_join(spec(new_secret("site")))
 
 
-def test_an_address_asks_only_so_often(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, clock=Clock(), enrolments_per_minute=2) as coordinator:
-        client, body = asking(coordinator), spec(new_secret("site"))
-        for _ in range(2):
-            client.ask_to_join(body)
-        with refusing("too-many-requests", "enrolments_per_minute") as caught:
-            client.ask_to_join(body)
-        assert caught.value.retry_after_seconds == 30
-
-
 def ask_from(coordinator: LiveCoordinator, address: str) -> int:
     """As through a proxy on this machine, which says whom it speaks for."""
     body = spec(new_secret("site")).model_dump(mode="json")

@@ -9,16 +9,13 @@ import re
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
-import trustme
 
-from tessera.shared.client.client import Client
-from tessera.shared.client.transport import tls_context
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import small_model, start_run, values
@@ -69,15 +66,6 @@ def test_the_request_behind_a_large_body_is_answered_after_it(
     assert http.get(f"/v1/blobs/{digest_of(DATA)}").content == DATA
 
 
-def test_one_connection_carries_a_body_after_another(coordinator: LiveCoordinator, http: httpx.Client) -> None:
-    bodies = [DATA[shift:] + DATA[:shift] for shift in (1, 2, 3)]
-    with connected(coordinator) as raw:
-        for body in bodies:
-            raw.sendall(patch(http, announce(http, body), len(body)) + body)
-            assert raw.recv(65536).startswith(b"HTTP/1.1 204")
-    assert [http.get(f"/v1/blobs/{digest_of(body)}").content == body for body in bodies] == [True] * 3
-
-
 def test_a_body_longer_than_announced_is_refused_and_the_next_request_answered(
     coordinator: LiveCoordinator, http: httpx.Client
 ) -> None:
@@ -98,17 +86,6 @@ def test_the_rest_of_a_body_that_cannot_be_written_is_dropped(
     with connected(coordinator) as raw:
         raw.sendall(patch(http, location, len(DATA)) + DATA + VERSION)
         assert answers(raw) == [503, 200]
-
-
-def test_received_bytes_are_kept_when_the_sender_goes(coordinator: LiveCoordinator, http: httpx.Client) -> None:
-    location, sent = announce(http), DATA[: 2 * MIB + 1]
-    with connected(coordinator) as raw:
-        raw.sendall(patch(http, location, len(DATA)) + sent)
-        # An orderly end of the connection delivers all that was sent before it.
-        raw.shutdown(socket.SHUT_WR)
-        rest(raw)
-    # Uvicorn drops what it had read and not handed over yet.
-    assert until(lambda: offset(http, location) > len(sent) - MIB // 2)
 
 
 def test_a_slow_sender_of_a_large_body_goes_on_and_a_silent_one_is_cut_off(tmp_path: Path) -> None:
@@ -160,34 +137,6 @@ def _opened(descriptor: Path) -> str:
 
 
 # ---------------------------------------------------------------- down
-
-
-@pytest.fixture(scope="module")
-def blobs() -> list[bytes]:
-    """Small ones, which the database holds, among large ones, which are files."""
-    return [bytes([n]) * (100 + n if n % 3 else 600_000 + n) for n in range(9)]
-
-
-@pytest.fixture(scope="module")
-def reader(standing: LiveCoordinator, blobs: list[bytes]) -> Iterator[httpx.Client]:
-    http = standing.http("orchestrator")
-    for data in blobs:
-        assert http.post("/v1/uploads", headers=announced(data, complete=True), content=data).status_code == 201
-    return http
-
-
-@pytest.mark.parametrize("start", [0, 1, 599_999, 600_000, 600_101, 600_203, 1_200_206 - MIB // 4])
-def test_files_and_small_blobs_are_sent_one_behind_the_other_from_anywhere(
-    reader: httpx.Client, blobs: list[bytes], start: int
-) -> None:
-    found = reader.post("/v1/blobs/read", json={"digests": list(map(digest_of, blobs)), "start": start})
-    assert (found.status_code, found.content == b"".join(blobs)[start:]) == (200, True)
-
-
-def test_part_of_a_large_blob_is_sent_alone(http: httpx.Client) -> None:
-    http.post("/v1/uploads", headers=announced(DATA, complete=True), content=DATA)
-    found = http.get(f"/v1/blobs/{digest_of(DATA)}", headers={"Range": "bytes=7-2000006"})
-    assert (found.status_code, found.content == DATA[7:2_000_007]) == (206, True)
 
 
 def test_requests_ahead_of_a_large_answer_are_answered_after_it(
@@ -270,15 +219,3 @@ def test_a_client_that_hangs_up_is_no_fault_of_the_server(
                 hang_up(raw)
     until(lambda: not coordinator._server.server_state.tasks)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-def test_bodies_travel_under_tls(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
-    trusting = tls_context(tmp_path / "ca.pem")
-    with (
-        LiveCoordinator(tmp_path, tls_cert=tmp_path / "server.pem") as live,
-        Client(live.url, live.token("orchestrator"), verify=trusting) as client,
-    ):
-        assert client.read_blob(client.put_bytes(DATA)) == DATA
