@@ -300,6 +300,8 @@ def test_the_same_submission_again_gives_the_same_answer_and_counts_once(scene: 
     head_digest = first.upload(first_task, {"head.weight": HEAD + np.float32(1)})
     answers = [first.submit(first_task, head_digest) for _ in range(3)]
     assert answers[0] == answers[1] == answers[2]
+    with refusing("lease-lost"):
+        first.submit(first_task, first.upload(first_task, {"head.weight": HEAD}))
     digest = second.upload(second_task, {"head.weight": HEAD + np.float32(4)})
     second.submit(second_task, digest, examples=5)
     scene.bad.client.fail(scene.task.id, Failure(token=scene.task.token, code="x", detail="y"))
