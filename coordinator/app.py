@@ -33,7 +33,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         services.waiters.attach()
         services.change_feed.attach()
-        # A daemon, joined for a limited time: the next process repeats what its end interrupts.
+        # A daemon, joined for a limited time: the next process repeats any interrupted work.
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
         for notifier in services.notifiers:
             notifier.start()

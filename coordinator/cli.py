@@ -215,7 +215,7 @@ def doctor(
     notify: Annotated[bool, typer.Option("--notify", help="send a test notice by each channel")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look at all that a coordinator needs: database, blobs, disk, address, limits, notices, unsafe settings.
+    """Check the needs of a coordinator: database, blobs, disk, address, limits, notices, unsafe settings.
     Safe beside a running one.
 
     Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
@@ -325,7 +325,7 @@ def _opened(duty: serving.Duty, *, wait: bool = False) -> serving.Services:
         log.warning("coordinator.variable_ignored", variable=variable)
     services = _assembled(duty, wait=wait)
     if duty == "serve" and services.database.ended_uncleanly():
-        # Beside the work: what it finds is remembered, and the process is not ready then.
+        # Beside the work: damage that it finds is remembered, and the process is not ready then.
         threading.Thread(target=_check, args=(services.database,), name="check", daemon=True).start()
     swept = services.blobs.sweep()
     settings = services.settings

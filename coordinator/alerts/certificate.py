@@ -19,7 +19,7 @@ EXPIRES_SOON = timedelta(days=30)
 
 
 def examine(settings: CoordinatorSettings, now: datetime) -> Iterator[Finding]:
-    """Yield what clients would reject in the certificates that are served, or else their names and expiry.
+    """Yield the faults that clients would find in the served certificates, or else their names and expiry.
 
     `tls_cert` has to be usable with its key. Raises ValueError for a certificate that cannot be parsed.
     """

@@ -98,7 +98,7 @@ class Notifier:
                 session.add(row)
 
     def _send(self) -> bool:
-        """Send the notice that is due first, if any; return whether it was taken."""
+        """Send the notice that is due first, if any; return True if it was taken."""
         now, own = self.database.now(), NoticeRow.channel == self.channel.name
         due = select(NoticeRow).where(own, NoticeRow.due_at <= now).order_by(NoticeRow.due_at, NoticeRow.key)
         with self.database.transaction() as session:

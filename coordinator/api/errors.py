@@ -101,7 +101,7 @@ def _http(request: Request, refusal: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> set[str]:
-    """Return every method of the path. Each has a route, and the one that refuses names its own method only."""
+    """Return every method of the path. Each has a route, and the route that refuses names its own method only."""
     path = getattr(request.scope.get("route"), "path", None)
     same = (route for route in _routes(request.app.router.routes) if route.path == path)
     return {method for route in same for method in route.methods or ()}

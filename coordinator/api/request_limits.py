@@ -91,7 +91,7 @@ class BoundedRequest(Request):
 
     @cached_property
     def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The stream, which is read in parts: each begins where the one before ended."""
+        """The stream, which is read in parts: each begins where the part before ended."""
         return self.stream()
 
     async def json(self) -> Any:
@@ -179,7 +179,7 @@ class BoundedRoute(APIRoute):
                         await reading.read_json(cast("type[BaseModel]", self.body_field.field_info.annotation))
                     return await handle(reading)
             except (Problem, RequestValidationError) as refusal:
-                # What may pass is no fault of the caller.
+                # A refusal that may pass is no fault of the caller.
                 if not (isinstance(refusal, Problem) and refusal.retryable):
                     gate.refused(request)
                 raise

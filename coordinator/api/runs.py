@@ -54,8 +54,8 @@ def create_run(spec: RunSpec, serving: Serving, caller: Starter, response: Respo
 
 @router.post("/preview", operation_id="previewRun")
 def preview_run(spec: RunSpec, serving: Serving, caller: Starter) -> Preview:
-    """Return which workers would take part in a run, why others would not, and its first round's workload. Change
-    nothing."""
+    """Return the workers that would take part in a run, why others would not, and its first round's workload.
+    Change nothing."""
     return runs.preview_run(serving, caller, spec)
 
 

@@ -126,7 +126,7 @@ async def submit_update(
     reason."""
     blobs, following = getattr(request.state, "blobs", ()), getattr(request.state, "following", None)
     if len(blobs) + bool(following) + (body.data is not None) > 1:
-        raise BadRequest("the request contains more than one update", remedy="Send the one that `update` names.")
+        raise BadRequest("the request contains more than one update", remedy="Send the update that `update` names.")
     if following:
         await _receive(request, serving, caller, body.update, following)
     elif blobs:

@@ -28,7 +28,7 @@ from tessera.shared.problems import Forbidden, Invalid, Unauthenticated, Unavail
 from tessera.shared.urls import is_loopback, proxy_of
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Those with a public key. Neither `none` nor one whose key a verifier could sign with."""
+"""The algorithms with a public key. Neither `none` nor an algorithm whose key a verifier could sign with."""
 
 KEYS_SECONDS = 3_600.0
 """Maximum age of the cached keys: a key that the provider withdraws is refused after this time at the latest."""
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 
 class ProviderFault(Exception):
-    """The provider did not answer, or not with what an OpenID provider answers."""
+    """The provider did not answer, or not as an OpenID provider answers."""
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class OIDCVerifier:
         """Return the person of verified claims. Raise Unauthenticated, and Forbidden for a person without a role."""
         subject = str(claims["sub"])
         if not (0 < len(subject) <= MAX_SUBJECT_LENGTH and subject.isprintable()):
-            raise Unauthenticated("the subject of the token is none that can be written down")
+            raise Unauthenticated("the subject of the token cannot be written down")
         person = f"{self._issuer}#{subject}"
         roles, place = self._settings.oidc_roles, self._settings.oidc_role_claim
         named = _claim(claims, place)
@@ -234,8 +234,8 @@ class OIDCLogin:
     """The page as a client of the provider, by the authorization code flow with PKCE (OpenID Connect Core 3.1, RFC
     7636). Safe to use from several threads.
 
-    Between the two requests nothing is kept here. What ties them together is one secret in the browser: what the
-    provider is shown of it are HMACs, each for one purpose.
+    Between the two requests nothing is kept here. One secret in the browser ties them together: the
+    provider sees HMACs of it alone, each for one purpose.
     """
 
     def __init__(self, settings: CoordinatorSettings, people: OIDCVerifier) -> None:

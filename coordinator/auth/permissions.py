@@ -32,7 +32,7 @@ def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow
 
 
 def readable_blobs(session: Session, caller: Principal, digests: Collection[str]) -> set[str]:
-    """Return those of the digests that the caller may read or name.
+    """Return the digests that the caller may read or name.
 
     A site may read the blobs of runs in which it has had a task. Others may read those of all runs, and blobs that
     were not uploaded by a site. An update is neither, so no caller can read one.

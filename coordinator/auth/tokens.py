@@ -158,7 +158,7 @@ def rotate_token(
 
 
 def is_known(session: Session, secret_hash: str) -> bool:
-    """Return whether this is or was the secret of any token."""
+    """Return True if this is or was the secret of any token."""
     either = (TokenRow.secret_hash == secret_hash) | (TokenRow.previous_hash == secret_hash)
     return bool(session.scalar(select(exists().where(either))))
 

@@ -92,7 +92,7 @@ class Objects:
             obstore.put(self.store, key_of(digest), path)
 
     def remove(self, digest: str, before: float) -> bool:
-        """Remove an object that was written before this instant; return whether it did."""
+        """Remove an object that was written before this instant; return True if it did."""
         self._tags.drop(digest)
         with suppress(FileNotFoundError), _translated("object"):
             if obstore.head(self.store, key_of(digest))["last_modified"].timestamp() < before:
@@ -101,7 +101,7 @@ class Objects:
         return False
 
     def serves(self) -> bool:
-        """Return whether the store accepted a few bytes and returned a part of them within `PROBE_SECONDS`."""
+        """Return True if the store accepted a few bytes and returned a part of them within `PROBE_SECONDS`."""
         with self._probing:
             if time.monotonic() < self._probed_until:
                 return True
@@ -178,7 +178,7 @@ class Objects:
         raise StoreSpoilt(f"blob {blob.digest} is being replaced in the store while it is read")
 
     def knows(self, blob: Stored) -> bool:
-        """Return whether the object was hashed, by this process or an earlier one. Reading it compares its tag."""
+        """Return True if the object was hashed, by this process or an earlier one. Reading it compares its tag."""
         if blob.digest not in self._tags and blob.stamp is not None:
             self._tags.keep(blob.digest, blob.stamp)
         return bool(self._tags.get(blob.digest))

@@ -19,7 +19,7 @@ FINISHING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits on what a site announces, counted in the tables so that several coordinators agree."""
+    """Limits on the blobs that a site announces, counted in the tables so that several coordinators agree."""
 
     bytes_per_day: int | None
 
@@ -44,7 +44,7 @@ class Quota:
         _add(session, now, site_id, rows, more_bytes)
 
     def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
-        """Count bytes that a site stores in the tables against what it may announce."""
+        """Count bytes that a site stores in the tables against its limits on announced blobs."""
         if self.bytes_per_day is not None:
             _add(session, now, site_id, self._of_the_day(session, now, site_id), more)
 

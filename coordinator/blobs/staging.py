@@ -50,7 +50,7 @@ class StagingArea:
 
 
 def sweep(staging_dir: Path) -> int:
-    """Remove the files of ended processes; return how many there were."""
+    """Remove the files of ended processes; return their number."""
     swept = 0
     for folder in staging_dir.glob(f"{OWN}*"):
         descriptor = lock(folder)

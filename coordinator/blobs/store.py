@@ -194,7 +194,7 @@ class Blobs:
         return stored
 
     def writable(self) -> bool:
-        """Return whether the staging folder accepts a file, and an object store accepts and returns bytes.
+        """Return True if the staging folder accepts a file, and an object store accepts and returns bytes.
 
         A full disk does not count as a fault: `DiskSpace` reports it.
         """
@@ -211,7 +211,7 @@ class Blobs:
         return self._objects is None or self._objects.serves()
 
     def sweep(self) -> int:
-        """Remove unfinished files of killed processes; return how many there were. Unfinished uploads stay."""
+        """Remove unfinished files of killed processes; return their number. Unfinished uploads stay."""
         for probe in self.staging_dir.glob("probe-*"):
             probe.unlink(missing_ok=True)
         for aside in self.staging_dir.glob("gone-*"):
@@ -223,7 +223,7 @@ class Blobs:
     # ------------------------------------------------------------ removing
 
     def discard(self, digest: str, before: float) -> bool:
-        """Remove the bytes of a blob without a row unless they were written since `before`; return whether it did."""
+        """Remove the bytes of a blob without a row unless they were written since `before`; return True if it did."""
         self._sound.drop(digest)
         self._rows.drop(digest)
         if self._objects:
@@ -279,7 +279,7 @@ class Blobs:
         return None
 
     def is_sound(self, blob: Stored) -> bool:
-        """Return whether this process knows the blob to be sound, or its file is as it was when that was known."""
+        """Return True if this process knows the blob to be sound, or its file is as it was when that was known."""
         if self._objects and blob.inline is None:
             return self._objects.knows(blob)
         if blob.digest not in self._sound:
@@ -422,7 +422,7 @@ class Blobs:
             self._sound.keep(digest, None)
 
     def __contains__(self, blob: Stored) -> bool:
-        """Return whether the store has an object of this digest and size, regardless of the table."""
+        """Return True if the store has an object of this digest and size, regardless of the table."""
         if self._objects:
             return self._objects.size(blob.digest) == blob.size
         with suppress(FileNotFoundError):

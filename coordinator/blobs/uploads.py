@@ -101,7 +101,7 @@ class Uploads:
             session.get_one(SiteRow, site_id, with_for_update=True)
         others = (UploadRow.owner == row.owner) & (UploadRow.id != row.id) & ~UploadRow.complete
         unfinished = session.scalars(select(UploadRow).where(others)).all()
-        # Bytes that this owner announced and has not sent need space too. Those of others do not count: they may
+        # Bytes that this owner announced and has not sent need space too. Other owners' bytes do not count: they may
         # never come. Received bytes are no longer free.
         unsent = sum(each.length - self.offset(_record(each)) for each in (*unfinished, row))
         self.disk.require(unsent)
@@ -124,7 +124,7 @@ class Uploads:
             return _record(row)
 
     def forget(self, upload_id: str, before: float) -> bool:
-        """Remove an unfinished upload unless it was announced or written to since `before`; return whether it did."""
+        """Remove an unfinished upload unless it was announced or written to since `before`; return True if it did."""
         with self.database.transaction() as session:
             row = session.get(UploadRow, upload_id)
             if row is None or row.complete or row.created_at >= before:
@@ -139,7 +139,7 @@ class Uploads:
         return False
 
     def sweep(self, before: float) -> int:
-        """Remove staging files without an unfinished upload that were not written to since `before`; return how many.
+        """Remove staging files without an unfinished upload, unless written to since `before`; return their number.
 
         `enter` completes an upload without its file, and a process with another staging folder forgets it without.
         """
@@ -155,7 +155,7 @@ class Uploads:
         return swept
 
     def offset(self, upload: Upload) -> int:
-        """Return how many bytes have arrived."""
+        """Return the number of bytes that have arrived."""
         if upload.complete:
             return upload.length
         path = self._path(upload.id)
@@ -164,8 +164,8 @@ class Uploads:
     # ------------------------------------------------------------ the bytes
 
     async def whole(self, upload: Upload, body: AsyncIterator[bytes], begun: bytes = b"") -> int:
-        """Receive a blob in the request that announces it, and return how many bytes came; a small one is not staged.
-        `begun` has those that were read already."""
+        """Receive a blob in the request that announces it; return the number of received bytes. `begun` are the bytes
+        that were read already. A small blob is not staged."""
         if upload.length > WRITE_BYTES:
             return await self.append(upload, 0, body, begun)
         if end := self.offset(upload):

@@ -50,12 +50,12 @@ class ChildConductor:
         try:
             child.wait(GOODBYE_SECONDS)
         except subprocess.TimeoutExpired:
-            # What is cut off is done again by the next.
+            # The next child does interrupted work again.
             child.kill()
             child.wait()
 
     def is_alive(self) -> bool:
-        """Return whether the child has looked at the runs lately, or is starting."""
+        """Return True if the child has looked at the runs lately, or is starting."""
         try:
             return time.time() - self._heartbeat.stat().st_mtime < self._silent_seconds
         except OSError:

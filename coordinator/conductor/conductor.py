@@ -51,7 +51,7 @@ class Conductor:
     notify: Callable[[Sequence[str]], None]
     """Wakes workers."""
     _merging: threading.Lock = field(default_factory=threading.Lock)
-    # Runs whose merge waits for the one in progress.
+    # Runs whose merge waits for the merge in progress.
     _behind: set[str] = field(default_factory=set)
 
     def conduct(self) -> None:
@@ -82,7 +82,7 @@ class Conductor:
                 return
 
     def _advance(self, run_id: str, live: Sequence[LiveWorker]) -> bool:
-        """Do what is due in a run at one look; return whether anything was done."""
+        """Do what is due in a run at one look; return True if anything was done."""
         # Before the look: an update that came between the two would be late by a deadline that it met.
         now = self.database.now()
         if (run := self._look(run_id, live)) is None:
@@ -108,7 +108,7 @@ class Conductor:
             return None
 
     def _act(self, run: RunSnapshot, action: Action) -> bool:
-        """Do an action, in one transaction; return whether anything was done. A run that fails by itself pauses."""
+        """Do an action, in one transaction; return True if anything was done. A run that fails by itself pauses."""
         with in_trace(run, action) as span:
             try:
                 with span:

@@ -30,7 +30,7 @@ class Failures:
     _failed: dict[tuple[str, Action], tuple[float, float, float]] = field(default_factory=dict)
 
     def put_off(self, run: RunSnapshot, action: Action) -> bool:
-        """Return whether the action failed before and is not due again yet."""
+        """Return True if the action failed before and is not due again yet."""
         since, failed_at, delay = self._failed.get((run.id, action), (0.0, 0.0, 0.0))
         if delay == inf and run.state == "running":
             # It was to pause, and the database was away.
@@ -39,7 +39,7 @@ class Failures:
         return since == run.idle_since and 0 <= self.database.now() - failed_at < delay
 
     def note(self, run: RunSnapshot, action: Action, fault: Exception) -> bool:
-        """Note and log a failure; return whether it is the run's own fault, and stays until a person resumes the run.
+        """Note and log a failure; return True if it is the run's own fault, and stays until a person resumes the run.
 
         Raises the fault if the database is away.
         """

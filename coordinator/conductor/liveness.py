@@ -13,7 +13,7 @@ from tessera.shared.problems import Conflict
 
 
 class TooFewWilling(Conflict):
-    """A round cannot open or go on because too few sites would do what it asks; `asked` are workers with a new task,
+    """A round cannot open or go on because too few sites would do its tasks; `asked` are workers with a new task,
     after which it may."""
 
     def __init__(self, detail: str, asked: Sequence[str] = ()) -> None:
@@ -45,16 +45,16 @@ class Liveness:
         return live_workers(session, self._database.now() - self._liveness_seconds)
 
     def willing(self, run_id: str, invited: RunTerms) -> list[LiveWorker]:
-        """Return the live workers that could take part in a round, with what decides who does for its site."""
+        """Return the live workers that could take part in a round, with the facts that decide among a site's."""
         with self._database.snapshot() as session:
             return remembering(session, run_id, candidates(session, invited, self.workers(session)))
 
     def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
-        """Return whether all planned workers are still live: planning and waiting to write take time."""
+        """Return True if all planned workers are still live: planning and waiting to write take time."""
         return plans.keys() <= {worker.name for worker in self.workers(session)}
 
     def is_settled(self) -> bool:
-        """Return whether every live worker has had the time to call: nothing has kept them from it for that long."""
+        """Return True if every live worker has had the time to call: nothing has kept them from it for that long."""
         return self._database.now() - self._waits_since > self._liveness_seconds
 
 

@@ -206,7 +206,7 @@ class SecureRounds:
         here = [number for number in able if sites[number] in live]
         if not _suffices(terms, here):
             raise TooFewWilling("too few helpers are live to open the round's sums")
-        # Those that signed were there a moment ago; others may be gone and not yet missed.
+        # Sites that signed were there a moment ago; others may be gone and not yet missed.
         signed = {site for task, site in tasks if task.kind == "agree" and task.state == "accepted"}
         if _suffices(terms, signers := [number for number in here if sites[number] in signed]):
             here = signers
@@ -241,8 +241,8 @@ def _states(tasks: Sequence[Row[TaskRow, str]]) -> dict[str, str]:
 
 
 def _declared_keys(session: Session, sites: Sequence[str]) -> list[tuple[str, str, SiteKeys | None]]:
-    """Return each worker of these sites, with its site and the keys that it declares as a helper. Those that were
-    seen last are last."""
+    """Return each worker of these sites, with its site and the keys that it declares as a helper. The workers
+    that were seen last are last."""
     query = (
         select(SiteRow.name, WorkerRow.id, WorkerRow.declared_digest)
         .join_from(WorkerRow, SiteRow)
@@ -276,7 +276,7 @@ def _key_holders(session: Session, sites: Sequence[str]) -> dict[str, tuple[str,
 
 def _helper_workers(session: Session, terms: Terms) -> dict[str, str]:
     """Return the worker that has each helper's key, by site: another of the site could not do its tasks. If none has,
-    it is the one that was seen last."""
+    it is the worker that was seen last."""
     identities = {helper.site: helper.identity for helper in terms.helpers}
     found = _declared_keys(session, list(identities))
     found.sort(key=lambda row: row[2] is not None and row[2].identity == identities[row[0]])

@@ -74,7 +74,7 @@ def show_form(
         return _form(request, serving, who, _method(spec.method.name), _given_by(spec))
     if method is None:
         choices = _choices(serving, who.principal)
-        # The one that is good for a first run is first, and preselected.
+        # The method that is good for a first run is first, and preselected.
         offered = sorted(methods().values(), key=lambda method: (not method.is_preselected, method.name))
         return render(request, "methods.html", who, methods=offered, **choices)
     chosen = _method(method)

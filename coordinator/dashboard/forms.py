@@ -122,7 +122,7 @@ def _read(field: Field, text: str) -> Any:
     try:
         return check_document(text.encode(), MAX_VALUES)
     except ValueError:
-        # The model's own validation reports what it needs.
+        # The model's own validation reports the fault.
         return text
 
 

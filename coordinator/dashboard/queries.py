@@ -318,7 +318,7 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
 
 def by_worker(session: Session, run: Run, name: str) -> dict[str, dict[int, float]]:
     """Return a metric of each worker's update for each version, as the worker reports it."""
-    # What is not merged yet is for the next version.
+    # An update that is not merged yet is for the next version.
     version_number = func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     value = TaskRow.metrics[name].as_float()
     rows = session.execute(

@@ -273,7 +273,7 @@ ACTIONS = {
     "task.fail": "could not do the task", "task.withhold": "withheld the task", "task.cancel": "cancelled the task",
     "token.issue": "issued the token", "token.revoke": "revoked the token", "token.rotate": "rotated the token",
     "site.create": "created the site", "site.suspend": "suspended the site", "site.resume": "resumed the site",
-    "worker.enrol": "declared what it offers", "session.begin": "signed in", "session.end": "signed out",
+    "worker.enrol": "declared its offer", "session.begin": "signed in", "session.end": "signed out",
     "enrolment.approve": "admitted the worker", "enrolment.decline": "declined the worker",
     "enrolment.redeem": "joined with a code", "version": "made the version",
     "version.retire": "removed old versions", "version.warning": "warned about the version",
@@ -285,7 +285,7 @@ UNSAID = ("worker", "token", "update", "audit_head", "declared")
 
 
 def _subjects(session: Session, entries: Sequence[AuditEntry]) -> dict[str, str]:
-    """Return the names of what entries are about, by id; a run's name also by the id of its entries' run."""
+    """Return the names of the subjects of entries, by id; a run's name also by the id of its entries' run."""
     ids = {one.subject for one in entries}
     work = {"train": "training from version", "evaluate": "evaluation of version"}
     work |= dict.fromkeys(HELPER_KINDS, "secure sum after version")

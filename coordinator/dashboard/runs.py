@@ -67,7 +67,7 @@ STATES = ("running", "paused", "cancelled")
 AT_A_TIME = 50
 MAX_TICKED = 50
 MAX_SCORED = 200
-"""Runs that are sorted by what has to be computed for each: the newest that match."""
+"""Runs that are sorted by a value that has to be computed for each: the newest that match."""
 SHOWN_ROUNDS = 10
 HEADLINE = ("accuracy", "macro_f1", "loss")
 ODD = 2.0
@@ -311,7 +311,7 @@ def show_round(
     sorting: Sorted,
     attempt: Ordinal = None,
 ) -> Response:
-    """Show one attempt at a round, by default the latest: what each worker did when."""
+    """Show one attempt at a round, by default the latest: the work of each worker by time."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
@@ -349,7 +349,7 @@ def show_round(
 
 
 def _owns(session: Session, who: Visitor, run: Run) -> bool:
-    """Return whether the visitor may steer and annotate the run: as its owner or an administrator."""
+    """Return True if the visitor may steer and annotate the run: as its owner or an administrator."""
     own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
     return who.steers and own
 
@@ -451,7 +451,7 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
 
 
 def is_unusual(metrics: Mapping[str, float]) -> bool:
-    """Return whether an update is far from the others of its round."""
+    """Return True if an update is far from the others of its round."""
     return max(metrics.get(NORM, 0.0), metrics.get(DISTANCE, 0.0)) >= ODD
 
 

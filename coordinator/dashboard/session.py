@@ -135,7 +135,7 @@ Signed = Annotated[Visitor, Depends(Visitors())]
 
 
 def holder(serving: Services, secret: str) -> Principal:
-    """Return who holds a session. Raises Unauthenticated."""
+    """Return the holder of a session. Raises Unauthenticated."""
     with serving.database.snapshot() as session:
         return sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
 
@@ -181,7 +181,7 @@ def require_same_origin(request: Request) -> None:
     if site is not None:
         same = site == "same-origin"
     elif origin := request.headers.get("Origin"):
-        # An invalid origin is none.
+        # An invalid origin is not the same.
         with suppress(ValueError):
             same = urlsplit(origin).netloc == request.headers.get("Host")
     if not same:
@@ -194,7 +194,7 @@ def require_same_origin(request: Request) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """Return whether the browser is on this machine, judged by the host name that it uses."""
+    """Return True if the browser is on this machine, judged by the host name that it uses."""
     try:
         return is_loopback(request.url.hostname or "")
     except ValueError:

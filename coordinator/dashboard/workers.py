@@ -38,7 +38,7 @@ MAX_TASKS = 25
 TOKENS = 100
 
 HEALTHS = ("failing", "silent", "unusual", "working", "well", "suspended", "revoked")
-"""From what needs attention first to what an administrator decided."""
+"""From the states that need attention to the states that an administrator decided."""
 NEEDY = HEALTHS[:3]
 
 Health = Literal["attention", "failing", "silent", "unusual", "working", "well", "suspended", "revoked"]
@@ -153,7 +153,7 @@ def _tasks_in_hand(session: Session, names: Mapping[str, str]) -> dict[str, Task
 
 
 def _latest_scores(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return how far each worker's latest update is from the others of its round, as far as it was compared."""
+    """Return the distance of each worker's latest update from the others of its round, if it was compared."""
     task = aliased(TaskRow)
     # One for each state, which an index finds without the others.
     newest = [
@@ -258,7 +258,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
 
 
 def _rounding(policy: AdvertisedPolicy) -> str:
-    """Return where figures leave rounded, of a site that does not round all."""
+    """Return the places where a site that does not round all its figures rounds them."""
     on = f", and on {', '.join(policy.budgets)}" if policy.budgets else ""
     return f"private runs and secure sums{on}"
 

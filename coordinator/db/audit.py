@@ -23,7 +23,7 @@ def record(
     last, previous = _head(session)
     entry = {
         "seq": last + 1,
-        # Whole microseconds, which is what the API shows: whoever may read the chain can verify it.
+        # Whole microseconds, as the API shows: a reader of the chain can verify it.
         "at": round(now, 6),
         "actor": actor,
         "action": action,

@@ -27,7 +27,7 @@ class Declarations:
         self._kept: Recent[tuple[dict[str, Any], int]] = Recent(KEPT, KEPT_BYTES, lambda kept: kept[1])
 
     def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return what each worker declared, by its id; `workers` has the digests."""
+        """Return the declaration of each worker, by its id; `workers` has the digests."""
         known = {worker_id: self._kept.get(digest) for worker_id, digest in workers.items()}
         declarations = {worker_id: kept[0] for worker_id, kept in known.items() if kept}
         # One of several equal declarations is read; one without a digest is read each time.

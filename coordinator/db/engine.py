@@ -81,7 +81,7 @@ _SQLITE_REASONS = {
 
 
 def reason_of(fault: Exception) -> str:
-    """Return why a database cannot be used, and the remedy, in one line without SQLAlchemy's additions."""
+    """Describe the fault of an unusable database, and the remedy, in one line without SQLAlchemy's additions."""
     cause = fault.orig if isinstance(fault, DBAPIError) and fault.orig else fault
     line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
     remedy = "" if isinstance(cause, sqlite3.Error | OSError) else "; check that the server runs and admits this user"
@@ -94,7 +94,7 @@ class DatabaseDamaged(OperationalError):
 
 
 def is_away(fault: Exception) -> bool:
-    """Return whether a retry may help: the database is away, and not damaged."""
+    """Return True if a retry may help: the database is away, and not damaged."""
     return isinstance(fault, DATABASE_AWAY) and not isinstance(fault, DatabaseDamaged)
 
 
@@ -186,13 +186,13 @@ class Database:
             log.error("database.damaged", database=self.shown, detail=detail, remedy=remedy)
 
     def ended_uncleanly(self) -> bool:
-        """Return whether the last process to use a SQLite file left a log beside it, or another one uses it now."""
+        """Return True if the last process to use a SQLite file left a log beside it, or another one uses it now."""
         with suppress(OSError):
             return self.is_sqlite and Path(f"{self.url.database}-wal").stat().st_size > 0
         return False
 
     def check(self, seconds: float = CHECK_SECONDS) -> bool:
-        """Read all of SQLite's file for at most this time; return whether that was enough. Raise DatabaseDamaged."""
+        """Read all of SQLite's file for at most this time; return True if that was enough. Raise DatabaseDamaged."""
         if not self.is_sqlite:
             return True
         until = time.monotonic() + seconds
@@ -286,7 +286,7 @@ class Database:
 
     @contextmanager
     def alone(self, work: str) -> Iterator[bool]:
-        """Yield whether this process alone does this work until the end of `with`.
+        """Yield True if this process alone does this work until the end of `with`.
 
         This avoids duplicate work but does not prevent it: a process that dies, or is silent for DUTY_SECONDS, loses
         the lock. The result of the work needs its own guard. On SQLite, `hold` ensures it.
@@ -342,7 +342,7 @@ class Database:
     # ------------------------------------------------------------ schema
 
     def schema(self) -> Schema:
-        """Return how the schema compares with this version's: revisions sort by their names."""
+        """Compare the schema with this version's: revisions sort by their names."""
         with self._reading.connect() as connection:
             return _schema_of(connection)
 

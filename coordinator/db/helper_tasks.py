@@ -29,7 +29,7 @@ _OF_ROUND = (
     (TaskRow.run_id == given("run"))
     & TaskRow.kind.in_(HELPER_KINDS)
     & (TaskRow.version_number == given("version"))
-    # What failed before a person resumed the run does not count against it.
+    # A failure before a person resumed the run does not count against it.
     & ((TaskRow.state != "failed") | (TaskRow.created_at >= given("since")))
     & (TaskRow.state != "cancelled")
 )
@@ -81,7 +81,7 @@ def withdraw_helpers(session: Session, now: float, run_id: str, kinds: Sequence[
 
 
 def sums_snapshot(session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None) -> SumsSnapshot:
-    """Return how far the helpers are with the run's present round."""
+    """Return the progress of the helpers with the run's present round."""
     assert spec.secure_sums is not None  # noqa: S101 (for the types)
     helpers = len(spec.secure_sums.helpers)
     found: dict[str, list[TaskSnapshot]] = {kind: [] for kind in HELPER_KINDS}
@@ -136,7 +136,7 @@ def rounds_from(session: Session, values: str) -> Sequence[Row[RoundRow, RunRow]
 
 
 def senders_in(session: Session, round_id: str) -> set[str]:
-    """Return the sites of which a round accepted updates."""
+    """Return the sites whose updates a round accepted."""
     query = select(SiteRow.name).join_from(TaskRow, WorkerRow).join(SiteRow)
     query = query.where(TaskRow.round_id == round_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
     return set(session.scalars(query))
@@ -151,7 +151,7 @@ def agreements(tasks: Sequence[Row[TaskRow, str]]) -> tuple[Agreement, ...]:
     )
 
 
-# ---------------------------------------------------------------- what each party saw
+# ---------------------------------------------------------------- views of each party
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class SumRecord:
 
 
 def sum_record(session: Session, round_: RoundRow, spec: RunSpec) -> SumRecord | None:
-    """Return what the parties of a round did; None for a run without secure sums."""
+    """Return the work of the parties of a round; None for a run without secure sums."""
     if spec.secure_sums is None:
         return None
     sums, helpers = spec.secure_sums, spec.secure_sums.helpers

@@ -24,7 +24,7 @@ def insert_missing(session: Session, table: type[Table], rows: Sequence[Mapping[
 def insert_or_update(
     session: Session, table: type[Table], key: tuple[str, ...], row: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> None:
-    """Insert a row, or make these changes to the one with the same `key`."""
+    """Insert a row, or make these changes to the row with the same `key`."""
     statement = _insert_or_update(session.get_bind().dialect.name, table, key, tuple(changes))
     session.flush()
     session.connection().execute(statement, {**row, **{_NEW + name: value for name, value in changes.items()}})

@@ -146,7 +146,7 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
 
 
 def has_quorum(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> bool:
-    """Return whether `candidates` are of enough sites for a round, from as few of them as possible."""
+    """Return True if `candidates` are of enough sites for a round, from as few of them as possible."""
     took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
     sites: set[str] = set()
     for worker in live:
@@ -185,7 +185,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
         select(TaskRow.worker_id, func.max(TaskRow.version_number) + 1)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        # What was left out changed no vault.
+        # An update that was left out changed no vault.
         .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(SiteRow.name.in_(crowded))
         .group_by(TaskRow.worker_id)

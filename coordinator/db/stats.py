@@ -31,7 +31,7 @@ Place = Literal["central", "sites"]
 
 
 class RunFigures(NamedTuple):
-    """A live run. What is of its last committed round is 0 before there is one."""
+    """A live run. Figures of its last committed round are 0 before there is one."""
 
     run: str
     name: str
@@ -40,7 +40,7 @@ class RunFigures(NamedTuple):
     cohort: int
     """Sites that were asked."""
     updates: int
-    """Those of which an update was accepted: the updates of one site's workers count as one."""
+    """The sites with an accepted update: the updates of one site's workers count as one."""
     upload_bytes: int
     download_bytes: int
     measured: dict[tuple[Place, str], float]

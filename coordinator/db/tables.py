@@ -379,9 +379,9 @@ class TaskRow(Table):
     merged_in: Mapped[int | None]
     # Blocks of the merged update that the version did not take.
     unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
-    # For a helper, what its task is about.
+    # The subject of a helper's task.
     sums: Mapped[dict[str, Any] | None]
-    # What the worker signed: an update's envelope, or a helper's agreement.
+    # The worker's signed statement: an update's envelope, or a helper's agreement.
     statement: Mapped[dict[str, Any] | None]
     problem: Mapped[dict[str, Any] | None]
     worker_name: Mapped[str] = column_property(
@@ -478,19 +478,19 @@ class NoticeRow(Table):
 
     __tablename__ = "notices"
 
-    # Whoever inserts it has seen the condition first, so that each channel sends one notice of it.
+    # The process that inserts it has seen the condition first, so that each channel sends one notice of it.
     channel: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     content: Mapped[dict[str, Any]]
     # When the condition was last there, within some minutes.
     seen_at: Mapped[float]
     attempts: Mapped[int]
-    # The next attempt, also if the one in progress dies. None if there is none.
+    # The next attempt, also if the attempt in progress dies. None if there is no next attempt.
     due_at: Mapped[float | None]
 
 
 class AuditRow(Table):
-    """Every change of state, chained: each entry's digest covers the one before."""
+    """Every change of state, chained: each entry's digest covers the entry before."""
 
     __tablename__ = "audit"
     __table_args__ = (Index("ix_audit_run_id_seq", "run_id", "seq"), Index("ix_audit_subject", "subject"))

@@ -125,8 +125,8 @@ def reload(session: Session, record: TaskRecord) -> TaskRecord:
 
 
 def withhold(session: Session, now: float, actor: str, worker_id: str, claim: Claim) -> None:
-    """Withdraw a worker's offered tasks of runs that its site has not approved: rounds do not wait for them. Those of
-    a helper stay, since no other site can do them."""
+    """Withdraw a worker's offered tasks of runs that its site has not approved: rounds do not wait for them. A
+    helper's tasks stay, since no other site can do them."""
     offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(claim.withheld)
     offered &= TaskRow.kind.not_in(HELPER_KINDS)
     declared = {"withheld": claim.withheld, "withheld_terms": claim.withheld_terms}
@@ -155,7 +155,7 @@ def claimable(session: Session, worker_id: str, instance: str, holding: Sequence
 
 
 def is_claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> bool:
-    """Return whether `claimable` finds a task."""
+    """Return True if `claimable` finds a task."""
     given_here = {"worker": worker_id, "instance": instance, "holding": holding}
     return session.scalars(_IS_CLAIMABLE, given_here).first() is not None
 
@@ -182,7 +182,7 @@ _KNOWN_TO_WORKER = _known_to_worker()
 
 
 def are_others_leased(session: Session, task: TaskRow) -> bool:
-    """Return whether a worker still has another task of the same round."""
+    """Return True if a worker still has another task of the same round."""
     return session.scalar(_OTHERS, {"id": task.id, "round": task.round_id}) is not None
 
 
@@ -194,7 +194,7 @@ _OTHERS = (
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
-    """Return those of these workers that have an offered task."""
+    """Return the ids among `worker_ids` of workers that have an offered task."""
     offered = (TaskRow.state == "offered") & TaskRow.worker_id.in_(worker_ids)
     return list(session.scalars(select(TaskRow.worker_id).where(offered).distinct()))
 
@@ -253,7 +253,7 @@ def settle(
 
 
 def was_released(record: TaskRecord, token: int) -> bool:
-    """Return whether this release took place before, and only the response was lost."""
+    """Return True if this release took place before, and only the response was lost."""
     return record.task.state == "offered" and record.task.token == token > 0
 
 
@@ -269,16 +269,16 @@ def require_releases_left(record: TaskRecord, request: Release) -> None:
 
 
 def was_failed(record: TaskRecord, token: int) -> bool:
-    """Return whether this failure was recorded before, and only the response was lost."""
+    """Return True if this failure was recorded before, and only the response was lost."""
     task = record.task
     over = task.state == "failed" or (task.state == "cancelled" and task.problem is not None)
     return over and task.token == token
 
 
 def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> bool:
-    """Return whether this very report was accepted before, and only the response was lost.
+    """Return True if this very report was accepted before, and only the response was lost.
 
-    `digest` is that of its update, if it has one.
+    `digest`: of its update, if it has one.
     """
     task = record.task
     return task.state in ACCEPTED and task.token == token and digest in (None, task.update_digest)
@@ -327,7 +327,7 @@ def task_message(session: Session, record: TaskRecord, lease_seconds: float, **l
 
 
 def sum_task(record: TaskRecord) -> SumTask | None:
-    """Return what a task of a run with secure sums is about; None for others."""
+    """Return the subject of a task of a run with secure sums; None for other tasks."""
     if record.task.sums is not None:
         return SumTask.model_validate(record.task.sums)
     terms = record.round.sum_terms if record.round else None

@@ -103,7 +103,7 @@ def move_back(session: Session, now: float, run: RunRow) -> None:
 def move_tasks(
     session: Session, event: str, which: ColumnElement[bool], parameters: Mapping[str, Any], **values: Any
 ) -> int:
-    """Move those of these tasks that are in a state from which `event` starts; return how many there were. The
+    """Move the tasks that meet a condition and are in a state from which `event` starts; return their number. The
     condition is one of a module, with `parameters` for its parameters.
 
     For what follows from the end of their round, whose entry in the audit says so.

@@ -166,7 +166,7 @@ def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 def task_for_site(view: TaskView) -> TaskView:
     """Return a task as its site sees it, with the receipt of its update.
 
-    Outlier scores are hidden, so that an attacker cannot tune an update against them. What was accepted stays
+    Outlier scores are hidden, so that an attacker cannot tune an update against them. An accepted task stays
     `accepted`: a repeated report gets the first answer.
     """
     shown: dict[str, Any] = {"metrics": without_scores(view.metrics)}

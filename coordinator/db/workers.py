@@ -125,7 +125,7 @@ def enrol(
         raise QuotaExceeded(
             f"the workers of this site declare {declared} bytes, and {length} more would be over {most} "
             f"({DECLARED_SHARE} for each of max_workers_per_site)",
-            remedy="Shorten what their policies list.",
+            remedy="Shorten the lists in their policies.",
             retry_after_seconds=TOO_MANY_SECONDS,
         )
     if row is None:
@@ -151,7 +151,7 @@ def require_silent(session: Session, now: float, site_id: str, name: str, livene
 
 
 def _continues(row: WorkerRow, claim: Claim) -> bool:
-    """Return whether a claim is by the stored worker: the process itself, or a later one in its state folder.
+    """Return True if a claim is by the stored worker: the process itself, or a later one in its state folder.
 
     An earlier process in the folder must be one in a copy of it. If a worker names no folder, its successor cannot be
     distinguished from another worker.

@@ -4,7 +4,7 @@ from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancell
 
 
 def refusal(state: str, round_state: str | None, shown_token: int, token: int) -> Problem | None:
-    """Return why a report with `shown_token` is refused, or None. `round_state` is None without a round."""
+    """Return the refusal of a report with `shown_token`, or None. `round_state` is None without a round."""
     if state == "cancelled" and round_state in ("merging", "committed"):
         return RoundClosed("the round closed without this task's update")
     if state == "cancelled":

@@ -41,7 +41,7 @@ class RunTerms:
     run: str | None = None
 
     def lets_know(self, site: str) -> bool:
-        """Return whether the run is visible to a site."""
+        """Return True if the run is visible to a site."""
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
 
 
@@ -63,7 +63,7 @@ def _parsed(text: str) -> AdvertisedPolicy | None:
 
 
 def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | None:
-    """Return why a worker's site does not take part in the run; None too if the run has changed since it said so."""
+    """Return the site's reason not to take part in the run; None too if the run has changed since it said so."""
     spec, cohort = invitation.spec, invitation.spec.cohort
     present = {"rounds": spec.rounds, "quorum": cohort.quorum, "deadline_seconds": cohort.deadline_seconds}
     changed = present not in declared.get("withheld_terms", {}).get(invitation.run, [present])
@@ -72,7 +72,7 @@ def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | 
 
 
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
-    """Return why a worker would not train in any round of the run; empty if it would."""
+    """Return the reasons that a worker would train in no round of the run; empty if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 
 
@@ -166,13 +166,13 @@ def _budgets(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str
 
 
 def _weekly_budget(policy: AdvertisedPolicy) -> Iterator[tuple[str, str, UnitBudget, float]]:
-    """Yield the site's budget of seven days as `_budgets` does. What a week spends depends on when the run trains."""
+    """Yield the site's budget of seven days as `_budgets` does. A week's spending depends on when the run trains."""
     if weekly := policy.max_weekly_privacy:
         yield "max_weekly_privacy", "its site's privacy budget of seven days", weekly, 0.0
 
 
 def policy_warnings(invitation: RunTerms, policy: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
-    """Return what may delay an eligible worker or end its participation before the run's end. A round asks it for
+    """Return warnings of limits that may delay an eligible worker or end its participation early. A round asks it for
     `upload_bytes` before any codec."""
     found = _policy_warnings(invitation.spec, policy, upload_bytes) if policy else ()
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in found]
@@ -208,7 +208,7 @@ def _overspent(spec: RunSpec, privacy: Privacy, policy: AdvertisedPolicy) -> Ite
 
 
 def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:
-    """Return why the site would refuse the model, or None."""
+    """Return the site's reason to refuse the model, or None."""
     kind = str(model.config.get("model_type"))
     if policy is None or policy.models is None or kind in policy.models:
         return None
@@ -218,7 +218,7 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
 def misfit(
     spec: RunSpec, declared: Mapping[str, Any], model: Model, vocabulary: Vocabulary, *, padded: bool
 ) -> Ineligibility | None:
-    """Return why the worker's data set would not fit the model, by what its claim declares, or None."""
+    """Return the reason that the worker's data set, as declared, would not fit the model, or None."""
     schema = declared_schema(spec, declared)
     of_model = vocabulary(model) if schema.vocabulary else None
     found = schema.mismatches(model, padded=padded, vocabulary=of_model)
@@ -226,14 +226,14 @@ def misfit(
 
 
 def declared_schema(spec: RunSpec, declared: Mapping[str, Any]) -> DatasetSchema:
-    """Return what the worker's claim declares of its data set for the run."""
+    """Return the declared schema of the worker's data set for the run."""
     return DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
 
 
 def unsuited(
     spec: RunSpec, declared: Mapping[str, Any], model: Model, vocabulary: Vocabulary
 ) -> Ineligibility | None:
-    """Return why the site would refuse the model, or why the worker could not train it, or None."""
+    """Return the reason that the site would refuse the model or the worker could not train it, or None."""
     padded = spec.privacy is not None
     return refused_model(policy_of(declared), model) or misfit(spec, declared, model, vocabulary, padded=padded)
 
@@ -241,7 +241,7 @@ def unsuited(
 def refused_plans(
     spec: RunSpec, model: Model, plans: Mapping[str, Plan], policies: Mapping[str, AdvertisedPolicy | None]
 ) -> dict[str, Ineligibility]:
-    """Return the workers whose policies would refuse to send what their plans ask for, and why."""
+    """Return the workers whose policies would refuse to send their planned updates, and why."""
     exact = spec.has_exact_sums
 
     def judged(policy: AdvertisedPolicy, plan: Plan) -> Ineligibility | None:
@@ -261,7 +261,7 @@ def refused_plans(
 def refused_plan(
     policy: AdvertisedPolicy | None, model: Model, plan: Plan, *, in_sum: bool = False
 ) -> Ineligibility | None:
-    """Return why the site would refuse to send the update that a plan asks for, or None. `in_sum`: without noise."""
+    """Return the site's reason not to send the update that a plan asks for, or None. `in_sum`: without noise."""
     if policy is None:
         return None
     for rule, detail in ineffective(policy.never_send, policy.may_send, model.blocks):

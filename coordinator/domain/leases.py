@@ -56,6 +56,6 @@ def lease_actions(
 
 
 def may_report(task: TaskSnapshot, max_attempts: float) -> bool:
-    """Return whether a report on a task is possible: it is leased, or available to a present worker."""
+    """Return True if a report on a task is possible: it is leased, or available to a present worker."""
     available = task.state == "offered" or (task.state == "expired" and task.attempts < max_attempts)
     return task.state == "leased" or (available and task.present)

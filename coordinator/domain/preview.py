@@ -102,7 +102,7 @@ def _warnings(
     asked: Mapping[str, RoundWorkload],
     pool: Sequence[LiveWorker],
 ) -> tuple[Ineligibility, ...]:
-    """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
+    """Return the reason that an eligible worker may not do its part, or that the first round asks it for nothing."""
     if ask := asked.get(worker.name):
         # Only padded texts are certainly as long as the site's settings allow.
         long = misfit(invited.spec, worker.declared, model, vocabulary, padded=True)
@@ -206,7 +206,7 @@ def _unmeasured_centrally(spec: RunSpec, known: Sequence[LiveWorker]) -> list[st
 
 
 def _evaluations_left(spec: RunSpec, worker: LiveWorker) -> int | None:
-    """Return how many versions of the run a worker's site still lets be measured; None if it measures none."""
+    """Return the number of versions of the run that a worker's site may still measure; None if it measures none."""
     policy, declared, evaluation = worker.advertised_policy, worker.declared, spec.evaluation
     if policy is None or evaluation is None or "evaluate" not in declared["kinds"]:
         return None
@@ -245,7 +245,7 @@ def _before_planning(
 
 
 def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
-    """Return why a worker is silent: its site's hours, if they are known, or an unknown reason."""
+    """Return the reason that a worker is silent: its site's hours, if they are known, or an unknown reason."""
     if policy and policy.hours:
         local = datetime.fromtimestamp(now, UTC) + timedelta(minutes=policy.utc_offset_minutes)
         if not is_open(policy.hours, local):

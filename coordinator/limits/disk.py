@@ -41,7 +41,7 @@ class DiskSpace:
         return min(status.f_bavail * status.f_frsize for status in statuses)
 
     def has(self, count: int = 0) -> bool:
-        """Return whether there is space for `count` bytes more than this process already expects, and for files."""
+        """Return True if there is space for `count` bytes more than this process already expects, and for files."""
         return self.shortage(count) is None
 
     def shortage(self, count: int = 0) -> str | None:
@@ -90,13 +90,13 @@ class DiskSpace:
 
 
 def is_unusable(fault: BaseException) -> bool:
-    """Return whether a file's error is one of this machine, which no request and no run caused: it passes, or a
+    """Return True if a file's error is one of this machine, which no request and no run caused: it passes, or a
     person repairs it."""
     return isinstance(fault, OSError) and fault.errno in _UNUSABLE
 
 
 def is_full(fault: BaseException) -> bool:
-    """Return whether a file's or the database's error means that the disk is full."""
+    """Return True if a file's or the database's error means that the disk is full."""
     if isinstance(fault, OSError):
         return fault.errno in _FULL
     if isinstance(fault, OperationalError):

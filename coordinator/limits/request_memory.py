@@ -24,13 +24,13 @@ STRANGERS = 16
 """Callers without a token share a sixteenth of the memory of bodies."""
 
 ADDRESS = 8
-"""An address has an eighth of what those have."""
+"""An address has an eighth of these."""
 
 RETRY_SECONDS = 1.0
 
 
 class MemoryShares:
-    """Bytes in memory by name. What holds them may have several names, each with a limit of its own."""
+    """Bytes in memory by name. A holder may have several names, each with a limit of its own."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class MemoryShares:
 
     @contextmanager
     def reserving(self, limits: Mapping[str, int]) -> Iterator[Callable[[int], bool]]:
-        """Yield a function that reserves more bytes until the end, and returns whether they are within all limits."""
+        """Yield a function that reserves more bytes until the end, and returns True if they are within all limits."""
         held = 0
 
         def reserve(count: int) -> bool:

@@ -250,7 +250,7 @@ def _is_retired(database: Database, run_id: str, number: int) -> bool:
 
 
 def _was_removed(database: Database, digest: str) -> bool:
-    """Return whether garbage collection has removed a blob whose row was read before."""
+    """Return True if garbage collection has removed a blob whose row was read before."""
     with database.snapshot() as session:
         return session.get(BlobRow, digest) is None
 
@@ -305,7 +305,7 @@ def _stored(session: Session) -> list[Stored]:
 
 
 def _copy_rows(source: Connection, target: Session) -> int:
-    """Copy all rows; return how many there are."""
+    """Copy all rows; return their number."""
     count = 0
     for table in Table.metadata.sorted_tables:
         with closing(source.execute(select(table), execution_options={"yield_per": ROWS})) as rows:
@@ -318,7 +318,7 @@ def _copy_rows(source: Connection, target: Session) -> int:
 def _copy_blobs(
     database: Database, stored: Iterable[Stored], blobs: Blobs, target: Blobs, copied: CopyCounts
 ) -> bool:
-    """Copy the blobs that the target lacks; return whether all were still there. `database` is that of the source."""
+    """Copy the blobs that the target lacks; return True if all were still there. `database` is that of the source."""
     complete = True
     with target.batch() as batch:
         for blob in stored:

@@ -82,8 +82,8 @@ class Retention:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self, *, sweep_only: bool = False) -> None:
-        """Collect garbage, or only sweep, at an interval in a daemon thread; the next pass finishes what its end
-        interrupts."""
+        """Collect garbage, or only sweep, at an interval in a daemon thread; the next pass finishes an
+        interrupted pass."""
         work = self.sweep if sweep_only else self.collect
         threading.Thread(target=self._work, args=(work,), name="housekeeping", daemon=True).start()
 
@@ -104,7 +104,7 @@ class Retention:
         return self.uploads.sweep(self.database.now() - self.unused_seconds)
 
     def collect(self) -> Freed:
-        """Remove everything that need not be kept; return what was removed."""
+        """Remove everything that need not be kept; return the counts of removed things."""
         freed = Freed()
         now = self.database.now()
         unused_before, merged_before = now - self.unused_seconds, now - self.updates_seconds
@@ -219,7 +219,7 @@ class Retention:
         live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         spec = RunSpec.model_validate(run.spec)
-        # However many: the evaluators may be away. Those of an ended run are not evaluated any more.
+        # However many: the evaluators may be away. Versions of an ended run are not evaluated any more.
         pending = central_due(session, run, spec, None, most=None) if run.state in LIVE_RUN else ()
         # A site that comes later still measures it.
         at_sites = {latest_due(run, spec)} if spec.evaluation and spec.evaluation.sites else set()

@@ -75,7 +75,7 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
 
 
 def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview:
-    """Return which workers would take part in a run, why others would not, and the first round's workload."""
+    """Return the workers that would take part in a run, why others would not, and the first round's workload."""
     model, manifest = _start_of(services, caller, spec)
     state = begun(spec, model, services.states.load(model, manifest, 0))
     now = services.database.now()

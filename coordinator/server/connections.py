@@ -50,7 +50,7 @@ class ConnectionLimiter:
         self._by_address: Counter[str] = Counter()
         self.total = 0
         self.connections, self.requests, self.probes = Turns(), Turns(), Turns()
-        """Those of requests on open connections do not wait for new connections, nor either for probes: anyone may
+        """Turns of requests on open connections do not wait for new connections, nor either for probes: anyone may
         send any number of these."""
         self.read_buffer = memoryview(bytearray(BODY_READ_BYTES))
         """Of all connections: only one of them reads at a time."""
@@ -219,7 +219,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def _probes(connection: socket.socket) -> bool:
-    """Return whether the connection begins with a probe, as far as its bytes have come."""
+    """Return True if the connection begins with a probe, as far as its bytes have come."""
     with suppress(OSError):
         return connection.recv(len(PROBE_LINE), socket.MSG_PEEK | socket.MSG_DONTWAIT) == PROBE_LINE
     return False

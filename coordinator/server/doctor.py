@@ -1,4 +1,4 @@
-"""Checks of what a coordinator needs: database, blobs, disk, limits, and safe settings."""
+"""Checks of the needs of a coordinator: database, blobs, disk, limits, and safe settings."""
 
 import importlib
 import os

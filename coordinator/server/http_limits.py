@@ -134,7 +134,7 @@ def require_free(settings: CoordinatorSettings) -> None:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Raise this process's limit on open files to what its connections need, as far as the system permits."""
+    """Raise this process's limit on open files to the need of its connections, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft < wanted:
@@ -151,7 +151,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def __init__(
         self, limiter: ConnectionLimiter, address: str, turned_away: Problem | None, **uvicorns: Any
     ) -> None:
-        """Serve a connection that the limiter has counted for its address, or refuse what it asks for that reason."""
+        """Serve a connection that the limiter has counted for its address, or refuse its requests for that reason."""
         super().__init__(**uvicorns)
         self._limiter, self._address = limiter, address
         self._settings = limiter.settings
@@ -220,7 +220,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _useful_bytes(self) -> int:
-        """Return how many bytes to read at a time."""
+        """Return the number of bytes to read at a time."""
         return HEAD_READ_BYTES if self._in_head or self._body_ended else BODY_READ_BYTES
 
     def on_url(self, url: bytes) -> None:

@@ -44,7 +44,7 @@ def serve(services: Services, child: ChildConductor | None) -> None:
 def freeze_imports() -> None:
     """Exempt imports from garbage collection, which would delay one of every few dozen requests by 80 ms.
 
-    What requests and connections leave is freed without it. So the rest is collected rarely: with 2,000 connections,
+    Objects of requests and connections are freed without it. So the rest is collected rarely: with 2,000 connections,
     that stops the process for 45 ms.
     """
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Structured logs on standard error, also of what libraries log."""
+"""Structured logs on standard error, also of libraries."""
 
 import logging
 import sys

@@ -153,11 +153,11 @@ PER_RUN = {
     "version": "The latest version of a live run, which is the number of rounds that it has committed",
     "rounds": "Rounds that a live run is to have",
     "cohort": "Sites asked in a live run's last committed round",
-    "updates": "Sites of which an update was accepted in it",
+    "updates": "Sites whose update was accepted in it",
     "upload_bytes": "Bytes of these sites' updates",
     "download_bytes": "Bytes that their workers had fetched for it",
 }
-NOTICES = "Notices of what needs a person that were taken, or given up after the last attempt"
+NOTICES = "Notices of needs for a person that were taken, or given up after the last attempt"
 MEASURED = "Metric of the latest measured version of a live run, at the central worker or as a mean over sites"
 
 
@@ -173,7 +173,7 @@ def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
 
 
 def readiness(services: Services) -> Readiness:
-    """Return whether the schema is at head or later, the database was not found damaged, and the store accepts bytes,
+    """Return True if the schema is at head or later, the database was not found damaged, and the store accepts bytes,
     and what is missing."""
     try:
         # The next version's schema works with this code, so that it can replace running processes one by one.

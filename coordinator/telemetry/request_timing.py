@@ -55,7 +55,7 @@ class Timing:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # What fails without an answer is answered further out, with this.
+        # A request that fails without an answer is answered further out, with this.
         status = 500
 
         async def noting(message: Message) -> None:

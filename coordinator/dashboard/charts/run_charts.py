@@ -51,7 +51,7 @@ MAX_COLUMNS = 40
 MAX_CHOICES = 64
 """Most metrics to choose from on a page."""
 TRAINING_LOSS = "training_loss"
-"""The loss that workers report of their training, beside the names of what evaluations measure."""
+"""The loss that workers report of their training, beside the metrics of evaluations."""
 
 Along = Literal["version", "bytes", "time"]
 AXES: Mapping[Along, Callable[[float], str]] = {
@@ -109,7 +109,7 @@ class Figures:
         return [*names, *([TRAINING_LOSS] if self.run.version.number else [])]
 
     def chosen(self, metric: str | None) -> str:
-        """Return the metric to show for what a person asked for."""
+        """Return the metric to show for a person's choice."""
         names = [*self.metrics, MAIN_SCORES[0]]
         return metric if metric in names else names[0]
 
@@ -249,7 +249,7 @@ def _along(
     along: Along = "version",
     axis: Mapping[int, float] | None = None,
 ) -> Panel:
-    """Chart lines by version or, with `axis`, by what each version had cost."""
+    """Chart lines by version or, with `axis`, by the cost of each version."""
     places = sorted({int(at) for line in lines for at in line.points}, reverse=True)
     exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
     columns, drawn = ["version", *(line.name for line in lines)], lines
