@@ -40,25 +40,28 @@ MODULES = {
     for side in SIDES
     for path in sorted((ROOT / side).rglob("*.py"))
 }
+METHODS = f"{TOP}.shared.methods"
 PACKAGES = {module for module, path in MODULES.items() if path.name == "__init__.py"}
 
 
 def imports(module: str, *, typing_too: bool) -> Iterator[str]:
     """Yield the absolute names that a module imports, also through `importlib`.
 
-    What only type checkers see is left out unless `typing_too`.
+    What only type checkers see, or a method's worker half when it runs, is left out unless `typing_too`.
     """
     return (name for name, typing in _imports(module) if typing_too or not typing)
 
 
 @cache
 def _imports(module: str) -> list[tuple[str, bool]]:
-    """The names, and whether only type checkers see them. Trees are not kept, which would fill memory."""
+    """The names, and whether no coordinator imports them. Trees are not kept, which would fill memory."""
     tree, found = ast.parse(MODULES[module].read_text()), list[tuple[str, bool]]()
+    is_method = place(module) == METHODS
     unseen = {
         id(part)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        or (is_method and isinstance(node, ast.FunctionDef))
         for statement in node.body
         for part in ast.walk(statement)
     }

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import f1_score
 
 from common.names import LABELS, PERSONAL
+from tessera.shared.model.spec import MODALITIES
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
@@ -135,7 +136,7 @@ def zero_shot(start: Path, data: Dataset, device: str) -> dict[str, Any] | None:
         return None
     model.to(torch.device(device))  # type: ignore[arg-type]
     model.train(mode=False)
-    with prompts.inserting("none"):
+    with prompts.transformed(dict.fromkeys(MODALITIES, lambda own: own[:0])):
         return scored(
             data.tensors[LABELS].numpy(), predictions(model, folder.model.head, data, data.examples, device)
         )

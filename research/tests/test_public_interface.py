@@ -50,6 +50,8 @@ INTERNAL = {
     # Methods and their metrics are varied, or read again.
     "tessera.shared.methods.fednova": "evidence",
     "tessera.shared.methods.layer_choice": "evidence",
+    "tessera.shared.methods.pfeddc": "evidence",
+    "tessera.shared.methods.promptfl": "evidence",
     "tessera.shared.methods.safl_settings": "evidence",
     "tessera.shared.metrics.selections": "evidence",
     # Sites' data are divided, and pixels converted, as the product does.

@@ -7,7 +7,7 @@ latter for each task, so neither remembers anything on `self`: the server's memo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
@@ -22,13 +22,15 @@ from tessera.shared.aggregation.server_optimizer import OptimizerRule, Plain
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, trainable_blocks
-from tessera.shared.model.spec import Fusion, LocalStart, Modality, PromptChoice, Transport
+from tessera.shared.model.spec import Modality
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
 
 if TYPE_CHECKING:
     import torch
+
+    PromptFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MethodSettings(Frozen):
@@ -353,36 +355,22 @@ class TaskContext(Protocol):
     def add_private(self, name: str, module: torch.nn.Module) -> None:
         """Add a module that stays at this site, with its values from the vault, to the model until the task ends."""
 
-    def fuse_prompts(
-        self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
-    ) -> None:
-        """Fuse the model's prompts for these towers with as many local prompts of this site until the task ends.
+    def insert_prompts(self, prompts: Mapping[Modality, PromptFunction]) -> None:
+        """Insert a function of the model's prompts into each of these towers, in place of the prompts themselves,
+        until the task ends. It maps [tokens, width] to [any number, width]."""
 
-        The local prompts become the private module `local` and their fusion the private module `fusion`; with
-        `shared_fusion` the fusion is the model's own, of the same kind. Raises ValueError if the model has no such
-        prompts or fusion.
-        """
+    def text_features(self, batch: Mapping[str, torch.Tensor], prompts: PromptFunction | None = None) -> torch.Tensor:
+        """Return the features of a batch's texts in the space that a dual encoder shares with images, float32 [texts,
+        width], each of length one, with `prompts` of the model's inserted for this pass. By default the inserted
+        prompts are those of the task. Raises ValueError for another model."""
 
-    def inserted_prompts(self, modality: Modality) -> Array:
-        """Return the prompts that the task inserts into a tower, float32 [tokens, width]."""
+    def replace_output(self, function: Callable[[TaskContext, Mapping[str, torch.Tensor], Any], Any]) -> None:
+        """Replace each output of the model's forward pass by a function of this context, the pass's inputs and its
+        output, an object of transformers, until the task ends."""
 
-    def adapt_text_prompts(self, rank: int) -> None:
-        """Add a product of two matrices of this site, [tokens, rank] and [rank, width], to the model's text prompts
-        until the task ends. They become the private module `local`; the product is zero at first. Raises ValueError
-        if the model has no text prompts."""
-
-    def match_patches(self, transport: Transport, start: LocalStart) -> None:
-        """Score a class by optimal transport between an image's patches and two text features, of the model's prompts
-        and of as many local prompts of this site, until the task ends.
-
-        The local prompts become the private module `local`. Raises ValueError if the model has no text prompts, or no
-        features of patches.
-        """
-
-    def text_features(self, batch: Mapping[str, torch.Tensor], prompts: PromptChoice = "inserted") -> torch.Tensor:
-        """Return the text features of a batch in the space that a dual encoder shares with images, float32 [texts,
-        width], each of length one: with the prompts as inserted, with the model's own alone (`shared`), or with
-        none."""
+    def patch_features(self, output: Any) -> torch.Tensor:
+        """Return the features of an image's patches in that space, float32 [images, patches, width], each of length
+        one, from an output of the model. Raises ValueError if the model pools all patches into one feature."""
 
 
 @dataclass(frozen=True)

@@ -19,25 +19,47 @@ would have the gradient of `P` until the first average. A version by itself, as 
 model with `P` and its own image feature, without transport.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from tessera.shared.methods.base import (
-    CoordinatorHalf,
     Method,
     MethodSettings,
-    Participant,
     Phase,
-    Plan,
     State,
     TaskContext,
     UnsupportedRun,
     WorkerHalf,
 )
-from tessera.shared.methods.promptfl import prompt_blocks
-from tessera.shared.model.selectors import Selector, named
-from tessera.shared.model.spec import LocalStart, Transport
+from tessera.shared.methods.promptfl import LocalStart, PromptCoordinator, local_prompts, model_prompts
+from tessera.shared.model.selectors import Selector
+from tessera.shared.schema import Frozen
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Transport(Frozen):
+    """Unbalanced optimal transport, with entropy, from an image's patches to the text features of a class.
+
+    Each feature receives the same share of `mass`, and no patch gives more than its share of an image's mass of one.
+    """
+
+    mass: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="share of an image's patches that the prompts are matched with"
+    )
+    regularization: Annotated[float, Field(ge=0.001, le=10)] = Field(
+        default=0.1, description="weight of the entropy: the smaller, the fewer patches a prompt is matched with"
+    )
+    iterations: Annotated[int, Field(ge=1, le=10_000)] = Field(default=100, description="steps of the solver")
 
 
 class FedOTPSettings(MethodSettings):
@@ -48,28 +70,73 @@ class FedOTPSettings(MethodSettings):
     )
 
 
-class FedOTPCoordinator(CoordinatorHalf[FedOTPSettings]):
+class FedOTPCoordinator(PromptCoordinator[FedOTPSettings]):
     def start(self, state: State) -> State:
-        prompt_blocks(self.run.blocks, ("text",))
         names = {block.name for block in self.run.blocks}
         if "visual_projection.weight" not in names or any(name.startswith("vision_model.head.") for name in names):
             raise UnsupportedRun(
                 "the model has no features of patches, which its pooling puts together, as SigLIP's and AIMv2's do: "
                 "choose a CLIP or a vision-text-dual-encoder, or the method promptfl or fedpgp"
             )
-        return state
-
-    def plan_for(self, state: State, worker: Participant) -> Plan:
-        prompts = named(prompt_blocks(self.run.blocks, ("text",)))
-        return Plan(stage="prompts", train=prompts, upload=prompts)
+        return super().start(state)
 
 
 class FedOTPWorker(WorkerHalf[FedOTPSettings]):
     def setup(self, context: TaskContext) -> None:
-        context.match_patches(self.settings.transport, self.settings.local_start)
+        local = local_prompts(model_prompts(context, ("text",)), self.settings.local_start)
+        context.add_private("local", local)
+        context.replace_output(partial(_transported, self.settings.transport, local))
 
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected, private_learning_rate=self.settings.private_learning_rate)]
+
+
+def _transported(
+    transport: Transport,
+    local: nn.ParameterDict,
+    context: TaskContext,
+    inputs: Mapping[str, torch.Tensor],
+    output: Any,
+) -> Any:
+    """Return the output with logits by transport between an image's patches and the two text features of a class."""
+    import torch
+
+    shared = output.text_embeds.float()
+    texts = torch.stack(  # [prompts, classes, width]
+        [shared / shared.norm(dim=-1, keepdim=True), context.text_features(inputs, lambda _: local["text"])]
+    )
+    patches = context.patch_features(output)
+    # Not in 16 bits: the costs are divided by a small regularization.
+    kind = patches.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        similarities = torch.einsum("ivd,pcd->icvp", patches, texts)  # [images, classes, patches, prompts]
+    plan = transport_plan(1 - similarities.detach(), transport)
+    scale: Any = context.model.logit_scale
+    output.logits_per_image = scale.exp() * (plan * similarities).sum(dim=(-2, -1))
+    output.logits_per_text = output.logits_per_image.T
+    return output
+
+
+def transport_plan(costs: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Return the plan of the least cost and entropy, [..., patches, prompts], as the costs.
+
+    With V patches and N prompts each column adds up to mass / N, and no row to more than 1 / V, up to the solver's
+    error (by Dykstra's projections). K = exp(-costs / regularization), and
+
+        u = min(1, 1 / (V K v)),    v = mass / (N K^T u),    plan = diag(u) K diag(v)
+
+    in logarithms, in which no small regularization underflows.
+    """
+    patches, prompts = costs.shape[-2:]
+    # [..., prompts, patches], so that the long sums run over neighbours in memory, which is faster.
+    kernel = (-costs.transpose(-1, -2) / transport.regularization).contiguous()
+    row, column = -math.log(patches), math.log(transport.mass / prompts)
+    v = kernel.new_zeros(kernel.shape[:-1])
+    u = kernel.new_zeros(kernel[..., 0, :].shape)
+    for _ in range(transport.iterations):
+        u = (row - (kernel + v.unsqueeze(-1)).logsumexp(dim=-2)).clamp(max=0)
+        v = column - (kernel + u.unsqueeze(-2)).logsumexp(dim=-1)
+    return (u.unsqueeze(-2) + kernel + v.unsqueeze(-1)).exp().transpose(-1, -2)
 
 
 METHOD = Method(

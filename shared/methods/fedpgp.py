@@ -24,19 +24,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tessera.shared.methods.base import (
-    CoordinatorHalf,
-    Method,
-    MethodSettings,
-    Participant,
-    Phase,
-    Plan,
-    State,
-    TaskContext,
-    WorkerHalf,
-)
-from tessera.shared.methods.promptfl import prompt_blocks
-from tessera.shared.model.selectors import Selector, named
+from tessera.shared.methods.base import Method, MethodSettings, Phase, State, TaskContext, WorkerHalf
+from tessera.shared.methods.promptfl import PromptCoordinator, model_prompts, noise, parameters
+from tessera.shared.model.selectors import Selector
 from tessera.shared.schema import ActsOnlyIf
 
 if TYPE_CHECKING:
@@ -54,15 +44,7 @@ class FedPGPSettings(MethodSettings):
     )
 
 
-class FedPGPCoordinator(CoordinatorHalf[FedPGPSettings]):
-    def start(self, state: State) -> State:
-        prompt_blocks(self.run.blocks, ("text",))
-        return state
-
-    def plan_for(self, state: State, worker: Participant) -> Plan:
-        prompts = named(prompt_blocks(self.run.blocks, ("text",)))
-        return Plan(stage="prompts", train=prompts, upload=prompts)
-
+class FedPGPCoordinator(PromptCoordinator[FedPGPSettings]):
     def warnings(self, state: State) -> Sequence[str]:
         text = next(block for block in self.run.blocks if block.name == "prompts.text")
         if self.settings.rank < (most := min(text.shape)):
@@ -76,7 +58,11 @@ class FedPGPCoordinator(CoordinatorHalf[FedPGPSettings]):
 
 class FedPGPWorker(WorkerHalf[FedPGPSettings]):
     def setup(self, context: TaskContext) -> None:
-        context.adapt_text_prompts(self.settings.rank)
+        prompts, rank = model_prompts(context, ("text",))["text"], self.settings.rank
+        tokens, width = prompts.shape
+        own = parameters([("u", noise(prompts, tokens, rank)), ("v", prompts.new_zeros(rank, width))])
+        context.add_private("local", own)
+        context.insert_prompts({"text": lambda shared: shared + own["u"] @ own["v"]})
 
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected, private_learning_rate=self.settings.private_learning_rate)]
@@ -86,7 +72,9 @@ class FedPGPWorker(WorkerHalf[FedPGPSettings]):
         if not self.settings.mu:
             return loss
         # [classes, width] each, of length one.
-        shared, own, plain = (context.text_features(batch, which) for which in ("shared", "inserted", "none"))
+        shared = context.text_features(batch, lambda prompts: prompts)
+        own = context.text_features(batch)
+        plain = context.text_features(batch, lambda prompts: prompts[:0])
         near, far = ((shared * other).sum(dim=-1) / self.settings.temperature for other in (plain, own))
         return loss + self.settings.mu * (near.logaddexp(far) - near).mean()
 

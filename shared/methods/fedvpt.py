@@ -15,20 +15,13 @@ the input alone.
 
 from pydantic import Field
 
-from tessera.shared.methods.base import (
-    CoordinatorHalf,
-    Method,
-    MethodSettings,
-    Participant,
-    Plan,
-    State,
-    UnsupportedRun,
-)
+from tessera.shared.methods.base import Method, UnsupportedRun
+from tessera.shared.methods.promptfl import PromptCoordinator, PromptFLSettings
 from tessera.shared.model.selectors import Selector, named
 from tessera.shared.model.spec import Modality
 
 
-class FedVPTSettings(MethodSettings):
+class FedVPTSettings(PromptFLSettings):
     modalities: tuple[Modality, ...] = Field(
         default=("vision",),
         min_length=1,
@@ -37,15 +30,7 @@ class FedVPTSettings(MethodSettings):
     )
 
 
-class FedVPTCoordinator(CoordinatorHalf[FedVPTSettings]):
-    def start(self, state: State) -> State:
-        self._prompts()
-        return state
-
-    def plan_for(self, state: State, worker: Participant) -> Plan:
-        prompts = self._prompts()
-        return Plan(stage="prompts", train=prompts, upload=prompts)
-
+class FedVPTCoordinator(PromptCoordinator[FedVPTSettings]):
     def _prompts(self) -> Selector:
         """Return the prompts of the towers, at all layers. Raises UnsupportedRun for a tower without deep prompts."""
         there = {block.name for block in self.run.blocks}

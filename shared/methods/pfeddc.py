@@ -6,22 +6,25 @@ leaves open are settings: the attention's queries and number of heads (`fusion`)
 learning rate of the local part.
 
 The attention normalizes its inputs, has no biases and adds at most the size of its queries: otherwise it learns a
-constant that is many times as large as the global prompts (`worker/model/prompt_fusion.py` has the formula). Its
-output projection starts at zero, so that by default every site starts from the global prompts alone, also one that
-joins late or has lost its vault.
+constant that is many times as large as the global prompts (`fused` has the formula). Its output projection starts at
+zero, so that by default every site starts from the global prompts alone, also one that joins late or has lost its
+vault.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from tessera.shared.methods.base import (
     Chart,
-    CoordinatorHalf,
     Guard,
     LocalResult,
     Method,
@@ -37,9 +40,19 @@ from tessera.shared.methods.base import (
     Update,
     WorkerHalf,
 )
-from tessera.shared.methods.promptfl import prompt_blocks
+from tessera.shared.methods.promptfl import (
+    LocalStart,
+    PromptCoordinator,
+    local_prompts,
+    model_prompts,
+    parameters,
+    prompt_blocks,
+)
 from tessera.shared.model.selectors import NOTHING, Selector, named
-from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality
+from tessera.shared.model.spec import MODALITIES, Fusion, Modality
+
+if TYPE_CHECKING:
+    import torch
 
 Share = Literal["prompts", "prompts-and-fusion", "nothing"]
 
@@ -57,6 +70,9 @@ ADDS_NOTHING = 1e-3
 """A first step at a rate of 1e-4 adds more: about .003."""
 TOO_FAR = 5.0
 """Random local prompts are 1.4 away from random global ones, and training leaves them within 2."""
+
+TINY = 1e-12
+"""Keeps the gradient of a norm finite at zero, where the attention's output starts."""
 
 
 class PFedDCSettings(MethodSettings):
@@ -79,12 +95,11 @@ def trained_prompts(settings: PFedDCSettings, run: RunInfo) -> dict[Modality, st
     has no prompts."""
     names = {block.name for block in run.blocks}
     modalities = settings.modalities or tuple(each for each in MODALITIES if f"prompts.{each}" in names) or MODALITIES
-    return dict(zip(modalities, prompt_blocks(run.blocks, modalities), strict=True))
+    return prompt_blocks(run.blocks, modalities)
 
 
-class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
+class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
     def start(self, state: State) -> State:
-        self._shared()
         fusion = self.settings.fusion
         names = trained_prompts(self.settings, self.run).values()
         prompts = [block for block in self.run.blocks if block.name in names]
@@ -93,16 +108,15 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
                 f"{single[0]} is a single token, to which {fusion.kind} adds nothing: create a model with "
                 'more, or set fusion.kind to "mean" or "concat"'
             )
-        widths = {block.shape[-1] for block in prompts}
-        if fusion.attends and (odd := sorted(width for width in widths if width % fusion.heads)):
+        if odd := sorted(block.shape[-1] for block in prompts if not fusion.divides(block.shape[-1])):
             raise UnsupportedRun(
                 f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to a divisor"
             )
-        return state
+        return super().start(state)
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
-        shared = self._shared()
-        return Plan(stage="prompts", train=shared, upload=NOTHING if self.settings.share == "nothing" else shared)
+        plan = super().plan_for(state, worker)
+        return plan.model_copy(update={"upload": NOTHING}) if self.settings.share == "nothing" else plan
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
@@ -137,7 +151,7 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
                 )
         return warnings
 
-    def _shared(self) -> Selector:
+    def _prompts(self) -> Selector:
         prompts = trained_prompts(self.settings, self.run)
         names = list(prompts.values())
         if self.settings.share == "prompts-and-fusion":
@@ -163,12 +177,39 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
         return [Phase(selected, private_learning_rate=self.settings.private_learning_rate)]
 
     def setup(self, context: TaskContext) -> None:
-        context.fuse_prompts(
-            tuple(trained_prompts(self.settings, self.run)),
-            self.settings.fusion,
-            self.settings.local_start,
-            shared_fusion=self.settings.share == "prompts-and-fusion",
-        )
+        settings, towers = self.settings, tuple(trained_prompts(self.settings, self.run))
+        prompts = model_prompts(context, towers)
+        local = local_prompts(prompts, settings.local_start)
+        context.add_private("local", local)
+        weights = self._fusion(context, prompts)
+        self._inserted: dict[Modality, Callable[[torch.Tensor], torch.Tensor]] = {
+            tower: partial(_fused_with, settings.fusion, weights[tower], local, tower) for tower in towers
+        }
+        context.insert_prompts(self._inserted)
+
+    def _fusion(self, context: TaskContext, prompts: Mapping[Modality, torch.Tensor]) -> Any:
+        """Return the fusion's matrices by name for each tower: the model's if the run averages them, else new ones of
+        this site's own, which follow torch's seed."""
+        from torch import nn
+
+        fusion = self.settings.fusion
+        if self.settings.share == "prompts-and-fusion":
+            models: Any = context.model.get_submodule("prompts")
+            if models.fused_by != fusion:
+                raise UnsupportedRun(
+                    f"the model fuses prompts by {models.fused_by}, and the run by {fusion}: set the same fusion in "
+                    "both"
+                )
+            return models.fusion
+        weights = {
+            tower: {name: each.to(own) for name, each in fusion_weights(fusion, own.shape[1]).items()}
+            for tower, own in prompts.items()
+        }
+        if not fusion.trains:
+            return weights
+        trained = nn.ModuleDict({tower: parameters(each.items()) for tower, each in weights.items()})
+        context.add_private("fusion", trained)
+        return trained
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         result, fusion = super().collect(context, selected, stats), self.settings.fusion
@@ -180,8 +221,97 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
             metrics[DISTANCE + tower] = float(np.linalg.norm(local - shared)) / size
             if fusion.adds:
                 queries = local if fusion.asks == "local" else shared
-                metrics[FUSED + tower] = float(np.linalg.norm(context.inserted_prompts(tower) - queries)) / size
+                inserted = self._inserted[tower](context.model.get_parameter(name)).detach().float().cpu().numpy()
+                metrics[FUSED + tower] = float(np.linalg.norm(inserted - queries)) / size
         return replace(result, metrics=metrics)
+
+
+def _fused_with(fusion: Fusion, weights: Any, local: Any, tower: Modality, shared: torch.Tensor) -> torch.Tensor:
+    return fused(fusion, weights, shared, local[tower])
+
+
+def fusion_weights(fusion: Fusion, width: int) -> dict[str, torch.Tensor]:
+    """Return the matrices with which a fusion of prompts starts, by name; none for a mean and a concatenation.
+
+    They follow torch's seed. Those of `random-attention` are the same at all sites, and never train.
+    """
+    import torch
+
+    hidden = 4 * width // 3
+    shapes = dict.fromkeys(("query", "key", "value", "output"), (width, width)) if fusion.attends else {}
+    shapes |= {"hidden": (hidden, 2 * width), "output": (width, hidden)} if fusion.kind == "mlp" else {}
+    dice = torch.Generator().manual_seed(0) if fusion.kind == "random-attention" else None
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for name, start in weights.items():
+        if name != "output" or fusion.kind in ("plain", "random-attention"):
+            torch.nn.init.xavier_uniform_(start, generator=dice)
+    return weights
+
+
+def fused(
+    fusion: Fusion, weights: Mapping[str, torch.Tensor], shared: torch.Tensor, local: torch.Tensor
+) -> torch.Tensor:
+    """Return the fusion of the federation's and a site's own prompts, [tokens, width] each, for insertion.
+
+    Let a be the asking prompts and b the answering ones. `attention`, `random-attention` and `mlp` return a + A with
+
+        X = f(N(a), N(b))
+        Y = (X - m) + m |X - m| / sqrt(|X - m|^2 + |m|^2)
+        A = Y |a| / sqrt(|a|^2 + |Y|^2)
+
+    N is layer normalisation without gain or bias, m the mean of X over the asking tokens, repeated for each, and |.|
+    the l2 norm over all tokens. So f does not depend on the prompts' size, A is smaller than a, and the part of A
+    common to all tokens is smaller than the part that differs by token. `plain` is the paper's A = f(a, b).
+
+    Attention has heads of width d, and f(a, b) = softmax(a Q (b K)^T / sqrt(d)) b V O. Its control `mlp` joins each
+    asking token with the answering one at its place, f(a, b) = gelu([a b] H) O, with as many values in H and O as in
+    the four matrices. O starts at zero, except in `plain` and `random-attention`.
+    """
+    import torch
+    from torch.nn.functional import gelu
+
+    if fusion.kind == "mean":
+        return (shared + local) / 2
+    if fusion.kind == "concat":
+        return torch.cat([shared, local])
+    asking, answers = (local, shared) if fusion.asks == "local" else (shared, local)
+    if fusion.kind == "plain":
+        return asking + _attention(fusion.heads, weights, asking, answers).to(asking.dtype)
+    inputs = _normalised(asking), _normalised(answers)
+    if fusion.attends:
+        found = _attention(fusion.heads, weights, *inputs).float()
+    else:
+        both = torch.cat(inputs, dim=1).to(weights["hidden"].dtype)  # [tokens, 2 width]
+        found = (gelu(both @ weights["hidden"].T) @ weights["output"].T).float()
+    common = found.mean(dim=0, keepdim=True).expand_as(found)
+    by_token = found - common
+    added = _shortened(by_token + _shortened(common, by_token), asking.float())
+    return asking + added.to(asking.dtype)
+
+
+def _attention(
+    heads: int, weights: Mapping[str, torch.Tensor], asking: torch.Tensor, answers: torch.Tensor
+) -> torch.Tensor:
+    # [heads, tokens, width of a head] each
+    queries, keys, values = (
+        (inputs.to(weight.dtype) @ weight.T).view(len(inputs), heads, -1).transpose(0, 1)
+        for inputs, weight in ((asking, weights["query"]), (answers, weights["key"]), (answers, weights["value"]))
+    )
+    shares = (queries @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])).softmax(dim=-1)
+    return (shares.to(values.dtype) @ values).transpose(0, 1).flatten(1) @ weights["output"].T
+
+
+def _normalised(tokens: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import layer_norm
+
+    # Prompts are small: their variance is about 0.0004, so torch's default epsilon would not be negligible.
+    return layer_norm(tokens.float(), tokens.shape[-1:], eps=TINY)
+
+
+def _shortened(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the values scaled to a norm below that of `reference`; hardly changed where theirs is much smaller."""
+    most = reference.square().sum() + TINY
+    return values * (most / (most + values.square().sum())).sqrt()
 
 
 METHOD = Method(

@@ -44,12 +44,8 @@ MAX_TOKENS = 1024
 MAX_DEPTH = 256
 """The most layers with prompts of their own."""
 
-
-LocalStart = Literal["global", "random"]
-"""Initial value of a site's own prompts: the federation's current prompts, or noise."""
-
-PromptChoice = Literal["inserted", "shared", "none"]
-"""The prompts that a pass inserts: those that the task inserts, with a site's own; the model's alone; or none."""
+PROMPT_STD = 0.02
+"""The standard deviation of prompts that start as noise: CoOp's, and that of most token embeddings."""
 
 
 class Fusion(Frozen):
@@ -85,24 +81,18 @@ class Fusion(Frozen):
         return self.attends or self.kind == "mlp"
 
     @property
+    def trains(self) -> bool:
+        """True for a fusion with matrices that train."""
+        return self.adds and self.kind != "random-attention"
+
+    @property
     def differs_by_token(self) -> bool:
         """True for a fusion that adds nothing to a single prompt token."""
         return self.adds and self.kind != "plain"
 
-
-class Transport(Frozen):
-    """Unbalanced optimal transport, with entropy, from an image's patches to the text features of a class.
-
-    Each feature receives the same share of `mass`, and no patch gives more than its share of an image's mass of one.
-    """
-
-    mass: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.8, description="share of an image's patches that the prompts are matched with"
-    )
-    regularization: Annotated[float, Field(ge=0.001, le=10)] = Field(
-        default=0.1, description="weight of the entropy: the smaller, the fewer patches a prompt is matched with"
-    )
-    iterations: Annotated[int, Field(ge=1, le=10_000)] = Field(default=100, description="steps of the solver")
+    def divides(self, width: int) -> bool:
+        """Return whether the heads, if any, divide prompts of this width."""
+        return not self.attends or width % self.heads == 0
 
 
 class Prompts(Frozen):

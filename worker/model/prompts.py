@@ -7,7 +7,7 @@ where there is none, as token embeddings, so that they have positions of their o
 2109.01134, equation 2).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,20 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tessera.shared.methods.pfeddc import fusion_weights
 from tessera.shared.model.dataset_schema import positions_in
-from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts, Transport
+from tessera.shared.model.spec import MODALITIES, PROMPT_STD, Modality, Prompts
 from tessera.worker.errors import ConfigError
-from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module, transport_plan
 
 PROMPTS = "prompts"
 """The name of the submodule with a model's prompts."""
 
 REMEDY = "create the model with `tessera model init --vision-prompts N --text-prompts N`"
 
-INITIAL_STD = 0.02
-"""The standard deviation of CoOp, and of most token embeddings."""
-
-PromptTransform = Callable[[Tensor], Tensor]
+PromptFunction = Callable[[Tensor], Tensor]
 """A function from the model's prompts, [tokens, width], to those inserted; the number of tokens may differ."""
 
 
@@ -83,20 +80,22 @@ class PromptTokens(nn.Module):
 
     def __init__(self, prompts: Prompts, widths: Mapping[Modality, int], dtype: torch.dtype) -> None:
         super().__init__()
-        self.transforms: dict[Modality, PromptTransform] = {}
+        self.transforms: dict[Modality, PromptFunction] = {}
         self.fused_by = prompts.fusion
         wanted = [modality for modality in MODALITIES if prompts.count(modality)]
         for modality in wanted:
-            start = torch.empty(prompts.count(modality), widths[modality], dtype=dtype).normal_(std=INITIAL_STD)
+            start = torch.empty(prompts.count(modality), widths[modality], dtype=dtype).normal_(std=PROMPT_STD)
             self.register_parameter(modality, nn.Parameter(start))
-        if fusion := prompts.fusion:
-            self.fusion = nn.ModuleDict({each: fusion_module(fusion, widths[each]).to(dtype) for each in wanted})
+        if (fusion := prompts.fusion) and fusion.trains:
+            starts = {str(each): fusion_weights(fusion, widths[each]) for each in wanted}
+            self.fusion = nn.ModuleDict({each: nn.ParameterDict(start.items()) for each, start in starts.items()})
+            self.fusion.to(dtype)
         if later := prompts.depth - 1:
             # Drawn last, so that the other prompts have the same values as without.
             self.deep = nn.ParameterDict()
             for modality in wanted:
                 shape = (later, prompts.count(modality), widths[modality])
-                self.deep[modality] = nn.Parameter(torch.empty(shape, dtype=dtype).normal_(std=INITIAL_STD))
+                self.deep[modality] = nn.Parameter(torch.empty(shape, dtype=dtype).normal_(std=PROMPT_STD))
 
     def own(self, modality: Modality) -> Tensor | None:
         """Return the model's prompts for a tower, [tokens, width], or None if it has none."""
@@ -112,19 +111,14 @@ class PromptTokens(nn.Module):
         were inserted: these pass through all layers."""
         return self.deep[modality][layer - 1] if modality not in self.transforms else None
 
-    @contextmanager
-    def inserting(self, prompts: PromptChoice) -> Iterator[None]:
-        """Insert the chosen prompts within the block, in both towers."""
-        others: dict[PromptChoice, dict[Modality, PromptTransform]] = {
-            "inserted": self.transforms,
-            "shared": {},
-            "none": dict.fromkeys(MODALITIES, _no_tokens),
-        }
-        with self.transformed(others[prompts]):
-            yield
+    def insert(self, prompts: Mapping[Modality, PromptFunction]) -> None:
+        """Insert functions of the prompts of these towers. Raises PromptError for a tower without prompts."""
+        if absent := [modality for modality in prompts if self.own(modality) is None]:
+            raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
+        self.transforms |= prompts
 
     @contextmanager
-    def transformed(self, transforms: dict[Modality, PromptTransform]) -> Iterator[None]:
+    def transformed(self, transforms: dict[Modality, PromptFunction]) -> Iterator[None]:
         """Apply these transforms, and no others, within the block."""
         before, self.transforms = self.transforms, transforms
         try:
@@ -133,86 +127,55 @@ class PromptTokens(nn.Module):
             self.transforms = before
 
 
-def _no_tokens(own: Tensor) -> Tensor:
-    return own[:0]
+def prompts_of(model: nn.Module) -> PromptTokens | None:
+    """Return a model's prompts, or None if it was built without."""
+    prompts = getattr(model, PROMPTS, None)
+    return prompts if isinstance(prompts, PromptTokens) else None
 
 
-@dataclass(frozen=True)
-class FusedPrompts:
-    """A site's own prompts, [tokens, width] for each tower, and the modules that fuse them with the model's."""
-
-    local: nn.ParameterDict
-    fusion: nn.ModuleDict
-
-    def fuse(self, modality: Modality, own: Tensor) -> Tensor:
-        # Not `get_parameter`: a plain tensor replaces the parameter while per-example gradients are computed.
-        fused: Tensor = self.fusion[modality](own, self.local[modality])
-        return fused
-
-
-def fused_prompts(
-    tokens: PromptTokens,
-    modalities: Sequence[Modality],
-    fusion: Fusion,
-    start: LocalStart,
-    *,
-    shared_fusion: bool = False,
-) -> FusedPrompts:
-    """Return a site's own prompts, as many as the model's; their random values follow torch's seed.
-
-    With `shared_fusion` the model's modules fuse them. Raises PromptError if the model has no prompts for one of
-    `modalities`, or if its own fusion is not `fusion`.
-    """
-    local = local_prompts(tokens, modalities, start)
-    if shared_fusion and tokens.fused_by != fusion:
-        raise PromptError(
-            f"the model fuses prompts by {tokens.fused_by}, and the run by {fusion}: set the same fusion in both"
-        )
-    if shared_fusion:
-        return FusedPrompts(local, tokens.fusion)
-    modules: dict[str, nn.Module] = {
-        modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in local.items()
-    }
-    return FusedPrompts(local, nn.ModuleDict(modules))
-
-
-def local_prompts(tokens: PromptTokens, modalities: Sequence[Modality], start: LocalStart) -> nn.ParameterDict:
-    """Return a site's own prompts, [tokens, width] for each tower, as many as the model's; their random values follow
-    torch's seed. Raises PromptError if the model has no prompts for one of `modalities`."""
-    if absent := [modality for modality in modalities if tokens.own(modality) is None]:
-        raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
-    own = {modality: tokens.get_parameter(modality) for modality in modalities}
-    # Drawn on the CPU, so that a GPU starts from the same prompts.
-    drawn = {name: torch.empty_like(each, device="cpu").normal_(std=INITIAL_STD) for name, each in own.items()}
-    noise = {name: values.to(own[name].device) for name, values in drawn.items()}
-    starts = own if start == "global" else noise
-    local = nn.ParameterDict()
-    # One by one: a whole dictionary would be sorted, and the order of parameters decides which noise each gets.
-    for modality, tensor in starts.items():
-        local[modality] = nn.Parameter(tensor.detach().clone())
-    return local
-
-
-def low_rank_term(tokens: PromptTokens, rank: int) -> LowRankTerm:
-    """Return a site's own term of the model's text prompts; its random values follow torch's seed. Raises PromptError
-    if the model has no text prompts."""
-    own = tokens.own("text")
-    if own is None:
-        raise PromptError(f"the model has no prompts for text; {REMEDY}")
-    return LowRankTerm(own.detach(), rank, INITIAL_STD)
+def require_prompts(model: nn.Module) -> PromptTokens:
+    """Return a model's prompts. Raises PromptError if it was built without."""
+    if (prompts := prompts_of(model)) is None:
+        raise PromptError(f"the model has no prompts; {REMEDY}")
+    return prompts
 
 
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def text_features(model: nn.Module, batch: Mapping[str, Tensor], prompts: PromptChoice) -> Tensor:
-    """Return the text features of a batch with the chosen prompts, float32 [texts, width], each of length one. Raises
-    PromptError for a model that is no dual encoder with prompts."""
-    tokens, encode = prompts_of(model), getattr(model, "get_text_features", None)
-    if tokens is None or encode is None:
-        raise PromptError(f"text features need a dual encoder with prompts; {REMEDY}")
-    with tokens.inserting(prompts):
+def text_features(model: nn.Module, batch: Mapping[str, Tensor], prompts: PromptFunction | None = None) -> Tensor:
+    """Return the text features of a batch, float32 [texts, width], each of length one, with `prompts` of the model's
+    inserted; by default the prompts of the task. Raises PromptError for a model that is no dual encoder with prompts.
+    """
+    tokens, encode = require_prompts(model), getattr(model, "get_text_features", None)
+    if encode is None:
+        raise PromptError(f"text features need a dual encoder; {REMEDY}")
+    with tokens.transformed({**tokens.transforms, "text": prompts}) if prompts else nullcontext():
         return _unit(encode(**{name: batch[name] for name in TEXT_INPUTS if name in batch}).pooler_output)
+
+
+def patch_features(model: Any, output: Any) -> Tensor:
+    """Return the features of patches, float32 [images, patches, width], each of length one, from a model's output.
+
+    A patch passes through the modules that the class token passes through. Raises PromptError for a model whose
+    images have one feature from all patches together.
+    """
+    if not hasattr(model, "visual_projection") or hasattr(model.vision_model, "head"):
+        raise PromptError(
+            f"{model.config.model_type} has no features of patches, which its pooling puts together: choose CLIP or "
+            f"a {PAIRED}"
+        )
+    tower, config, tokens = model.vision_model, model.vision_model.config, prompts_of(model)
+    prompts = tokens.tokens("vision") if tokens else None
+    others = 1 + (0 if prompts is None else len(prompts)) + (config.model_type == "deit")
+    states = output.vision_model_output.last_hidden_state  # [images, tokens, width of the tower]
+    states = states[:, others + getattr(config, "num_register_tokens", 0) :]
+    if hasattr(tower, "post_layernorm"):
+        states = tower.post_layernorm(states)
+    if hasattr(tower, "pooler"):
+        # It pools the first of several tokens.
+        states = tower.pooler(states.flatten(0, 1).unsqueeze(1)).unflatten(0, states.shape[:2])
+    return _unit(model.visual_projection(states))
 
 
 def _unit(features: Tensor) -> Tensor:
@@ -220,76 +183,6 @@ def _unit(features: Tensor) -> Tensor:
     features = features.float()
     normalised: Tensor = features / features.norm(dim=-1, keepdim=True)
     return normalised
-
-
-@dataclass(frozen=True)
-class PatchMatching:
-    """A hook on a dual encoder that scores classes by transport between patches and two text features of each class,
-    with the model's prompts and with a site's own (Li et al. 2024, arXiv 2403.00041)."""
-
-    tokens: PromptTokens
-    local: nn.ParameterDict
-    transport: Transport
-
-    def after(self, model: Any, _args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> Any:
-        """Replace the logits of an output of transformers."""
-        with self.tokens.transformed({"text": self._own}):
-            own = text_features(model, inputs, "inserted")
-        texts = torch.stack([_unit(output.text_embeds), own])  # [prompts, classes, width]
-        patches = _unit(self._patches(model, output.vision_model_output.last_hidden_state))
-        # Not in 16 bits: the costs are divided by a small regularization.
-        kind = patches.device.type
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
-            similarities = torch.einsum("ivd,pcd->icvp", patches, texts)  # [images, classes, patches, prompts]
-        # The plan is a constant: its gradient with respect to the costs is not part of the method.
-        plan = transport_plan(1 - similarities.detach(), self.transport)
-        output.logits_per_image = model.logit_scale.exp() * (plan * similarities).sum(dim=(-2, -1))
-        output.logits_per_text = output.logits_per_image.T
-        return output
-
-    def _own(self, _prompts: Tensor) -> Tensor:
-        # Not `get_parameter`: a plain tensor replaces the parameter while per-example gradients are computed.
-        own: Tensor = self.local["text"]
-        return own
-
-    def _patches(self, model: Any, states: Tensor) -> Tensor:
-        """Return the features of patches, [images, patches, width], from a tower's states, [images, tokens, width].
-
-        A patch passes through the modules that the class token passes through.
-        """
-        tower, config = model.vision_model, model.vision_model.config
-        own = self.tokens.own("vision")
-        others = 1 + (0 if own is None else len(own)) + (config.model_type == "deit")
-        states = states[:, others + getattr(config, "num_register_tokens", 0) :]
-        if hasattr(tower, "post_layernorm"):
-            states = tower.post_layernorm(states)
-        if hasattr(tower, "pooler"):
-            # It pools the first of several tokens.
-            states = tower.pooler(states.flatten(0, 1).unsqueeze(1)).unflatten(0, states.shape[:2])
-        projected: Tensor = model.visual_projection(states)
-        return projected
-
-
-def patch_matching(model: PreTrainedModel, transport: Transport, start: LocalStart) -> PatchMatching:
-    """Return the hook, with local prompts for the text tower whose random values follow torch's seed.
-
-    Raises PromptError for a model without text prompts, or whose images have one feature from all patches together.
-    """
-    tokens = prompts_of(model)
-    if tokens is None:
-        raise PromptError(f"the model has no prompts; {REMEDY}")
-    if not hasattr(model, "visual_projection") or hasattr(model.vision_model, "head"):
-        raise PromptError(
-            f"{model.config.model_type} has no features of patches, which its pooling puts together: choose CLIP or "
-            f"a {PAIRED}"
-        )
-    return PatchMatching(tokens, local_prompts(tokens, ("text",), start), transport)
-
-
-def prompts_of(model: nn.Module) -> PromptTokens | None:
-    """Return a model's prompts, or None if it was built without."""
-    prompts = getattr(model, PROMPTS, None)
-    return prompts if isinstance(prompts, PromptTokens) else None
 
 
 def towers_of(config: PreTrainedConfig) -> Towers:
@@ -322,13 +215,17 @@ def _paired_towers(config: PreTrainedConfig) -> Towers:
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     """Add prompts to a dual encoder as the submodule `prompts`, with random values from torch's seed.
 
-    Raises PromptError for an unsupported family or tower, for deep prompts in more layers than a tower has, or for
-    more text prompts than the text encoder has positions, and ConfigError if a fusion's heads do not divide a
-    tower's width.
+    Raises PromptError for an unsupported family or tower, for deep prompts in more layers than a tower has, for more
+    text prompts than the text encoder has positions, or if a fusion's heads do not divide a tower's width.
     """
     towers = towers_of(model.config)
     embedding = token_embedding(model)
     widths: dict[Modality, int] = {"vision": model.config.vision_config.hidden_size, "text": embedding.embedding_dim}
+    if prompts.fusion and (odd := [widths[each] for each in MODALITIES if not prompts.fusion.divides(widths[each])]):
+        raise PromptError(
+            f"prompts of width {odd[0]} do not divide among {prompts.fusion.heads} heads: choose a number of heads "
+            f"that divides {odd[0]}"
+        )
     vision, text = (model.get_submodule(f"{modality}_model") for modality in MODALITIES)
     tokens = PromptTokens(prompts, widths, model.dtype)
     model.add_module(PROMPTS, tokens)

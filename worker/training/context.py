@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from tessera.shared.methods.base import Output, Phase, Plan
+from tessera.shared.methods.base import Output, Phase, Plan, TaskContext
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
-from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality, PromptChoice, Transport
+from tessera.shared.model.spec import Head, Modality
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
@@ -26,16 +28,7 @@ from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.held_values import HeldValues
-from tessera.worker.model.prompts import (
-    REMEDY,
-    PromptError,
-    PromptTokens,
-    fused_prompts,
-    low_rank_term,
-    patch_matching,
-    prompts_of,
-    text_features,
-)
+from tessera.worker.model.prompts import PromptFunction, patch_features, prompts_of, require_prompts, text_features
 from tessera.worker.model.small_blocks import read_blocks
 from tessera.worker.training.optimization.compilation import uncompiled
 from tessera.worker.training.optimization.image_features import ImageFeatures, images_once
@@ -243,34 +236,24 @@ class LocalTaskContext:
         if block.name in self.vault:
             self.write(block, self.vault[block.name])
 
-    def fuse_prompts(
-        self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
-    ) -> None:
-        tokens = self._prompts()
-        fused = fused_prompts(tokens, modalities, fusion, start, shared_fusion=shared_fusion)
-        self.add_private("local", fused.local)
-        if not shared_fusion:
-            self.add_private("fusion", fused.fusion)
-        tokens.transforms = {modality: partial(fused.fuse, modality) for modality in modalities}
+    def insert_prompts(self, prompts: Mapping[Modality, PromptFunction]) -> None:
+        require_prompts(self.model).insert(prompts)
 
-    def inserted_prompts(self, modality: Modality) -> Array:
-        with torch.no_grad():
-            tokens = self._prompts().tokens(modality)
-        if tokens is None:
-            raise PromptError(f"the model has no prompts for {modality}; {REMEDY}")
-        values: Array = tokens.float().cpu().numpy()
-        return values
+    def text_features(self, batch: Mapping[str, Tensor], prompts: PromptFunction | None = None) -> Tensor:
+        return text_features(self.model, batch, prompts)
 
-    def adapt_text_prompts(self, rank: int) -> None:
-        tokens = self._prompts()
-        term = low_rank_term(tokens, rank)
-        self.add_private("local", term)
-        tokens.transforms = {"text": term}
+    def replace_output(self, function: Callable[[TaskContext, Mapping[str, Tensor], Any], Any]) -> None:
+        # A reference to this context, and by it to the model, would keep the model of a failed task in memory until
+        # Python's garbage collector happens to run.
+        context = proxy(self)
+        self._hooks.append(
+            self.model.register_forward_hook(
+                lambda _model, _args, inputs, output: function(context, inputs, output), with_kwargs=True
+            )
+        )
 
-    def match_patches(self, transport: Transport, start: LocalStart) -> None:
-        matching = patch_matching(self.model, transport, start)
-        self.add_private("local", matching.local)
-        self._hooks.append(self.model.register_forward_hook(matching.after, with_kwargs=True))
+    def patch_features(self, output: Any) -> Tensor:
+        return patch_features(self.model, output)
 
     def images_once(self, data: Dataset, phases: Sequence[Phase] | None = None) -> AbstractContextManager[Dataset]:
         """Return `image_features.images_once` for a task with these phases, or for an evaluation.
@@ -285,15 +268,6 @@ class LocalTaskContext:
         trained = {block.tensor for plan in plans for block in plan.resolve(self.blocks)}
         changed = self.held.written | trained
         return images_once(self.model, self.head, self.images, data, changed, in_order=phases is None)
-
-    def text_features(self, batch: Mapping[str, Tensor], prompts: PromptChoice = "inserted") -> Tensor:
-        return text_features(self.model, batch, prompts)
-
-    def _prompts(self) -> PromptTokens:
-        tokens = prompts_of(self.model)
-        if tokens is None:
-            raise PromptError(f"the model has no prompts; {REMEDY}")
-        return tokens
 
     def close(self) -> None:
         """Remove everything that was added to the model."""

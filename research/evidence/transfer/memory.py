@@ -6,21 +6,24 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.arrays import Array
 from evidence.transfer.models import RANK, Large, activation_bytes, table
 from evidence.transfer.traffic import Arm, traffic
 from tessera.shared.aggregation.mean import average
-from tessera.shared.model.spec import MODALITIES, Fusion, Lora, Model
+from tessera.shared.methods.pfeddc import fused, fusion_weights
+from tessera.shared.methods.promptfl import local_prompts, parameters
+from tessera.shared.model.spec import MODALITIES, Fusion, Lora, Modality, Model
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, chunk_counts
 from tessera.worker.model.device_memory import GRADIENT_BYTES, MOMENT_BYTES
 from tessera.worker.model.four_bits import four_bit_tensors, stored_bytes
-from tessera.worker.model.prompts import fused_prompts, prompts_of
+from tessera.worker.model.prompts import prompts_of
 
 MOMENTS = 2
 
@@ -66,9 +69,18 @@ def _fuse_prompts(model: PreTrainedModel) -> nn.Module:
     tokens = prompts_of(model)
     if tokens is None:
         raise ValueError("the model has no prompts to fuse with: build a variant that has")
-    fused = fused_prompts(tokens, MODALITIES, Fusion(), "global")
-    tokens.transforms = {modality: partial(fused.fuse, modality) for modality in MODALITIES}
-    return nn.ModuleList([fused.local, fused.fusion])
+    prompts: dict[Modality, Tensor] = {each: tokens.get_parameter(each).detach() for each in MODALITIES}
+    local, fusion = local_prompts(prompts, "global"), Fusion()
+    weights = nn.ModuleDict(
+        {m: parameters(fusion_weights(fusion, own.shape[1]).items()) for m, own in prompts.items()}
+    )
+
+    def insert(modality: Modality, own: Tensor) -> Tensor:
+        of_tower: Any = weights[modality]
+        return fused(fusion, of_tower, own, local[modality])
+
+    tokens.insert({modality: partial(insert, modality) for modality in MODALITIES})
+    return nn.ModuleList([local, weights])
 
 
 # ---------------------------------------------------------------- the coordinator

@@ -13,13 +13,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tessera.shared.methods.base import LocalResult, MethodSpec, State, UnsupportedRun, Update
+from tessera.shared.methods.fedotp import Transport, transport_plan
 from tessera.shared.methods.registry import check, coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.model.prompts import PromptError, prompts_of
+from tessera.worker.model.prompts import prompts_of
 from tessera.worker.privacy.bounded_figures import disclosed
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
@@ -157,6 +158,15 @@ def ready(method: str, settings: Mapping[str, Any], vault: Mapping[str, Array] |
     return context
 
 
+def inserted(context: LocalTaskContext) -> Tensor:
+    """The prompts that go into the text tower, [tokens, width]."""
+    tokens = prompts_of(context.model)
+    assert tokens is not None
+    found = tokens.tokens("text")
+    assert found is not None
+    return found.detach()
+
+
 def test_all_of_it_learns_together_from_the_second_step_on() -> None:
     # The fusion's output projection starts at zero: what it is handed has a gradient once that has moved.
     start = {block.name: context.read(block) for context in [prepared({})] for block in context.private}
@@ -173,12 +183,12 @@ def test_a_site_goes_on_with_what_it_kept_and_not_with_the_global_prompts_of_now
     assert not np.array_equal(first.keep["local.text"], start_of(PROMPTED)["prompts.text"])
 
 
-@pytest.mark.parametrize("size", [1.0, 0.02])
-def test_the_fused_prompt_is_the_formula(size: float) -> None:
+@pytest.mark.parametrize(("asks", "size"), [("global", 1.0), ("global", 0.02), ("local", 1.0)])
+def test_the_fused_prompt_is_the_formula(asks: str, size: float) -> None:
     rng = np.random.default_rng(0)
     keep = {block.name: rng.normal(size=block.shape, scale=0.25).astype("f4") for block in prepared({}).private}
     keep["local.text"] *= 4 * size
-    context = prepared({"fusion": {"heads": 1}}, keep)
+    context = prepared({"fusion": {"heads": 1, "asks": asks}}, keep)
     tokens = prompts_of(context.model)
     assert tokens is not None
     shared, own = tokens.get_parameter("text"), torch.from_numpy(keep["local.text"])
@@ -193,14 +203,13 @@ def test_the_fused_prompt_is_the_formula(size: float) -> None:
     def below(values: Tensor, most: Tensor) -> Tensor:
         return values * most.norm() / (most.norm() ** 2 + values.norm() ** 2) ** 0.5
 
-    asks, answers = normalised(shared), normalised(own)
-    scores = (asks @ query.T) @ (answers @ key.T).T / 16**0.5
+    asking, answering = (shared, own) if asks == "global" else (own, shared)
+    queries, answers = normalised(asking), normalised(answering)
+    scores = (queries @ query.T) @ (answers @ key.T).T / 16**0.5
     found = scores.softmax(dim=1) @ (answers @ value.T) @ output.T
     alike = found.mean(dim=0).expand(2, 16)
-    added = below((found - alike) + below(alike, found - alike), shared)
-    fused = tokens.tokens("text")
-    assert isinstance(fused, Tensor)
-    torch.testing.assert_close(fused, shared + added, rtol=1e-4, atol=1e-5 * size)
+    added = below((found - alike) + below(alike, found - alike), asking)
+    torch.testing.assert_close(inserted(context), (asking + added).detach(), rtol=1e-4, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("asks", ["global", "local"])
@@ -260,7 +269,7 @@ def test_the_signatures_are_lengths_relative_to_the_global_prompts() -> None:
     for asks in ("global", "local"):
         context, result = trained("pfeddc", settings={"fusion": {"asks": asks}})
         shared, local = result.upload["prompts.text"], result.keep["local.text"]
-        added = context.inserted_prompts("text") - (shared if asks == "global" else local)
+        added = inserted(context).numpy() - (shared if asks == "global" else local)
         norms = [float(np.sqrt(np.square(each).sum())) for each in (added, local - shared, shared)]
         assert result.metrics["fused.text"] == pytest.approx(norms[0] / norms[2], rel=1e-5)
         assert result.metrics["local_distance.text"] == pytest.approx(norms[1] / norms[2], rel=1e-5)
@@ -278,7 +287,7 @@ def test_the_plain_fusion_is_the_papers_attention_without_normalisation_or_bound
     assert bool(output.any())
     queries, answers = (shared, local) if asks == "global" else (local, shared)
     attended = ((queries @ query.T) @ (answers @ key.T).T / 4).softmax(dim=1) @ (answers @ value.T) @ output.T
-    torch.testing.assert_close(torch.from_numpy(context.inserted_prompts("text")), queries + attended)
+    torch.testing.assert_close(inserted(context), queries + attended)
     # It adds something to a single token too.
     start("pfeddc", replace(PROMPTED, prompts=Prompts(vision=2, text=1)), fusion={"kind": "plain"})
     with pytest.raises(UnsupportedRun, match=r"width 16 do not divide among 3 heads"):
@@ -333,7 +342,7 @@ def test_a_shared_fusion_is_sent_and_local_prompts_are_kept() -> None:
     assert set(result.keep) == LOCAL
     with pytest.raises(UnsupportedRun, match=r"no fusion to share: .*--prompt-fusion global"):
         start("pfeddc", BARE, share="prompts-and-fusion")
-    with pytest.raises(PromptError, match=r"heads=2.*heads=4"):
+    with pytest.raises(UnsupportedRun, match=r"heads=2.*heads=4"):
         prepared({**settings, "fusion": {"heads": 4}})
 
 
@@ -538,6 +547,25 @@ def test_both_prompts_of_fedotp_learn_alike_where_they_start_alike_and_apart_whe
     np.testing.assert_allclose(alike.upload["prompts.text"], alike.keep["local.text"], atol=1e-6)
     _, apart = trained("fedotp", batch_size=None)
     assert np.abs(apart.upload["prompts.text"] - apart.keep["local.text"]).max() > 0.01
+
+
+def test_a_logit_of_fedotp_is_the_similarity_that_its_plan_carries() -> None:
+    context, batch = ready("fedotp", {"transport": {"mass": 0.7, "iterations": 20}}), next(PROMPTED.data().batches(8))
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    plain, own = PROMPTED.model(), PROMPTED.model()
+    (local,) = context.private
+    with torch.no_grad():
+        own.get_parameter("prompts.text").copy_(torch.from_numpy(context.read(local)))
+        output = plain(**inputs)
+        texts = torch.stack([output.text_embeds, own(**inputs).text_embeds])  # [prompts, classes, width]
+        patches = context.patch_features(output)
+        found = context.forward(batch).logits
+        assert found is not None
+        for label in range(3):
+            similarities = patches @ texts[:, label].T  # [images, patches, prompts]
+            plan = transport_plan(1 - similarities, Transport(mass=0.7, iterations=20))
+            expected = plain.get_parameter("logit_scale").exp() * (plan * similarities).sum(dim=(1, 2))
+            torch.testing.assert_close(found[:, label], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_fedotp_learns_the_classes_of_its_site() -> None:

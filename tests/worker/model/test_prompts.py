@@ -9,16 +9,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm
 from transformers import PreTrainedModel
 
 from tessera.shared.model.selectors import roles
-from tessera.shared.model.spec import Fusion, Model, Prompts, Transport
+from tessera.shared.model.spec import Fusion, Model, Prompts
 from tessera.worker.errors import ConfigError
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import check_model, instantiate
 from tessera.worker.model.forward import forward
-from tessera.worker.model.prompt_fusion import fusion_module, transport_plan
 from tessera.worker.model.prompts import (
     TEXT_TOWERS,
     TOWERS,
@@ -26,7 +24,7 @@ from tessera.worker.model.prompts import (
     PromptError,
     PromptTokens,
     caption_start,
-    patch_matching,
+    patch_features,
     prompts_of,
     text_features,
     towers_of,
@@ -139,7 +137,7 @@ def test_deep_prompts_learn_and_go_with_the_prompts_before_them(family: str) -> 
     forward(deep, "contrastive", given).loss.backward()
     gradients = [deep.get_parameter(f"prompts.deep.{tower}").grad for tower in ("vision", "text")]
     assert all(each is not None and each.abs().sum() > 0 for each in gradients)
-    with tokens_of(deep).inserting("none"):
+    with tokens_of(deep).transformed({"vision": lambda own: own[:0], "text": lambda own: own[:0]}):
         assert torch.equal(logits(deep, given), logits(plain, given))
 
 
@@ -202,10 +200,10 @@ def test_text_features_are_those_of_the_models_own_pass(family: str) -> None:
         return features / features.norm(dim=-1, keepdim=True)
 
     with torch.no_grad():
-        torch.testing.assert_close(text_features(prompted, given, "inserted"), in_a_pass(changed))
-        torch.testing.assert_close(text_features(prompted, given, "shared"), in_a_pass(made(family, BOTH)))
-        torch.testing.assert_close(text_features(prompted, given, "none"), in_a_pass(plain))
-        # The choice is for that pass alone.
+        torch.testing.assert_close(text_features(prompted, given), in_a_pass(changed))
+        torch.testing.assert_close(text_features(prompted, given, lambda own: own), in_a_pass(made(family, BOTH)))
+        torch.testing.assert_close(text_features(prompted, given, lambda own: own[:0]), in_a_pass(plain))
+        # Other prompts are for that pass alone.
         torch.testing.assert_close(in_a_pass(prompted), in_a_pass(changed))
 
 
@@ -331,165 +329,32 @@ def test_prompts_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
         Prompts.model_validate(wrong)
 
 
-def test_attention_that_fuses_starts_as_what_asks_and_looks_at_what_answers() -> None:
-    torch.manual_seed(0)
-    shared, own = 0.02 * torch.randn(3, 16), 0.02 * torch.randn(3, 16)
-    for asks, expected in (("local", own), ("global", shared)):
-        fused = fusion_module(Fusion.model_validate({"asks": asks, "heads": 2}), 16)
-        assert torch.equal(fused(shared, own), expected)
-        nn.init.normal_(fused.get_parameter("output"))
-        other = 0.02 * torch.randn(3, 16)
-        moved = fused(shared, other) if asks == "global" else fused(other, own)
-        assert (moved - fused(shared, own)).norm() > 0.1 * expected.norm()
-
-
-def test_one_head_that_fuses_is_the_formula() -> None:
-    torch.manual_seed(0)
-    fused, shared, own = fusion_module(Fusion(asks="local", heads=1), 16), torch.randn(3, 16), torch.randn(2, 16)
-    output = nn.init.normal_(fused.get_parameter("output"))
-    queries, keys, values = (fused.get_parameter(name) for name in ("query", "key", "value"))
-
-    def normalised(tokens: Tensor) -> Tensor:
-        return (tokens - tokens.mean(dim=1, keepdim=True)) / tokens.std(dim=1, keepdim=True, correction=0)
-
-    asks, answers = normalised(own), normalised(shared)
-    scores = (asks @ queries.T) @ (answers @ keys.T).T / 16**0.5  # [2, 3]
-    found = scores.softmax(dim=-1) @ (answers @ values.T) @ output.T
-    alike = found.mean(dim=0).expand(2, 16)
-    by_token = found - alike
-    both = by_token + alike * by_token.norm() / (by_token.norm() ** 2 + alike.norm() ** 2) ** 0.5
-    added = both * own.norm() / (own.norm() ** 2 + both.norm() ** 2) ** 0.5
-    torch.testing.assert_close(fused(shared, own), own + added)
-
-
-@pytest.mark.parametrize("size", [0.02, 1.0, 50.0])
-def test_no_output_projection_makes_attention_a_constant_or_larger_than_what_asks(size: float) -> None:
-    torch.manual_seed(0)
-    fused, shared, own = fusion_module(Fusion(heads=2), 16), 0.02 * torch.randn(4, 16), 0.02 * torch.randn(4, 16)
-    # It sends whatever it is handed the same way: what a loss that asks the same of each token would teach it.
-    one_way = torch.outer(torch.randn(16), torch.ones(16) @ fused.get_parameter("value")) * size
-    fused.get_parameter("output").data.copy_(one_way)
-    added = (fused(shared, own) - shared).detach()
-    assert 0 < added.norm() <= (1 + 1e-6) * shared.norm()
-    assert (added - added.mean(dim=0)).norm() > 0.7 * added.norm()
-    # The same tokens in another order ask the same questions.
-    order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(fused(shared[order], own), fused(shared, own)[order])
-
-
-def test_other_fusions_are_the_mean_and_one_after_the_other() -> None:
-    shared, own = torch.tensor([[2.0, 4.0]]), torch.tensor([[4.0, 8.0]])
-    assert fusion_module(Fusion(kind="mean"), 2)(shared, own).tolist() == [[3.0, 6.0]]
-    assert fusion_module(Fusion(kind="concat"), 2)(shared, own).tolist() == [[2.0, 4.0], [4.0, 8.0]]
-    with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
-        fusion_module(Fusion(heads=4), 6)
-
-
-def test_an_mlp_that_fuses_is_the_formula_and_has_the_parameters_of_attention() -> None:
-    torch.manual_seed(0)
-    fused, shared, own = fusion_module(Fusion(kind="mlp"), 24), torch.randn(3, 24), torch.randn(3, 24)
-    for module in (fused, fusion_module(Fusion(), 24)):
-        assert sum(parameter.numel() for parameter in module.parameters()) == 4 * 24**2
-    assert torch.equal(fused(shared, own), shared)
-    hidden, output = (nn.init.normal_(fused.get_parameter(name)) for name in ("hidden", "output"))
-    both = torch.cat([layer_norm(each, (24,), eps=0.0) for each in (shared, own)], dim=1)
-    found = gelu(both @ hidden.T) @ output.T
-    alike = found.mean(dim=0).expand(3, 24)
-    by_token = found - alike
-    joined = by_token + alike * by_token.norm() / (by_token.norm() ** 2 + alike.norm() ** 2) ** 0.5
-    added = joined * shared.norm() / (shared.norm() ** 2 + joined.norm() ** 2) ** 0.5
-    torch.testing.assert_close(fused(shared, own), shared + added)
-    # Not a sum over tokens: those in another order have other answers.
-    assert not torch.allclose(fused(shared, own[[1, 0, 2]]), fused(shared, own), atol=1e-3)
-
-
-def test_random_attention_is_the_same_everywhere_and_does_not_train() -> None:
-    shared, own = torch.randn(3, 16), torch.randn(3, 16)
-    one, other = (fusion_module(Fusion(kind="random-attention", heads=2), 16) for _ in range(2))
-    assert torch.equal(one(shared, own), other(shared, own))
-    assert not list(one.parameters())
-    assert not one.state_dict()
-    added = one(shared, own) - shared
-    assert 0.05 * shared.norm() < added.norm() <= shared.norm()
-    with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
-        fusion_module(Fusion(kind="random-attention", heads=4), 6)
-
-
-@pytest.mark.parametrize("regularization", [0.01, 0.1, 1.0])
-def test_a_transport_plan_meets_its_marginals_and_no_plan_that_does_is_better(regularization: float) -> None:
-    costs = torch.rand(3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    transport = Transport(mass=0.6, regularization=regularization, iterations=3000)
-    plan = transport_plan(costs, transport)
-    torch.testing.assert_close(plan.sum(dim=-2), torch.full((3, 2), 0.3, dtype=torch.float64))
-    assert (plan.sum(dim=-1) <= 1 / 5 + 1e-6).all()
-
-    def objective(plan: Tensor) -> Tensor:
-        return (costs * plan + regularization * plan * (plan.log() - 1)).sum(dim=(-2, -1))
-
-    # Moving mass between two patches of a column, where rows have room, only costs.
-    best, tried = objective(plan), 0
-    for column in range(2):
-        for here, there in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 0), (3, 1)):
-            moved = plan.clone()
-            step = 0.05 * plan[:, here, column]
-            moved[:, here, column] -= step
-            moved[:, there, column] += step
-            allowed = (moved.sum(dim=-1) <= 1 / 5 + 1e-6).all(dim=-1)
-            assert (objective(moved)[allowed] >= best[allowed] - 1e-6).all()
-            tried += int(allowed.sum())
-    assert tried > 5
-
-
-def test_all_of_the_mass_fills_each_patch_and_a_small_regularization_chooses_the_nearest() -> None:
-    costs = torch.tensor([[0.1, 0.9], [0.2, 0.8], [0.9, 0.2], [0.8, 0.1]])
-    whole = transport_plan(costs, Transport(mass=1, regularization=0.1, iterations=1000))
-    torch.testing.assert_close(whole.sum(dim=1), torch.full((4,), 0.25), rtol=1e-3, atol=1e-4)
-    # Each prompt of a quarter of the mass takes its nearest patch.
-    sharp = transport_plan(costs, Transport(mass=0.5, regularization=0.005, iterations=1000))
-    expected = torch.tensor([[0.25, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.25]])
-    torch.testing.assert_close(sharp, expected, rtol=0, atol=1e-3)
-
-
 MATCHED = ["altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", *PAIRS]
 
 
 @pytest.mark.parametrize("family", variants(MATCHED, FAMILIES))
-def test_classes_are_scored_by_the_patches_that_the_class_tokens_path_leads_to(family: str) -> None:
-    prompts = Prompts(vision=3, text=2)
-    model, given = made(family, prompts), batch(family)
-    matching = patch_matching(model, Transport(mass=0.7, iterations=20), "random")
-    inputs = {name: tensor for name, tensor in given.items() if name != "labels"}
+def test_features_of_patches_are_those_of_the_path_of_the_class_token(family: str) -> None:
+    model, inputs = made(family, Prompts(vision=3, text=2)), batch(family)
+    del inputs["labels"]
+    # As many as a task inserts in place of the model's.
+    tokens_of(model).transforms = {"vision": lambda own: torch.cat([own, own])}
     with torch.no_grad():
-        plain = model(**inputs)
+        output = model(**inputs)
+        states = output.vision_model_output.last_hidden_state
+        others = 1 + 6 + getattr(model.config.vision_config, "num_register_tokens", 0) + family.startswith("deit")
+        assert patch_features(model, output).shape[:2] == (len(states), 4) == (len(states), states.shape[1] - others)
         # The class token, taken for a patch, has the image's own feature.
-        states = plain.vision_model_output.last_hidden_state
-        registers = getattr(model.config.vision_config, "num_register_tokens", 0) + (family.startswith("deit"))
-        alone = torch.cat([states[:, : 1 + 3 + registers], states[:, :1]], dim=1)
-        torch.testing.assert_close(
-            matching._patches(model, alone)[:, 0] / matching._patches(model, alone)[:, 0].norm(dim=-1, keepdim=True),
-            plain.image_embeds,
-        )
-        assert matching._patches(model, states).shape[1] == 4
-        handle = model.register_forward_hook(matching.after, with_kwargs=True)
-        found = logits(model, given)
-        handle.remove()
-        own = made(family, prompts)
-        text_of(own).copy_(matching.local["text"])
-        texts = torch.stack([plain.text_embeds, own(**inputs).text_embeds])
-        texts = texts / texts.norm(dim=-1, keepdim=True)
-        patches = matching._patches(model, states)
-        sims = (patches / patches.norm(dim=-1, keepdim=True)) @ texts.flatten(
-            0, 1
-        ).T  # [images, patches, 2 * classes]
-        for label in range(3):
-            sim = sims[..., [label, 3 + label]]
-            plan = transport_plan(1 - sim, matching.transport)
-            expected = model.get_parameter("logit_scale").exp() * (plan * sim).sum(dim=(1, 2))
-            torch.testing.assert_close(found[:, label], expected, rtol=1e-4, atol=1e-5)
-        assert torch.equal(logits(model, given), plain.logits_per_image)
+        output.vision_model_output.last_hidden_state = torch.cat([states[:, :others], states[:, :1]], dim=1)
+        torch.testing.assert_close(patch_features(model, output)[:, 0], output.image_embeds)
 
 
 @pytest.mark.parametrize("family", ["siglip", "siglip2", "aimv2"])
-def test_a_model_that_pools_patches_by_attention_has_none_to_match(family: str) -> None:
+def test_a_model_that_pools_patches_by_attention_has_no_features_of_patches(family: str) -> None:
     with pytest.raises(PromptError, match=r"no features of patches.*choose CLIP"):
-        patch_matching(made(family, BOTH), Transport(), "random")
+        patch_features(made(family, BOTH), None)
+
+
+def test_a_fusion_whose_heads_do_not_divide_the_prompts_is_refused() -> None:
+    for kind in ("attention", "random-attention"):
+        with pytest.raises(ConfigError, match="width 16 do not divide among 3 heads"):
+            made("clip", Prompts(vision=2, text=2, fusion=Fusion(heads=3, kind=kind)))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from sklearn.metrics import f1_score
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from tessera.shared.model.spec import Head, Prompts, Transport
+from tessera.shared.methods.base import Plan, TaskContext
+from tessera.shared.model.spec import Head, Prompts
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import TrainingDiverged
 from tessera.worker.model.build import instantiate
-from tessera.worker.model.prompts import patch_matching
 from tessera.worker.training.batches import Batches
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import Scores, evaluate
 from tessera.worker.training.progress import Report, rounded
 from tests.support.tasks import PLAIN
@@ -176,12 +179,15 @@ def test_texts_with_several_prompts_are_each_computed_once() -> None:
         {"pixel_values": torch.randn(5, 3, 8, 8), "labels": torch.arange(5) % 2}, common={"input_ids": texts}
     )
     plain = scores(model, "contrastive", data)
-    read = list[int]()
-    matching = patch_matching(model, Transport(), "random")
-    with (
-        model.register_forward_hook(matching.after, with_kwargs=True),
-        model.text_model.encoder.register_forward_hook(lambda *_: read.append(1)),
-    ):
+
+    def by_other_prompts(context: TaskContext, inputs: Mapping[str, Tensor], output: Any) -> Any:
+        others = context.text_features(inputs, lambda prompts: prompts + 1)
+        output.logits_per_image = output.logits_per_image + 10 * output.image_embeds @ others.T
+        return output
+
+    context, read = LocalTaskContext(model, "contrastive", Plan(), ()), list[int]()
+    context.replace_output(by_other_prompts)
+    with model.text_model.encoder.register_forward_hook(lambda *_: read.append(1)):
         whole = scores(model, "contrastive", data, None)
         assert len(read) == 2
         assert scores(model, "contrastive", data, 2) == pytest.approx(whole, rel=1e-4)
