@@ -8,52 +8,30 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.runs import Round, Run
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.api.versions import VersionRef
 from tessera.shared.client.round_outcomes import Outcome, RunProgress, outcomes
 from tessera.shared.terminal import output, watch
 from tessera.shared.terminal.watch import Estimates, open_lines, open_view, print_ended, watch_as_text
+from tests.support.literals import AT, measured, round_of, run_of, view_of
 
-AT = datetime(2026, 1, 1, tzinfo=UTC)
-DIGEST = f"sha256:{'0' * 64}"
-SPEC = {
-    "name": "trial",
-    "method": {"name": "fedavg"},
-    "model": DIGEST,
-    "version": DIGEST,
-    "dataset": "data",
-    "rounds": 5,
-}
 TRAINING = {"phase": "training", "step": 5, "steps": 10, "loss": 0.5}
 
 
 def run(state: str = "running", made: int = 1) -> Run:
-    facts: dict[str, Any] = {"id": "r", "state": state, "model_bytes": 0, "revision": 1}
-    version = VersionRef(number=made, digest=DIGEST)
-    return Run(**facts, spec=RunSpec.model_validate(SPEC), version=version, created_at=AT, updated_at=AT)
+    return run_of("trial", state, made, rounds=5)
 
 
 def task(worker: str, state: str = "leased", progress: dict[str, Any] | None = None) -> TaskView:
-    facts = {"id": worker, "run": "r", "round": 2, "worker": worker, "kind": "train", "token": 1, "attempts": 1}
-    return TaskView.model_validate({**facts, "state": state, "progress": progress})
+    return view_of(worker, state, round=2, progress=progress)
 
 
 def round_(
     number: int, tasks: Sequence[TaskView] = (), *, seconds: float | None = None, stage: str = "train"
 ) -> Round:
-    """An open round, or one that was committed after these seconds."""
-    return Round(
-        run="r",
-        number=number,
-        attempt=1,
-        state="open" if seconds is None else "committed",
-        stage=stage,
-        opened_at=AT,
-        deadline_at=AT + timedelta(hours=1),
-        closed_at=None if seconds is None else AT + timedelta(seconds=seconds),
-        tasks=tuple(tasks),
-    )
+    """Return an open round, or one that was committed after these seconds."""
+    ended = {"state": "open"} if seconds is None else {"closed_at": AT + timedelta(seconds=seconds)}
+    return round_of(*tasks, number=number, stage=stage, deadline_at=AT + timedelta(hours=1), **ended)
 
 
 def lines(*tasks: TaskView, past: Sequence[float] = (), stage: str = "train", at_seconds: float = 0) -> list[str]:
@@ -157,15 +135,12 @@ def test_a_terminal_shows_a_bar_and_a_table() -> None:
 
 
 def test_scores_over_different_sites_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    def measured(site: str, **metrics: float) -> Measurement:
-        return Measurement(version=1, dataset="data", worker=site, held_out=True, examples=10, metrics=metrics)
-
     ended = round_(1, seconds=1.0).model_copy(update={"version": 1})
     found = [measured("a/w", accuracy=0.5, macro_f1=0.2, personal_accuracy=0.9)]
     found += [measured(f"{site}/w", accuracy=0.5, macro_f1=0.4) for site in "bc"]
-    central = measured("lab/w", accuracy=0.7).model_copy(update={"held_out": False})
+    central = measured("lab/w", held_out=False, accuracy=0.7)
     for more in ([], [central]):
-        (outcome,) = outcomes([ended], RunSpec.model_validate(SPEC), [*found, *more])
+        (outcome,) = outcomes([ended], run().spec, [*found, *more])
         print_ended(output.out(), outcome)
     at_sites, centrally = capsys.readouterr().out.splitlines()
     assert (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tessera.shared.problems import (
     Unavailable,
 )
 from tessera.shared.urls import proxy_of
-from tests.support.scripted import Answer, answering
+from tests.support.scripted import Answer, Asked, answering
 
 PROBLEM = {"Content-Type": "application/problem+json"}
 
@@ -37,16 +37,21 @@ def refusal(code: str, **headers: str) -> Answer:
 
 
 def transport(url: str, pauses: list[float], **options: Any) -> Transport:
-    return Transport(url, "secret", verify=False, sleep=pauses.append, **options)
+    return Transport(url, options.pop("token", "secret"), verify=False, sleep=pauses.append, **options)
+
+
+@contextmanager
+def asking(*answers: Answer, **options: Any) -> Iterator[tuple[Transport, list[Asked], list[float]]]:
+    """Yield a transport to a server with these answers, the requests that come there, and the transport's pauses."""
+    pauses: list[float] = []
+    with answering(*answers) as (url, asked), closing(transport(url, pauses, **options)) as http:
+        yield http, asked, pauses
 
 
 @pytest.mark.parametrize("code", ["unavailable", "too-many-requests", "server-fault", "upload-busy"])
 def test_what_may_pass_is_tried_again(code: str) -> None:
-    pauses: list[float] = []
-    with answering(refusal(code), refusal(code), Answer(body=b"done")) as (url, asked):
-        http = transport(url, pauses)
+    with asking(refusal(code), refusal(code), Answer(body=b"done")) as (http, asked, pauses):
         assert http.request("GET", "/x").content == b"done"
-        http.close()
     assert len(asked) == 3
     assert len(pauses) == 2
 
@@ -65,23 +70,20 @@ def test_the_address_of_a_page_is_refused_with_that_of_the_coordinator() -> None
 
 
 def test_a_broken_line_is_tried_again_once_something_has_answered() -> None:
-    pauses: list[float] = []
-    with answering(Answer(), Answer(body=b"cut", breaks_after=1), Answer(body=b"done")) as (url, asked):
-        http = transport(url, pauses, awaits_start=False)
+    with asking(Answer(), Answer(body=b"cut", breaks_after=1), Answer(body=b"done"), awaits_start=False) as (
+        http,
+        asked,
+        pauses,
+    ):
         http.request("GET", "/x")
         assert http.request("GET", "/x").content == b"done"
-        http.close()
     assert (len(asked), len(pauses)) == (3, 1)
 
 
 @pytest.mark.parametrize("code", ["not-found", "lease-lost", "invalid", "unauthenticated", "offset-mismatch"])
 def test_what_will_not_pass_is_not(code: str) -> None:
-    pauses: list[float] = []
-    with answering(refusal(code)) as (url, asked):
-        http = transport(url, pauses)
-        with pytest.raises(PROBLEMS[code]):
-            http.request("GET", "/x")
-        http.close()
+    with asking(refusal(code)) as (http, asked, pauses), pytest.raises(PROBLEMS[code]):
+        http.request("GET", "/x")
     assert (len(asked), pauses) == (1, [])
 
 
@@ -161,10 +163,8 @@ def test_a_file_of_the_environment_is_not_taken_for_a_client_certificate(
 
 def test_a_proxy_of_another_scheme_does_not_matter(environment: Callable[[dict[str, str]], None]) -> None:
     environment({"HTTPS_PROXY": "socks5://127.0.0.1:1"})
-    with answering(Answer()) as (url, asked):
-        http = Transport(url, None, verify=False)
+    with asking(Answer()) as (http, asked, _):
         http.request("GET", "/x")
-        http.close()
     assert len(asked) == 1
 
 
@@ -229,48 +229,36 @@ def test_ranges_names_and_ports_in_no_proxy_are_honoured(
 
 def test_a_host_in_a_range_of_no_proxy_is_reached_directly(environment: Callable[[dict[str, str]], None]) -> None:
     environment({"HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.0/8"})
-    with answering(Answer()) as (url, asked):
-        http = Transport(url, None, verify=False, patience_seconds=0)
+    with asking(Answer(), patience_seconds=0) as (http, asked, _):
         http.request("GET", "/x")
-        http.close()
     assert len(asked) == 1
 
 
 def test_retry_after_is_honoured() -> None:
-    pauses: list[float] = []
-    with answering(refusal("too-many-requests", Retry_After="7"), Answer()) as (url, _):
-        http = transport(url, pauses)
+    with asking(refusal("too-many-requests", Retry_After="7"), Answer()) as (http, _, pauses):
         http.request("GET", "/x")
-        http.close()
     assert pauses == [7.0]
 
 
 def test_a_retry_after_beyond_its_patience_is_given_up_at_once() -> None:
-    pauses: list[float] = []
-    with answering(refusal("too-many-requests", Retry_After="9999")) as (url, asked):
-        http = transport(url, pauses, patience_seconds=5)
-        with pytest.raises(TooManyRequests):
-            http.request("GET", "/x")
-        http.close()
+    with (
+        asking(refusal("too-many-requests", Retry_After="9999"), patience_seconds=5) as (http, asked, pauses),
+        pytest.raises(TooManyRequests),
+    ):
+        http.request("GET", "/x")
     assert (len(asked), pauses) == (1, [])
 
 
 def test_pauses_grow_and_are_jittered_below_their_bound() -> None:
-    pauses: list[float] = []
-    with answering(*[refusal("unavailable")] * 10, Answer()) as (url, _):
-        http = transport(url, pauses)
+    with asking(*[refusal("unavailable")] * 10, Answer()) as (http, _, pauses):
         http.request("GET", "/x")
-        http.close()
     bounds = [min(0.1 * 2**n, 15.0) for n in range(10)]
     assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
 
 
 def test_a_broken_connection_is_tried_again() -> None:
-    pauses: list[float] = []
-    with answering(Answer(body=b"broken off", breaks_after=3), Answer(body=b"whole")) as (url, asked):
-        http = transport(url, pauses)
+    with asking(Answer(body=b"broken off", breaks_after=3), Answer(body=b"whole")) as (http, asked, _pauses):
         assert http.request("GET", "/x").content == b"whole"
-        http.close()
     assert len(asked) == 2
 
 
@@ -286,10 +274,8 @@ def test_nobody_there_is_unreachable_and_says_what_to_check() -> None:
 
 
 def test_a_token_goes_with_every_request() -> None:
-    with answering(Answer()) as (url, asked):
-        http = transport(url, [])
+    with asking(Answer()) as (http, asked, _):
         http.request("GET", "/x")
-        http.close()
     assert asked[0].headers["Authorization"] == "Bearer secret"
 
 
@@ -319,8 +305,7 @@ def page(status: int, **headers: str) -> Answer:
 def test_an_answer_that_no_coordinator_wrote_is_not_told_as_the_coordinators(
     answer: Answer, said: str, remedy: str
 ) -> None:
-    with answering(answer) as (url, _):
-        http = transport(url, [])
+    with asking(answer) as (http, _, _):
         asks: list[Callable[[], object]] = [
             lambda: http.once("POST", "/x", content=b"x" * 7_200_000),
             lambda: http.stream("/x", {}).__enter__(),
@@ -331,7 +316,6 @@ def test_an_answer_that_no_coordinator_wrote_is_not_told_as_the_coordinators(
             with pytest.raises(IntermediaryFault) as refusal:
                 ask()
             refusals.append(refusal.value)
-        http.close()
     for refused in refusals:
         assert "in between, not the coordinator, answered" in refused.detail
         assert said in refused.detail
@@ -352,11 +336,8 @@ def test_an_answer_that_no_coordinator_wrote_is_not_told_as_the_coordinators(
 def test_a_gateway_s_own_problem_document_is_no_refusal_of_the_coordinator(
     answer: Answer, kind: type[Exception], method: str
 ) -> None:
-    with answering(answer) as (url, _):
-        http = transport(url, [])
-        with pytest.raises(Problem) as refusal:
-            http.once(method, "/x")
-        http.close()
+    with asking(answer) as (http, _, _), pytest.raises(Problem) as refusal:
+        http.once(method, "/x")
     # A refusal of HEAD has no body: it may be a coordinator's, and nothing lasting follows from it.
     unknown = method == "HEAD" and answer.headers == PROBLEM
     assert isinstance(refusal.value, Unauthenticated | Forbidden if unknown else kind)
@@ -366,50 +347,42 @@ def test_a_gateway_s_own_problem_document_is_no_refusal_of_the_coordinator(
 def test_a_page_in_place_of_the_coordinator_is_quoted_by_its_first_words() -> None:
     text = b"<html><head><title>x</title></head><body><h1>Blocked</h1>\n by Corporate &amp; Proxy" + b" word" * 100
     for status in (403, 200):
-        with answering(Answer(status, text, {"Content-Type": "text/html", "Server": "squid"})) as (url, _):
-            http = transport(url, [])
-            with pytest.raises(IntermediaryFault, match=r"squid.*: 'Blocked by Corporate &amp; Proxy word") as page:
-                http.once("GET", "/x")
-            http.close()
+        with (
+            asking(Answer(status, text, {"Content-Type": "text/html", "Server": "squid"})) as (http, _, _),
+            pytest.raises(IntermediaryFault, match=r"squid.*: 'Blocked by Corporate &amp; Proxy word") as page,
+        ):
+            http.once("GET", "/x")
         assert len(page.value.detail) < 400
 
 
 def test_a_proxy_cannot_put_a_client_to_sleep_for_a_day() -> None:
-    with answering(page(429, **{"Retry-After": "86400"})) as (url, _):
-        http = transport(url, [])
-        with pytest.raises(IntermediaryFault) as refusal:
-            http.once("GET", "/x")
-        http.close()
+    with asking(page(429, **{"Retry-After": "86400"})) as (http, _, _), pytest.raises(IntermediaryFault) as refusal:
+        http.once("GET", "/x")
     assert refusal.value.retry_after_seconds == 30
 
 
 def test_an_upload_whose_offset_a_proxy_removed_fails_as_the_line_does() -> None:
-    with answering(Answer(204, b"")) as (url, _):
-        http = transport(url, [])
-        with pytest.raises(NotUnderstood, match="has no Upload-Offset"):
-            http.once("HEAD", "/x").header("Upload-Offset")
-        http.close()
+    with asking(Answer(204, b"")) as (http, _, _), pytest.raises(NotUnderstood, match="has no Upload-Offset"):
+        http.once("HEAD", "/x").header("Upload-Offset")
 
 
 @pytest.mark.parametrize("awaits_start", [True, False])
 def test_an_intermediarys_page_is_tried_again_only_if_it_may_pass(awaits_start: bool) -> None:
     for status, tries in ((503, 2), (429, 2), (413, 1), (403, 1), (200, 1)):
-        with answering(page(status), Answer()) as (url, asked):
-            http = transport(url, [], awaits_start=awaits_start)
-            with suppress(IntermediaryFault):
-                http.request("GET", "/x")
-            http.close()
+        with (
+            asking(page(status), Answer(), awaits_start=awaits_start) as (http, asked, _),
+            suppress(IntermediaryFault),
+        ):
+            http.request("GET", "/x")
         assert len(asked) == tries
 
 
 @pytest.mark.parametrize(("status", "tries"), [(401, 2), (403, 2), (404, 2), (302, 2), (200, 2), (405, 1), (413, 1)])
 def test_a_page_amid_a_coordinators_answers_does_not_end_what_waits_for_it(status: int, tries: int) -> None:
-    with answering(Answer(), page(status), Answer()) as (url, asked):
-        http = transport(url, [], awaits_start=False)
+    with asking(Answer(), page(status), Answer(), awaits_start=False) as (http, asked, _):
         http.request("GET", "/x")
         with suppress(IntermediaryFault):
             http.request("GET", "/x")
-        http.close()
     assert len(asked) == 1 + tries
 
 
@@ -451,21 +424,18 @@ def test_an_answer_is_as_long_as_its_reader_allows() -> None:
 def test_a_token_that_is_refused_is_read_anew_once() -> None:
     secrets = iter(["second", "third"])
     no = refusal("unauthenticated")
-    with answering(no, Answer(), no) as (url, asked):
-        http = Transport(url, Credential("first", lambda: next(secrets)), verify=False, patience_seconds=0)
+    token = Credential("first", lambda: next(secrets))
+    with asking(no, Answer(), no, token=token, patience_seconds=0) as (http, asked, _):
         http.request("GET", "/x")
         # What is refused twice is not tried a third time.
         with pytest.raises(Unauthenticated):
             http.request("GET", "/y")
-        http.close()
     shown = [ask.headers["Authorization"] for ask in asked]
     assert shown == ["Bearer first", "Bearer second", "Bearer second", "Bearer third"]
 
 
 def test_a_token_that_is_the_same_when_read_anew_is_not_tried_again() -> None:
-    with answering(refusal("unauthenticated")) as (url, asked):
-        http = Transport(url, Credential("same", lambda: "same"), verify=False)
-        with pytest.raises(Unauthenticated):
-            http.request("GET", "/x")
-        http.close()
+    token = Credential("same", lambda: "same")
+    with asking(refusal("unauthenticated"), token=token) as (http, asked, _), pytest.raises(Unauthenticated):
+        http.request("GET", "/x")
     assert len(asked) == 1

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
-from tessera.shared.api.tasks import TaskView
-from tessera.shared.api.versions import VersionRef
+from tessera.shared.api.runs import Measurement
 from tessera.shared.metrics.comparison import History, best_version, compare
-
-AT = datetime(2026, 1, 1, tzinfo=UTC)
-DIGEST = f"sha256:{'0' * 64}"
+from tests.support import literals
+from tests.support.literals import AT, round_of, run_of, view_of
 
 
 def measured(version: int, site: str | None, examples: int = 10, **metrics: float) -> Measurement:
-    """One evaluation: at a site, or on central data."""
-    return Measurement(
-        version=version,
-        dataset="data",
-        worker=f"{site or 'lab'}/w",
-        held_out=site is not None,
-        examples=examples,
-        metrics=metrics,
-    )
+    """Return one evaluation: at a site, or on central data."""
+    return literals.measured(f"{site or 'lab'}/w", version, examples, held_out=site is not None, **metrics)
 
 
 @pytest.mark.parametrize(
@@ -183,34 +173,15 @@ def test_the_best_of_thousands_of_evaluations_is_found_in_few_calls_each() -> No
 def history(
     name: str, made: Sequence[tuple[int | None, int, float]], *, measurements: Any = (), **spec: Any
 ) -> History:
-    """A run that made rounds of (version, uploaded bytes, seconds)."""
-    wanted = {"name": name, "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "data"}
-    run = Run(
-        id=f"{name}-0123456789",
-        state="completed",
-        spec=RunSpec.model_validate({**wanted, "rounds": 2, **spec}),
-        version=VersionRef(number=2, digest=DIGEST),
-        model_bytes=0,
-        revision=1,
-        created_at=AT,
-        updated_at=AT,
-    )
-    task: dict[str, Any] = {"id": "t", "run": run.id, "round": 1, "worker": "a/w", "kind": "train", "token": 1}
+    """Return a run that made rounds of (version, uploaded bytes, seconds)."""
     attempts = [
-        Round(
-            run=run.id,
-            number=number,
-            attempt=1,
-            state="abandoned" if version is None else "committed",
-            stage="train",
-            opened_at=AT,
-            deadline_at=AT,
-            closed_at=AT + timedelta(seconds=seconds),
-            version=version,
-            tasks=(TaskView(**task, state="merged", attempts=1, upload_bytes=count, download_bytes=1),),
+        round_of(
+            view_of("a/w", "merged", upload_bytes=count, download_bytes=1), number=number, version=version,
+            state="abandoned" if version is None else "committed", closed_at=AT + timedelta(seconds=seconds),
         )
         for number, (version, count, seconds) in enumerate(made, 1)
-    ]
+    ]  # fmt: skip
+    run = run_of(name, "completed", 2, f"{name}-0123456789", **{"rounds": 2, **spec})
     return History.of(run, attempts, measurements)
 
 

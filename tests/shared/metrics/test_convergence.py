@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from statistics import stdev
 
 import pytest
 
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
-from tessera.shared.api.tasks import TaskView
-from tessera.shared.api.versions import VersionRef
+from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.metrics.comparison import History, compare
 from tessera.shared.metrics.convergence import Curve, RoundCost
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.problems import Invalid
-
-BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
-DIGEST = f"sha256:{'0' * 64}"
+from tests.support.literals import AT, measured, round_of, run_of, view_of
 
 
 def a_run(name: str = "n") -> Run:
-    spec = {
-        "name": name,
-        "method": {"name": "fedavg"},
-        "model": DIGEST,
-        "version": DIGEST,
-        "dataset": "d",
-        "rounds": 3,
-    }
-    facts = {"id": name, "state": "completed", "spec": RunSpec.model_validate(spec), "model_bytes": 0, "revision": 1}
-    now = {"created_at": BEGAN, "updated_at": BEGAN, "version": VersionRef(number=3, digest=DIGEST)}
-    return Run.model_validate({**facts, **now})
+    return run_of(name, "completed", 3, ident=name, rounds=3)
 
 
 def attempt(number: int, at: float, version: int | None, attempt: int = 1) -> Round:
-    """An attempt of 2 s that one worker took part in: 10 bytes down, 1 up."""
-    sent = {"id": "t", "run": "n", "round": number, "kind": "train", "token": 1, "attempts": 1, "state": "accepted"}
-    task = TaskView.model_validate({**sent, "worker": "a/w", "download_bytes": 10, "upload_bytes": 1})
-    opened = BEGAN + timedelta(seconds=at)
-    return Round(
-        run="n", number=number, attempt=attempt, state="committed" if version else "abandoned", stage="train",
-        opened_at=opened, deadline_at=opened, closed_at=opened + timedelta(seconds=2), version=version, tasks=(task,),
+    """Return an attempt of 2 s that one worker took part in: 10 bytes down, 1 up."""
+    opened = AT + timedelta(seconds=at)
+    return round_of(
+        view_of("a/w", download_bytes=10, upload_bytes=1), number=number, attempt=attempt, version=version,
+        state="committed" if version else "abandoned", opened_at=opened, closed_at=opened + timedelta(seconds=2),
     )  # fmt: skip
 
 
 def scored(version: int, score: float, metric: str = "accuracy") -> Measurement:
-    return Measurement(
-        version=version, dataset="d", worker="lab/w", held_out=False, examples=9, metrics={metric: score}
-    )
+    return measured("lab/w", version, held_out=False, **{metric: score})
 
 
 # The second round was tried twice; the run was paused before the third.

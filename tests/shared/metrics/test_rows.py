@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from datetime import timedelta
 
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.runs import Measurement, Round
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.api.versions import Version, VersionRef
+from tessera.shared.api.versions import Version
 from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
+from tests.support.literals import AT, DIGEST, round_of, run_of, view_of
 
-BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
-DIGEST = f"sha256:{'0' * 64}"
-SPEC = RunSpec.model_validate(
-    {"name": "n", "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "data", "rounds": 1}
-)
-RUN = Run(
-    id="r",
-    state="running",
-    spec=SPEC,
-    version=VersionRef(number=1, digest=DIGEST),
-    model_bytes=0,
-    revision=1,
-    created_at=BEGAN,
-    updated_at=BEGAN,
-)
+RUN, task = run_of(), view_of
 
 
-def task(worker: str, state: Any = "accepted", **given: Any) -> TaskView:
-    facts = {"id": worker, "run": "r", "round": 1, "kind": "train", "token": 1, "attempts": 1}
-    return TaskView.model_validate({**facts, "worker": worker, "state": state, **given})
-
-
-def a_round(*tasks: TaskView, state: Any = "committed", version: int | None = 1) -> Round:
-    return Round(
-        run="r",
-        number=1,
-        attempt=2,
-        state=state,
-        stage="warm-up",
-        opened_at=BEGAN,
-        deadline_at=BEGAN,
-        closed_at=BEGAN + timedelta(seconds=12.5),
-        version=version,
-        tasks=tasks,
-    )
+def a_round(*tasks: TaskView, state: str = "committed", version: int | None = 1) -> Round:
+    ended = AT + timedelta(seconds=12.5)
+    return round_of(*tasks, attempt=2, state=state, stage="warm-up", closed_at=ended, version=version)
 
 
 def measured(worker: str, *, held_out: bool, **metrics: float) -> Measurement:
@@ -117,7 +88,7 @@ def test_the_first_attempt_at_a_round_counts_what_evaluations_before_it_fetched(
 
 
 def test_what_a_method_tells_of_a_version_has_rows() -> None:
-    version = Version(number=3, digest=DIGEST, created_at=BEGAN, scalars={"drift": 0.125})
+    version = Version(number=3, digest=DIGEST, created_at=AT, scalars={"drift": 0.125})
     assert list(rows_of(RUN, [], [version], [])) == [
         MetricRow("r", 3, None, None, "version", None, None, None, "drift", 0.125)
     ]

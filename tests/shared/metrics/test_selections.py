@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any
-
-from tessera.shared.api.runs import Round
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.metrics.selections import Choices, choices_of, selection_scalars
-
-THEN = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-def view(worker: str, *sent: int, state: str = "merged", stack: str = "m") -> TaskView:
-    return TaskView(
-        id=worker, run="r", round=1, worker=worker, kind="train", state=state, token=1, attempts=1,
-        layers=tuple(f"{stack}.{index}" for index in sent),
-    )  # fmt: skip
+from tests.support.literals import round_of, view_of
 
 
-def made(*tasks: TaskView, state: Any = "committed") -> Round:
-    return Round(run="r", number=1, attempt=1, state=state, stage="t", opened_at=THEN, deadline_at=THEN, tasks=tasks)
+def view(worker: str, *sent: int, state: str = "merged") -> TaskView:
+    return view_of(worker, state, layers=[f"m.{index}" for index in sent])
 
 
 def test_choices_are_those_of_merged_updates_by_site() -> None:
     rounds = [
-        made(view("a/one", 0), view("a/two", 1), view("b/w", 2), view("c/w", 3, state="left_out")),
-        made(view("a/one", 3), state="abandoned"),
+        round_of(view("a/one", 0), view("a/two", 1), view("b/w", 2), view("c/w", 3, state="left_out")),
+        round_of(view("a/one", 3), state="abandoned"),
         # A round that chooses together trains nothing.
-        made(view("a/one"), view("b/w")),
+        round_of(view("a/one"), view("b/w")),
     ]
     assert choices_of(rounds) == [{"a": {"m.0", "m.1"}, "b": {"m.2"}}]
 

@@ -11,12 +11,11 @@ from tessera.shared.api.runs import Measurement
 from tessera.shared.metrics.comparison import main_score
 from tessera.shared.metrics.site_spread import Score, scores_by_site, scores_by_version, spread, spreads
 from tessera.shared.schema import MAX_NUMBER
+from tests.support import literals
 
 
 def measured(worker: str, examples: int, *, version: int = 1, held_out: bool = True, **metrics: float) -> Measurement:
-    return Measurement(
-        version=version, dataset="data", worker=worker, held_out=held_out, examples=examples, metrics=metrics
-    )
+    return literals.measured(worker, version, examples, held_out=held_out, **metrics)
 
 
 def test_mean_worst_and_deviation_are_those_worked_out_by_hand() -> None:
