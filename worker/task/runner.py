@@ -139,7 +139,9 @@ class TaskRunner(TaskEnvironment):
     ) -> Outcome:
         if self.executor:
             return self.executor.execute(run, fetched, dataset, account, checkpoint)
-        checkpoints = checkpoint and TrainingCheckpoints(CheckpointFile.of(checkpoint), self.checkpoint_seconds)
+        checkpoints = (
+            TrainingCheckpoints(CheckpointFile.of(checkpoint), self.checkpoint_seconds) if checkpoint else None
+        )
         return execute(run, fetched, dataset, account, checkpoints)
 
     def _sent(self, egress: Egress, fetched: Fetched, outcome: Outcome, result: LocalResult) -> HeldUpdate | None:
