@@ -116,285 +116,170 @@ def test_a_closed_round_is_merged_once_enough_helpers_have_signed_and_opened_it(
     assert decided(seen) == to_do
 
 
-def test_helpers_get_their_tasks_again_without_a_limit_of_attempts() -> None:
-    lapsed = replace(task("leased", "h0", attempts=99, expires_at=NOW), site="north")
-    lost = task("expired", "h1", attempts=99)
-    sums = SumsSnapshot(4, 3, (lapsed, lost, *helpers("accepted", "accepted")))
-    closed = replace(a_round("accepted", state="merging"), sums=sums)
-    assert decided(run(round=closed)) == [Expire("h0", 99), Offer("h1")]
-    assert decided(run(round=closed, state="paused")) == [Expire("h0", 99), Offer("h1")]
-
-
-def test_helpers_are_asked_without_a_limit_to_sign_that_an_attempt_is_never_opened() -> None:
-    asked = (task("leased", "h0", attempts=99, expires_at=NOW), task("expired", "h1", attempts=99), task("leased"))
-    assert decided(run(abandoning=asked)) == [Expire("h0", 99), Offer("h1")]
-    assert decided(run(abandoning=asked, state="cancelled")) == [CancelEvaluations()]
-
-
-def test_a_cancelled_run_s_sums_are_not_opened() -> None:
-    assert decided(summing(ALL_SIGNED, state="cancelled")) == [Abandon("r", "the run was cancelled")]
-
-
-# ---------------------------------------------------------------- leases
-
-
-def test_a_lease_lapses_at_the_moment_it_expires_and_not_before() -> None:
-    live = replace(
-        a_round("leased", "leased"), tasks=(task("leased", "t", attempts=2, expires_at=NOW), task("leased", "u"))
-    )
-    assert decided(run(round=live)) == [Expire("t", token=2)]
-    assert decided(run(round=live), NOW - 0.001) == []
-
-
-def test_a_lapsed_task_is_offered_again_while_it_has_tries_left() -> None:
-    cohort = Cohort(quorum=1, max_task_attempts=3)
-    live = replace(a_round(), tasks=(task("expired", "second", attempts=2), task("expired", "last", attempts=3)))
-    assert decided(run(round=live, cohort=cohort)) == [Offer("second")]
-
-
-def test_an_evaluation_s_lease_lapses_and_is_offered_again_too() -> None:
-    pending = (task("leased", "slow", expires_at=NOW - 1), task("expired", "lost"))
-    assert decided(run(evaluations=pending)) == [Expire("slow", 1), Offer("lost")]
-
-
-def test_leases_of_a_round_that_is_being_merged_are_left_alone() -> None:
-    live = replace(a_round(state="merging"), tasks=(task("leased", expires_at=NOW - 1),))
-    assert decided(run(round=live)) == [Merge("r")]
-
-
-# ---------------------------------------------------------------- the round in progress
-
-
-def test_an_open_round_waits_while_more_may_come_before_the_deadline() -> None:
-    assert decided(run(round=a_round("accepted", "accepted", "leased"))) == []
-    assert decided(run(round=a_round("accepted", "offered"))) == []
-
-
-def test_a_round_closes_at_its_deadline_if_the_quorum_is_there() -> None:
-    live = a_round("accepted", "accepted", "leased", deadline_at=NOW)
-    assert decided(run(round=live)) == [Close("r", "the deadline came")]
-    assert decided(run(round=live), NOW - 0.001) == []
-
-
-def test_a_round_closes_early_once_all_its_tasks_have_ended() -> None:
-    ended = a_round("accepted", "accepted", "failed", "rejected")
-    assert decided(run(round=ended)) == [Close("r", "all tasks ended")]
-
-
-def test_a_round_closes_early_once_enough_updates_are_in() -> None:
-    cohort = Cohort(size=4, quorum=1, target_updates=2)
-    assert decided(run(cohort=cohort, round=a_round("accepted", "leased", "leased", "leased"))) == []
-    closed = decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "offered")))
-    assert closed == [Close("r", "2 updates are enough")]
-
-
-def of_sites(*tasks: tuple[str, str]) -> RoundSnapshot:
-    """A round of workers given by their sites and how far they are."""
-    return replace(a_round(), tasks=tuple(task(s, f"t{i}", site=site) for i, (site, s) in enumerate(tasks)))
-
-
-def test_many_updates_of_one_site_are_no_quorum() -> None:
-    live = of_sites(("a", "accepted"), ("a", "accepted"), ("a", "accepted"), ("b", "failed"))
-    assert decided(run(round=live)) == [Abandon("r", "1 of 2 updates came and no more can come; the quorum is 2")]
-    # Nor can those of it that may yet come make one.
-    live = of_sites(("a", "accepted"), ("a", "leased"), ("b", "failed"))
-    assert decided(run(round=live)) == [Abandon("r", "1 of 2 updates came and no more can come; the quorum is 2")]
-
-
-def test_many_updates_of_one_site_are_not_enough() -> None:
-    cohort = Cohort(quorum=1, target_updates=2)
-    assert decided(run(cohort=cohort, round=of_sites(("a", "accepted"), ("a", "accepted"), ("b", "leased")))) == []
-
-
-def test_a_site_counts_once_one_of_its_workers_has_delivered_and_its_others_are_awaited() -> None:
-    live = of_sites(("a", "accepted"), ("a", "leased"), ("b", "accepted"))
-    assert decided(run(round=live)) == []
-    assert Close("r", "the deadline came") in decided(run(round=live), NOW + 100)
-    live = of_sites(("a", "accepted"), ("a", "failed"), ("b", "accepted"))
-    assert decided(run(round=live)) == [Close("r", "all tasks ended")]
-
-
-def test_enough_never_undercuts_the_quorum() -> None:
-    cohort = Cohort(size=4, quorum=3, target_updates=1)
-    assert decided(run(cohort=cohort, round=a_round("accepted", "accepted", "leased", "leased"))) == []
-
-
-def test_a_round_is_abandoned_at_its_deadline_without_a_quorum() -> None:
-    live = a_round("accepted", "leased", "offered", deadline_at=NOW)
-    cause = "1 of 3 updates came by the deadline; the quorum is 2"
-    assert decided(run(round=live)) == [Abandon("r", cause)]
-
-
-def test_a_round_is_abandoned_as_soon_as_its_quorum_is_out_of_reach() -> None:
-    live = a_round("accepted", "failed", "rejected")
-    assert decided(run(round=live)) == [Abandon("r", "1 of 3 updates came and no more can come; the quorum is 2")]
-    # One accepted and one under way could make two, but not three.
-    assert decided(run(round=a_round("accepted", "leased", "failed"))) == []
-    out_of_reach = decided(run(round=a_round("accepted", "leased", "failed"), cohort=Cohort(quorum=3)))
-    assert [type(action) for action in out_of_reach] == [Abandon]
-
-
-def test_a_lapsed_task_counts_as_possible_only_while_it_has_tries_left() -> None:
-    cohort = Cohort(quorum=1, max_task_attempts=2)
-    may_come = replace(a_round(), tasks=(task("expired", attempts=1),))
-    spent = replace(a_round(), tasks=(task("expired", attempts=2),))
-    assert decided(run(cohort=cohort, round=may_come)) == [Offer("t")]
-    assert [type(action) for action in decided(run(cohort=cohort, round=spent))] == [Abandon]
-
-
-def test_a_closed_round_is_merged_even_if_the_run_is_paused() -> None:
-    assert decided(run(state="paused", round=a_round("accepted", state="merging"))) == [Merge("r")]
-
-
-# ---------------------------------------------------------------- between rounds
-
-
-def test_the_next_round_opens_at_once_when_the_full_cohort_is_there() -> None:
-    wanted = Cohort(size=3, quorum=2)
-    assert decided(run(cohort=wanted, version=1, eligible=3)) == [Open(2)]
-
-
-def test_a_round_gathers_for_a_while_once_there_is_a_quorum() -> None:
-    wanted = Cohort(size=3, quorum=2)
-    gathering = run(cohort=wanted, eligible=2, idle_since=NOW)
-    assert decided(gathering, NOW + 29.999) == []
-    assert decided(gathering, NOW + 30) == [Open(1)]
-
-
-def test_no_round_opens_below_the_quorum_however_long_it_waits() -> None:
-    assert decided(run(cohort=Cohort(size=3, quorum=2), eligible=1), NOW + 1e9) == []
-
-
-@pytest.mark.parametrize("state", ["running", "paused"])
-def test_a_clock_that_is_set_back_stops_no_run_until_it_has_caught_up(state: str) -> None:
-    again = run(state=state, cohort=Cohort(size=3, quorum=2), eligible=3, abandoned=1, idle_since=NOW)
-    assert decide(again, NOW, PATIENCE) == []
-    assert decide(again, NOW - 61, PATIENCE) == [MoveBack()]
-
-
-def test_without_a_cohort_size_whoever_may_still_come_is_given_the_time_to() -> None:
-    gathering = run(cohort=Cohort(quorum=2), eligible=2, idle_since=NOW)
-    assert decided(gathering, NOW + 29.999) == []
-    assert decided(gathering, NOW + 30) == [Open(1)]
-    assert decided(run(cohort=Cohort(quorum=2), eligible=1), NOW + 99) == []
-
-
-def test_a_run_that_goes_on_waits_for_no_further_sites() -> None:
-    going = run(cohort=Cohort(quorum=2), version=1, eligible=2, goes_on=True)
-    assert decided(going) == [Open(2)]
-    assert decided(replace(going, eligible=1), NOW + 99) == []
-    # Of a cohort with a size, all are known.
-    assert decided(replace(going, cohort=Cohort(size=3, quorum=2))) == []
-
-
-def test_a_task_whose_worker_is_gone_is_not_waited_for() -> None:
-    gone = replace(task("offered", "t1"), present=False)
-    left = replace(a_round("accepted"), tasks=(task("accepted", "t0"), gone))
-    assert decided(run(cohort=Cohort(quorum=1), round=left)) == [Close("r", "all tasks ended")]
-    # It is waited for while it may be at work.
-    held = replace(left, tasks=(task("accepted", "t0"), replace(task("leased", "t1"), present=False)))
-    assert decided(run(cohort=Cohort(quorum=1), round=held)) == []
-
-
-def test_a_round_is_tried_again_and_then_the_run_pauses_with_a_reason() -> None:
-    cohort = Cohort(quorum=2, max_attempts=3)
-    assert decided(run(cohort=cohort, version=4, rounds=9, abandoned=2, eligible=2), NOW + 30) == [Open(5)]
-    because = "1 of 2 updates came (b/w: disk-full)"
-    paused = run(cohort=cohort, version=4, rounds=9, abandoned=3, abandoned_because=because, eligible=2)
-    assert decided(paused) == [Pause(f"round 5 was abandoned 3 times, at last because {because}")]
-
-
-@pytest.mark.parametrize(("abandoned", "seconds"), [(1, 1), (2, 10), (3, 60), (9, 60)])
-def test_a_fault_that_lasts_some_seconds_does_not_use_up_all_attempts(abandoned: int, seconds: float) -> None:
-    cohort = Cohort(size=2, quorum=2, max_attempts=10)
-    failed = run(cohort=cohort, version=4, rounds=9, abandoned=abandoned, eligible=2)
-    assert decided(failed, NOW + seconds - 0.1) == []
-    assert decided(failed, NOW + seconds) == [Open(5)]
-
-
-def test_a_clock_that_is_set_back_does_not_keep_a_dead_worker_s_lease() -> None:
-    live = replace(a_round(), tasks=(task("leased", expires_at=NOW + 3600),))
-    assert decided(run(cohort=Cohort(quorum=1), round=live)) == [Shorten("t", 1, NOW + 60)]
-    # The clock of the process that renews leases may be a little ahead.
-    live = replace(a_round(), tasks=(task("leased", expires_at=NOW + 61),))
-    assert decided(run(cohort=Cohort(quorum=1), round=live)) == []
-
-
-def test_a_run_completes_after_its_last_round() -> None:
-    assert decided(run(version=3, rounds=3, eligible=9)) == [Complete()]
-
-
-@pytest.mark.parametrize("state", ["paused", "completed"])
-def test_a_run_that_is_not_running_opens_nothing(state: str) -> None:
-    assert decided(run(state=state, eligible=9), NOW + 1e9) == []
-
-
-# ---------------------------------------------------------------- evaluation
-
-
-def test_due_versions_are_offered_to_evaluators_if_there_are_any() -> None:
-    due = run(unevaluated=(PendingEvaluation(0), PendingEvaluation(2)), evaluators=1)
-    assert decided(due) == [Evaluate((PendingEvaluation(0), PendingEvaluation(2)))]
-    assert decided(replace(due, evaluators=0)) == []
-
-
-def test_a_site_is_offered_a_version_whether_or_not_anybody_evaluates_centrally() -> None:
-    due = run(unevaluated=(PendingEvaluation(1), PendingEvaluation(2, "a"), PendingEvaluation(2, "b")), evaluators=0)
-    assert decided(due) == [Evaluate((PendingEvaluation(2, "a"), PendingEvaluation(2, "b")))]
-
-
-def test_what_is_due_is_offered_before_the_next_round_changes_what_sites_keep() -> None:
-    due = run(unevaluated=(PendingEvaluation(0, "a"),), cohort=Cohort(size=2, quorum=2), eligible=2)
-    assert decided(due) == [Evaluate((PendingEvaluation(0, "a"),)), Open(1)]
-
-
-def test_a_lapsed_evaluation_is_not_offered_again_to_a_worker_that_is_gone() -> None:
-    gone = replace(task("expired"), present=False)
-    assert decided(run(evaluations=(gone,))) == []
-    # Its version is then due again, for another worker.
-    assert decided(run(evaluations=(gone,), unevaluated=(PendingEvaluation(1),), evaluators=1)) == [
-        Evaluate((PendingEvaluation(1),))
-    ]
-
-
-def test_the_lease_of_a_worker_that_is_gone_lapses_all_the_same() -> None:
-    gone = replace(task("leased", expires_at=NOW), present=False)
-    assert decided(run(evaluations=(gone,))) == [Expire("t", 1)]
-
-
-def test_a_finished_run_waits_for_its_last_evaluation_and_no_longer_than_agreed() -> None:
-    waiting = run(version=3, evaluations=(task("leased", expires_at=NOW + 601),), idle_since=NOW)
-    assert decided(waiting, NOW + 600) == []
-    assert decided(waiting, NOW + 600.001) == [Complete()]
-
-
-def test_a_finished_run_does_not_wait_for_a_site_that_is_gone() -> None:
-    offered = task("offered", attempts=0)
-    assert decided(run(version=3, evaluations=(offered,))) == []
-    assert decided(run(version=3, evaluations=(replace(offered, present=False),))) == [Complete()]
-
-
-def test_a_finished_run_offers_its_last_version_before_it_completes() -> None:
-    assert decided(run(version=3, unevaluated=(PendingEvaluation(3),), evaluators=1)) == [
-        Evaluate((PendingEvaluation(3),))
-    ]
-    assert decided(run(version=3, unevaluated=(PendingEvaluation(3, "a"),))) == [
-        Evaluate((PendingEvaluation(3, "a"),))
-    ]
-
-
-def test_a_finished_run_does_not_wait_for_evaluators_that_are_not_there() -> None:
-    assert decided(run(version=3, unevaluated=(PendingEvaluation(3),), evaluators=0)) == [Complete()]
-
-
-# ---------------------------------------------------------------- winding up
-
-
-@pytest.mark.parametrize("state", ["cancelled", "completed"])
-def test_a_run_that_was_ended_winds_up_its_round_and_its_evaluations(state: str) -> None:
-    ended = run(state=state, round=a_round("leased"), evaluations=(task("leased"),), eligible=9)
-    assert decided(ended) == [Abandon("r", f"the run was {state}"), CancelEvaluations()]
-    assert decided(run(state=state, eligible=9)) == []
+def lapsed(*tasks: TaskSnapshot) -> tuple[TaskSnapshot, ...]:
+    """Tasks of two helpers of 99 attempts, the first still leased, and others."""
+    return (task("leased", "h0", attempts=99, expires_at=NOW), task("expired", "h1", attempts=99), *tasks)
+
+
+def live(*tasks: TaskSnapshot, **facts: Any) -> RoundSnapshot:
+    return replace(a_round(**facts), tasks=tasks)
+
+
+def of_sites(*tasks: tuple[str, str]) -> RunSnapshot:
+    """A run in a round of workers given by their sites and how far they are."""
+    return run(round=live(*(task(s, f"t{i}", site=site) for i, (site, s) in enumerate(tasks))))
+
+
+def gone(*of_task: str, **facts: Any) -> TaskSnapshot:
+    return replace(task(*of_task, **facts), present=False)
+
+
+def cohort(quorum: int = 2, **facts: int) -> dict[str, Cohort]:
+    return {"cohort": Cohort(quorum=quorum, **facts)}
+
+
+SIGNING = SumsSnapshot(4, 3, lapsed(*helpers("accepted", "accepted")))
+OFFERED_AGAIN = [Expire("h0", 99), Offer("h1")]
+TOO_FEW = "{} of {} updates came and no more can come; the quorum is {}"
+CENTRAL, AT_A = PendingEvaluation(3), PendingEvaluation(3, "a")
+
+RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
+    # ---------------------------------------------------------------- leases
+    ("helpers get their tasks again without a limit of attempts",
+     run(round=replace(a_round("accepted", state="merging"), sums=SIGNING)), {0: OFFERED_AGAIN}),
+    ("and in a paused run too",
+     run(round=replace(a_round("accepted", state="merging"), sums=SIGNING), state="paused"), {0: OFFERED_AGAIN}),
+    ("helpers are asked without a limit to sign that an attempt is never opened",
+     run(abandoning=lapsed(task("leased"))), {0: OFFERED_AGAIN}),
+    ("but not in an ended run", run(abandoning=lapsed(), state="cancelled"), {0: [CancelEvaluations()]}),
+    ("a cancelled run's sums are not opened",
+     summing(ALL_SIGNED, state="cancelled"), {0: [Abandon("r", "the run was cancelled")]}),
+    ("a lease lapses at the moment it expires and not before",
+     run(round=live(task("leased", "t", attempts=2, expires_at=NOW), task("leased", "u"))),
+     {-0.001: [], 0: [Expire("t", token=2)]}),
+    ("a lapsed task is offered again while it has tries left",
+     run(**cohort(1, max_task_attempts=3),
+         round=live(task("expired", "second", attempts=2), task("expired", "last", attempts=3))),
+     {0: [Offer("second")]}),
+    ("a lapsed task without a try left is not waited for",
+     run(**cohort(1, max_task_attempts=2), round=live(task("expired", attempts=2))),
+     {0: [Abandon("r", TOO_FEW.format(0, 1, 1))]}),
+    ("an evaluation's lease lapses and is offered again too",
+     run(evaluations=(task("leased", "slow", expires_at=NOW - 1), task("expired", "lost"))),
+     {0: [Expire("slow", 1), Offer("lost")]}),
+    ("leases of a round that is being merged are left alone",
+     run(round=live(task("leased", expires_at=NOW - 1), state="merging")), {0: [Merge("r")]}),
+    ("a clock that is set back does not keep a dead worker's lease",
+     run(**cohort(1), round=live(task("leased", expires_at=NOW + 3600))), {0: [Shorten("t", 1, NOW + 60)]}),
+    ("the clock of the process that renews leases may be a little ahead",
+     run(**cohort(1), round=live(task("leased", expires_at=NOW + 61))), {0: []}),
+    # ---------------------------------------------------------------- the round in progress
+    ("an open round waits for all its tasks", run(round=a_round("accepted", "accepted", "leased")), {0: []}),
+    ("an open round waits for its quorum", run(round=a_round("accepted", "offered")), {0: []}),
+    ("a round closes at its deadline if the quorum is there",
+     run(round=a_round("accepted", "accepted", "leased", deadline_at=NOW)),
+     {-0.001: [], 0: [Close("r", "the deadline came")]}),
+    ("a round closes early once all its tasks have ended",
+     run(round=a_round("accepted", "accepted", "failed", "rejected")), {0: [Close("r", "all tasks ended")]}),
+    ("a round waits until enough updates are in",
+     run(**cohort(1, size=4, target_updates=2), round=a_round("accepted", "leased", "leased", "leased")), {0: []}),
+    ("a round closes early once enough updates are in",
+     run(**cohort(1, size=4, target_updates=2), round=a_round("accepted", "accepted", "leased", "offered")),
+     {0: [Close("r", "2 updates are enough")]}),
+    ("enough never undercuts the quorum",
+     run(**cohort(3, size=4, target_updates=1), round=a_round("accepted", "accepted", "leased", "leased")), {0: []}),
+    ("many updates of one site are no quorum",
+     of_sites(("a", "accepted"), ("a", "accepted"), ("a", "accepted"), ("b", "failed")),
+     {0: [Abandon("r", TOO_FEW.format(1, 2, 2))]}),
+    ("nor can its updates that may yet come make one",
+     of_sites(("a", "accepted"), ("a", "leased"), ("b", "failed")), {0: [Abandon("r", TOO_FEW.format(1, 2, 2))]}),
+    ("many updates of one site are not enough",
+     replace(of_sites(("a", "accepted"), ("a", "accepted"), ("b", "leased")), **cohort(1, target_updates=2)),
+     {0: []}),
+    ("a site counts once one of its workers has delivered and its others are awaited",
+     of_sites(("a", "accepted"), ("a", "leased"), ("b", "accepted")),
+     {0: [], 100: [Expire("t1", 1), Close("r", "the deadline came")]}),
+    ("a site counts once whether or not its others fail",
+     of_sites(("a", "accepted"), ("a", "failed"), ("b", "accepted")), {0: [Close("r", "all tasks ended")]}),
+    ("a round is abandoned at its deadline without a quorum",
+     run(round=a_round("accepted", "leased", "offered", deadline_at=NOW)),
+     {0: [Abandon("r", "1 of 3 updates came by the deadline; the quorum is 2")]}),
+    ("a round is abandoned as soon as its quorum is out of reach",
+     run(round=a_round("accepted", "failed", "rejected")), {0: [Abandon("r", TOO_FEW.format(1, 3, 2))]}),
+    ("one accepted and one under way can make two", run(round=a_round("accepted", "leased", "failed")), {0: []}),
+    ("but not three",
+     run(**cohort(3), round=a_round("accepted", "leased", "failed")), {0: [Abandon("r", TOO_FEW.format(1, 3, 3))]}),
+    ("a closed round is merged even if the run is paused",
+     run(state="paused", round=a_round("accepted", state="merging")), {0: [Merge("r")]}),
+    ("a task whose worker is gone is not waited for",
+     run(**cohort(1), round=live(task("accepted", "t0"), gone("offered", "t1"))),
+     {0: [Close("r", "all tasks ended")]}),
+    ("a worker that is gone is waited for while it may be at work",
+     run(**cohort(1), round=live(task("accepted", "t0"), gone("leased", "t1"))), {0: []}),
+    # ---------------------------------------------------------------- between rounds
+    ("the next round opens at once when the full cohort is there",
+     run(**cohort(size=3), version=1, eligible=3), {0: [Open(2)]}),
+    ("a round gathers for a while once there is a quorum",
+     run(**cohort(size=3), eligible=2), {29.999: [], 30: [Open(1)]}),
+    ("no round opens below the quorum however long it waits", run(**cohort(size=3), eligible=1), {1e9: []}),
+    *((f"a clock that is set back stops no {state} run until it has caught up",
+       run(state=state, **cohort(size=3), eligible=3, abandoned=1), {0: [], -61: [MoveBack()]})
+      for state in ("running", "paused")),
+    ("without a cohort size further sites get the time to come",
+     run(eligible=2), {29.999: [], 30: [Open(1)]}),
+    ("without a cohort size no round opens below the quorum", run(eligible=1), {99: []}),
+    ("a run that goes on waits for no further sites", run(version=1, eligible=2, goes_on=True), {0: [Open(2)]}),
+    ("a run that goes on waits for the quorum", run(version=1, eligible=1, goes_on=True), {99: []}),
+    ("a run that goes on waits for all of a cohort with a size",
+     run(**cohort(size=3), version=1, eligible=2, goes_on=True), {0: []}),
+    ("a round is tried again", run(**cohort(max_attempts=3), version=4, rounds=9, abandoned=2, eligible=2),
+     {30: [Open(5)]}),
+    ("and then the run pauses with a reason",
+     run(**cohort(max_attempts=3), version=4, rounds=9, abandoned=3, abandoned_because="b/w: disk-full", eligible=2),
+     {0: [Pause("round 5 was abandoned 3 times, at last because b/w: disk-full")]}),
+    *((f"a fault that lasts some seconds does not use up all attempts: the wait after {abandoned}",
+       run(**cohort(size=2, max_attempts=10), version=4, rounds=9, abandoned=abandoned, eligible=2),
+       {seconds - 0.1: [], seconds: [Open(5)]})
+      for abandoned, seconds in ((1, 1), (2, 10), (3, 60), (9, 60))),
+    ("a run completes after its last round", run(version=3, eligible=9), {0: [Complete()]}),
+    ("a paused run opens nothing", run(state="paused", eligible=9), {1e9: []}),
+    # ---------------------------------------------------------------- evaluation
+    ("due versions are offered to evaluators", run(unevaluated=(PendingEvaluation(0), CENTRAL), evaluators=1),
+     {0: [Evaluate((PendingEvaluation(0), CENTRAL))]}),
+    ("due versions wait for evaluators", run(unevaluated=(PendingEvaluation(0), CENTRAL)), {0: []}),
+    ("a site is offered a version without any central evaluator",
+     run(unevaluated=(PendingEvaluation(1), AT_A, PendingEvaluation(3, "b"))),
+     {0: [Evaluate((AT_A, PendingEvaluation(3, "b")))]}),
+    ("due evaluations are offered before the next round changes what sites keep",
+     run(unevaluated=(AT_A,), **cohort(size=2), eligible=2), {0: [Evaluate((AT_A,)), Open(1)]}),
+    ("a lapsed evaluation is not offered again to a worker that is gone",
+     run(evaluations=(gone("expired"),)), {0: []}),
+    ("its version is then due again, for another worker",
+     run(evaluations=(gone("expired"),), unevaluated=(CENTRAL,), evaluators=1), {0: [Evaluate((CENTRAL,))]}),
+    ("the lease of a worker that is gone lapses all the same",
+     run(evaluations=(gone("leased", expires_at=NOW),)), {0: [Expire("t", 1)]}),
+    ("a finished run waits for its last evaluation and no longer than agreed",
+     run(version=3, evaluations=(task("leased", expires_at=NOW + 601),)), {600: [], 600.001: [Complete()]}),
+    ("a finished run waits for a site", run(version=3, evaluations=(task("offered", attempts=0),)), {0: []}),
+    ("a finished run does not wait for a site that is gone",
+     run(version=3, evaluations=(gone("offered", attempts=0),)), {0: [Complete()]}),
+    ("a finished run offers its last version before it completes",
+     run(version=3, unevaluated=(CENTRAL,), evaluators=1), {0: [Evaluate((CENTRAL,))]}),
+    ("to sites too", run(version=3, unevaluated=(AT_A,)), {0: [Evaluate((AT_A,))]}),
+    ("a finished run does not wait for evaluators that are not there",
+     run(version=3, unevaluated=(CENTRAL,)), {0: [Complete()]}),
+    # ---------------------------------------------------------------- winding up
+    *((f"a {state} run winds up its round and its evaluations",
+       run(state=state, round=a_round("leased"), evaluations=(task("leased"),), eligible=9),
+       {0: [Abandon("r", f"the run was {state}"), CancelEvaluations()]}) for state in ("cancelled", "completed")),
+    *((f"a {state} run opens nothing", run(state=state, eligible=9), {0: [], 1e9: []})
+      for state in ("cancelled", "completed")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seen", "to_do"), [pytest.param(*row, id=rule) for rule, *row in RULES])
+def test_the_rules(seen: RunSnapshot, to_do: dict[float, list[object]]) -> None:
+    assert {seconds: decided(seen, NOW + seconds) for seconds in to_do} == to_do
 
 
 # ---------------------------------------------------------------- whatever is seen
