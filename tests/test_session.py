@@ -108,8 +108,7 @@ def test_a_wrong_address_is_told_after_one_attempt_from_python_and_by_command(
 def first(coordinator: LiveCoordinator, session: Session) -> Run:
     """A run of two rounds at one site, whose version 1 is the best."""
     client = coordinator.client("site", "north")
-    worker = ScriptedWorker(client, kinds=("train", "evaluate"), held_out={"data": 4})
-    worker.enrol()
+    worker = ScriptedWorker(client, kinds=("train", "evaluate"), held_out={"data": 4}).enrol()
     run = start_run(session.client, MODEL, values(MODEL), name="first", rounds=2, evaluation=Evaluation(sites=True))
     for number, accuracy in enumerate(ACCURACIES):
         worker.evaluate(worker.take(), accuracy=accuracy)

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from safetensors.numpy import load
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
@@ -93,6 +94,17 @@ def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:
     return client.create_run(RunSpec(model=model_digest, version=version, **wanted))
 
 
+def exported(client: Client, run: Run) -> dict[str, np.ndarray]:
+    """The tensors of a run's latest version."""
+    file = io.BytesIO()
+    client.export(run.id, file)
+    return load(file.getvalue())
+
+
+def head_of(client: Client, run: Run) -> np.ndarray:
+    return exported(client, run)["head.weight"]
+
+
 @dataclass
 class ScriptedWorker:
     """A worker that trains by adding a constant."""
@@ -132,9 +144,10 @@ class ScriptedWorker:
         )
         return self.client.claim(claim, wait_seconds)
 
-    def enrol(self) -> None:
+    def enrol(self) -> Self:
         """Makes itself known. A task that it gets by the way, `take` gets again."""
         self.claim(0)
+        return self
 
     def take(self) -> Task:
         """A task, for which it asks again for as long as a busy machine may need to offer one."""

@@ -54,9 +54,7 @@ def test_merging_eight_updates_of_50_mb_takes_under_300_mib(
     run = start_run(
         client, model, {"weight": start}, cohort=cohort, codec="raw", server_optimizer=optimizer, robust=robust
     )
-    workers = [ScriptedWorker(live.site(f"s{index}")) for index in range(8)]
-    for worker in workers:
-        worker.enrol()
+    workers = [ScriptedWorker(live.site(f"s{index}")).enrol() for index in range(8)]
 
     for index, worker in enumerate(workers):
         task = worker.take()

@@ -29,9 +29,7 @@ def test_a_round_on_an_object_store_survives_kill_9(
         with CoordinatorProcess(folder, blob_url=bucket.url, inline_bytes=1, submission_bytes=0) as coordinator:
             client = coordinator.admin()
             run = start_run(client, model, start, cohort=Cohort(size=2, quorum=2))
-            first, second = (ScriptedWorker(coordinator.site(site)) for site in "ab")
-            first.enrol()
-            second.enrol()
+            first, second = (ScriptedWorker(coordinator.site(site)).enrol() for site in "ab")
             first.train(first.take(), step=1.0)
             task = second.take()
 

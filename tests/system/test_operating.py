@@ -43,8 +43,7 @@ def test_a_coordinator_at_work_is_backed_up_verified_and_restored_elsewhere(tmp_
     folder = str(tmp_path / "backup")
     with CoordinatorProcess(tmp_path / "one", inline_bytes=1) as one:
         client = one.admin()
-        worker = ScriptedWorker(one.site("a"))
-        worker.enrol()
+        worker = ScriptedWorker(one.site("a")).enrol()
         run = start_run(client, model, values(model), rounds=3, cohort=Cohort(size=1))
         worker.train(worker.take())
         until(lambda: client.run(run.id).version.number == 1)

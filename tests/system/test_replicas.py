@@ -34,8 +34,7 @@ def client_of(urls: Sequence[str], token: str) -> Iterator[Client]:
 def work(urls: Sequence[str], token: str, examples: int, known: threading.Event, ended: threading.Event) -> None:
     """Trains whatever it is given, by a step that only the task's seed tells."""
     with client_of(urls, token) as client:
-        worker = ScriptedWorker(client, datasets={"data": examples})
-        worker.enrol()
+        worker = ScriptedWorker(client, datasets={"data": examples}).enrol()
         known.set()
         while not ended.is_set():
             if task := worker.claim(2):

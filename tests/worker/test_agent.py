@@ -862,8 +862,7 @@ def test_what_a_slow_line_left_is_sent_once_when_the_line_is_fast(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     client = coordinator.client()
-    other = ScriptedWorker(coordinator.client("site", "b"), name="v", datasets={"digits": 5})
-    other.enrol()
+    other = ScriptedWorker(coordinator.client("site", "b"), name="v", datasets={"digits": 5}).enrol()
     wide = {**VIT, "intermediate_size": 1000}
     run = begin(client, wide, rounds=2, upload_seconds=1.0, cohort=Cohort(size=2, quorum=2))
     slow = 0.4 * sum(block.nbytes for block in client.model(run.spec.model).blocks)

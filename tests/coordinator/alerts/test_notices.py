@@ -402,8 +402,7 @@ def test_people_hear_of_a_task_that_fails_more_than_a_day_after_its_offer(tmp_pa
     clock, model = Clock(), small_model()
     settings = hook(tmp_path, receiver.port, lease_seconds=LATELY_SECONDS)
     with LiveCoordinator(tmp_path, clock=clock, **settings) as coordinator:
-        worker = ScriptedWorker(coordinator.client("site", "north"))
-        worker.enrol()
+        worker = ScriptedWorker(coordinator.client("site", "north")).enrol()
         cohort = Cohort(deadline_seconds=2 * LATELY_SECONDS)
         start_run(coordinator.client(), model, values(model), cohort=cohort)
         task = worker.take()

@@ -75,9 +75,7 @@ def test_the_status_tells_of_progress_warnings_failures_room_and_what_waits_for_
     coordinator: LiveCoordinator,
 ) -> None:
     client, model = coordinator.client(), small_model()
-    failing, held = (ScriptedWorker(coordinator.client("site", site)) for site in ("a", "b"))
-    for worker in (failing, held):
-        worker.enrol()
+    failing, held = (ScriptedWorker(coordinator.client("site", site)).enrol() for site in ("a", "b"))
     run = start_run(client, model, values(model), name="cats")
     task = held.take()
     failing.fail(failing.take())

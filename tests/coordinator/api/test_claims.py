@@ -23,8 +23,7 @@ def test_a_waiting_claim_is_answered_as_soon_as_a_round_opens(tmp_path: Path) ->
     # By nothing but that: in its own time it would look again after ten minutes.
     with LiveCoordinator(tmp_path, tick_seconds=600, max_wait_seconds=60.0) as coordinator:
         client, model = coordinator.client(), small_model()
-        worker = ScriptedWorker(coordinator.client("site", "a"))
-        worker.enrol()
+        worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(worker.claim, 60)
             until(lambda: coordinator.services.waiters.workers)
@@ -110,9 +109,7 @@ def test_a_restarted_worker_is_not_taken_for_another_of_its_name(coordinator: Li
 
 def test_of_two_copies_of_a_state_folder_the_one_started_first_is_refused(coordinator: LiveCoordinator) -> None:
     site = coordinator.client("site", "a")
-    original, copy = (ScriptedWorker(site, state_id="1" * 64, started_at=at) for at in (5, 6))
-    original.enrol()
-    copy.enrol()
+    original, copy = (ScriptedWorker(site, state_id="1" * 64, started_at=at).enrol() for at in (5, 6))
     with pytest.raises(NameInUse):
         original.enrol()
     copy.enrol()
@@ -172,9 +169,7 @@ def test_a_round_is_offered_only_to_who_is_allowed_able_and_willing(coordinator:
     client, model = coordinator.client(), small_model()
 
     def worker(site: str, **declared: object) -> ScriptedWorker:
-        made = ScriptedWorker(coordinator.client("site", site), **declared)
-        made.enrol()
-        return made
+        return ScriptedWorker(coordinator.client("site", site), **declared).enrol()
 
     wanted = worker("a")
     others = [

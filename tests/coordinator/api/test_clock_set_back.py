@@ -58,8 +58,7 @@ def test_the_last_receipt_and_audit_head_are_those_of_the_last_round(live: LiveC
 
 
 def test_a_run_waits_for_further_sites_no_longer_than_it_would_have(live: LiveCoordinator, clock: Clock) -> None:
-    worker = ScriptedWorker(live.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(live.client("site", "a")).enrol()
     run = start_run(live.client(), MODEL, START)
     set_back(live, clock)
     live.elapse(60, worker)

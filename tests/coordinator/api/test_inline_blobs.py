@@ -23,9 +23,7 @@ LARGE_VIT = {**VIT, "hidden_size": 64, "intermediate_size": 256}
 
 
 def worker_of(coordinator: LiveCoordinator) -> ScriptedWorker:
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
-    return worker
+    return ScriptedWorker(coordinator.client("site", "a")).enrol()
 
 
 def lacking(coordinator: LiveCoordinator, task: Task, model: Model) -> set[str]:

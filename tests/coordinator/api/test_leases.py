@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Failure, Task
 from tessera.shared.client.client import Client
 from tessera.shared.terminal.failures import task_failures
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, head_of, small_model, start_run, values
 
 pytestmark = pytest.mark.both_databases(long="postgresql")
 
@@ -37,17 +35,9 @@ def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
 def begun(live: LiveCoordinator, *sites: str, **spec: object) -> tuple[Client, Run, list[ScriptedWorker], list[Task]]:
     """A run whose first round has been claimed by a worker of each site."""
     client = live.client()
-    workers = [ScriptedWorker(live.client("site", site)) for site in sites]
-    for worker in workers:
-        worker.enrol()
+    workers = [ScriptedWorker(live.client("site", site)).enrol() for site in sites]
     run = start_run(client, MODEL, START, **spec)
     return client, run, workers, [worker.take() for worker in workers]
-
-
-def head_of(client: Client, run: Run) -> np.ndarray:
-    file = io.BytesIO()
-    client.export(run.id, file)
-    return load(file.getvalue())["head.weight"]
 
 
 REPORTS: dict[str, Callable[[ScriptedWorker, Task], object]] = {
@@ -327,8 +317,7 @@ def test_a_worker_that_was_not_heard_of_lately_is_not_asked(live: LiveCoordinato
     ScriptedWorker(live.client("site", "gone")).enrol()
     until(lambda: client.status().live_workers)
     clock.advance(91)
-    here = ScriptedWorker(live.client("site", "here"))
-    here.enrol()
+    here = ScriptedWorker(live.client("site", "here")).enrol()
     run = start_run(client, MODEL, START)
     here.train(here.take())
     until(lambda: client.run(run.id).state == "completed")
@@ -339,8 +328,7 @@ def test_a_worker_that_was_not_heard_of_lately_is_not_asked(live: LiveCoordinato
 def test_a_finished_run_waits_for_its_last_evaluation_but_not_for_ever(tmp_path: Path, clock: Clock) -> None:
     with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, evaluation_seconds=40) as live:
         client = live.client()
-        judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"held-out": 5})
-        judge.enrol()
+        judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"held-out": 5}).enrol()
         run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="held-out", every=5))
         judge.evaluate(judge.take(), accuracy=0.5)
         worker = ScriptedWorker(live.client("site", "a"))

@@ -150,8 +150,7 @@ def test_a_round_planned_before_a_change_is_not_opened_after_it(coordinator: Liv
     until(lambda: client.run(run.id).spec.cohort.quorum == 2)
     assert worker.claim(1) is None
     assert not list(client.rounds(run.id))
-    other = ScriptedWorker(coordinator.client("site", "b"), methods=("changing",))
-    other.enrol()
+    other = ScriptedWorker(coordinator.client("site", "b"), methods=("changing",)).enrol()
     assert worker.take().cohort.quorum == other.take().cohort.quorum == 2
 
 

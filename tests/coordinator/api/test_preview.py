@@ -47,9 +47,7 @@ def reasons(found: Preview) -> dict[str, list[str]]:
 
 
 def known(coordinator: LiveCoordinator, site: str, **said: Any) -> ScriptedWorker:
-    worker = ScriptedWorker(coordinator.client("site", site), **said)
-    worker.enrol()
-    return worker
+    return ScriptedWorker(coordinator.client("site", site), **said).enrol()
 
 
 def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCoordinator) -> None:

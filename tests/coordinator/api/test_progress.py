@@ -16,8 +16,7 @@ MODEL = small_model()
 
 
 def begun(coordinator: LiveCoordinator, **spec: object) -> tuple[ScriptedWorker, Task]:
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     start_run(coordinator.client(), MODEL, values(MODEL), **spec)
     return worker, worker.take()
 

@@ -38,11 +38,9 @@ def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Ru
     workers = [
         ScriptedWorker(
             live.client("site", site), name=name, datasets={name: 10}, held_out={name: 5}, kinds=("train", "evaluate")
-        )
+        ).enrol()
         for site in sites
     ]
-    for worker in workers:
-        worker.enrol()
     cohort = Cohort(size=len(sites), quorum=len(sites), max_attempts=3, max_task_attempts=1)
     run = start_run(client, MODEL, START, **{"dataset": name, "cohort": cohort, "rounds": 2, **spec})
     return client, run, [(worker, worker.take()) for worker in workers]

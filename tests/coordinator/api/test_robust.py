@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
 from tessera.shared.api.runs import Cohort, Round, Run
 from tessera.shared.api.tasks import Submission, Task
@@ -16,7 +14,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.rounds.outliers import ABSENT
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, head_of, small_model, start_run, values
 
 MODEL = small_model()
 START = values(MODEL)
@@ -33,21 +31,12 @@ def begun(
 ) -> tuple[Client, Run, Taken]:
     client, name = live.client(), f"robust{next(_names)}"
     workers = [
-        ScriptedWorker(live.client("site", site), name=name, datasets={name: count}, methods=METHODS)
+        ScriptedWorker(live.client("site", site), name=name, datasets={name: count}, methods=METHODS).enrol()
         for site, count in zip(sites, examples or (10,) * len(sites), strict=True)
     ]
-    for worker in workers:
-        worker.enrol()
     cohort = Cohort(size=len(sites), quorum=3)
     run = start_run(client, MODEL, START, **{"dataset": name, "cohort": cohort, **spec})
     return client, run, [(worker, worker.take()) for worker in workers]
-
-
-def head_of(client: Client, run: Run) -> np.ndarray:
-    file = io.BytesIO()
-    client.export(run.id, file)
-    found: np.ndarray = load(file.getvalue())["head.weight"]
-    return found
 
 
 def committed(client: Client, run: Run) -> Round:

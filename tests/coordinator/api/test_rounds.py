@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
 from tessera.shared.aggregation.server_optimizer import Momentum, Plain
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, exported, head_of, small_model, start_run, values
 
 pytestmark = pytest.mark.both_databases(long="postgresql")
 
@@ -31,9 +29,7 @@ def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoord
     heavy.train(heavy.take(), step=2.0)
 
     until(lambda: client.run(run.id).state == "completed")
-    file = io.BytesIO()
-    client.export(run.id, file)
-    merged = load(file.getvalue())
+    merged = exported(client, run)
     # (10 * 1 + 30 * 2) / 40 = 1.75
     np.testing.assert_allclose(merged["head.weight"], start["head.weight"] + 1.75, rtol=1e-6)
     fused = np.concatenate([start[f"layer.0.qkv.weight#{role}"] for role in ("query", "key", "value")])
@@ -81,9 +77,9 @@ def test_every_due_version_is_evaluated_once(coordinator: LiveCoordinator) -> No
 @pytest.mark.both_databases(long="sqlite")
 def test_the_order_of_arrival_does_not_change_a_bit(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
-    workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}) for i, s in enumerate("abc")]
-    for worker in workers:
-        worker.enrol()
+    workers = [
+        ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}).enrol() for i, s in enumerate("abc")
+    ]
     digests = set()
     # A sum of two is the same in either order: which of three comes last is all that may matter.
     for order in ((0, 1, 2), (2, 0, 1), (2, 1, 0)):
@@ -109,11 +105,9 @@ def test_a_server_optimizer_steps_what_was_merged_and_leaves_what_is_frozen_and_
     until(lambda: client.run(run.id).state == "completed")
 
     first, second = (client.manifest(version.digest) for version in list(client.versions(run.id))[1:])
-    file = io.BytesIO()
-    client.export(run.id, file)
     # Two rounds of 1: m = -1, w + 0.5; then m = -1.9, w + 0.5 + 0.95
     head = values(model)["head.weight"] + 1.45
-    np.testing.assert_allclose(load(file.getvalue())["head.weight"], head, rtol=1e-6)
+    np.testing.assert_allclose(head_of(client, run), head, rtol=1e-6)
     held = {name for name in first.server_state if first.server_state[name] == second.server_state[name]}
     moved = {"server/m/layer.0.qkv.weight#value", "server/m/head.weight"}
     assert set(first.server_state) == {f"server/m/{name}" for name in model.by_name}
@@ -123,9 +117,9 @@ def test_a_server_optimizer_steps_what_was_merged_and_leaves_what_is_frozen_and_
 
 def test_a_neutral_server_optimizer_makes_the_very_version_that_none_makes(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
-    workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}) for i, s in enumerate("ab")]
-    for worker in workers:
-        worker.enrol()
+    workers = [
+        ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}).enrol() for i, s in enumerate("ab")
+    ]
     digests = set()
     for optimizer in (Plain(), Momentum(learning_rate=1.0, momentum=0.0)):
         cohort = Cohort(size=2, quorum=2)

@@ -292,9 +292,7 @@ def test_a_site_s_lists_hold_its_own_and_nothing_of_others(world: World) -> None
 
 def test_a_site_is_told_of_no_other_site_in_its_runs(coordinator: LiveCoordinator) -> None:
     admin, model = coordinator.client(), small_model()
-    mine, theirs = (ScriptedWorker(coordinator.client("site", name)) for name in ("mine", "theirs"))
-    for worker in (mine, theirs):
-        worker.enrol()
+    mine, theirs = (ScriptedWorker(coordinator.client("site", name)).enrol() for name in ("mine", "theirs"))
     run = start_run(admin, model, values(model), cohort=Cohort(sites=("mine", "theirs"), quorum=2))
     task = mine.take()
     assert "theirs" not in task.model_dump_json()
@@ -329,10 +327,9 @@ def test_a_site_that_was_not_invited_gets_neither_tasks_nor_bytes(coordinator: L
     both: tuple[Any, ...] = ("train", "evaluate")
     holdings = {"datasets": {"data": 10, "central": 10}, "held_out": {"data": 5}}
     invited, other = (
-        ScriptedWorker(coordinator.client("site", name), kinds=both, **holdings) for name in ("invited", "other")
+        ScriptedWorker(coordinator.client("site", name), kinds=both, **holdings).enrol()
+        for name in ("invited", "other")
     )
-    for worker in (invited, other):
-        worker.enrol()
     evaluation = {"dataset": "central", "sites": True}
     run = start_run(admin, model, values(model), cohort=Cohort(sites=("invited",)), evaluation=evaluation)
     seen = []

@@ -22,7 +22,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refused, refusing, until
-from tests.support.federation import HOLDING, ScriptedWorker, small_model, start_run, values
+from tests.support.federation import HOLDING, ScriptedWorker, exported, small_model, start_run, values
 
 MODEL = small_model()
 START = values(MODEL)
@@ -264,17 +264,15 @@ def test_a_cancelled_run_tells_its_workers_to_drop_the_work(coordinator: LiveCoo
 def merged(coordinator: LiveCoordinator, normalization: str) -> dict[str, np.ndarray]:
     """Two workers, of whom only the second sends the MLP."""
     client = coordinator.client()
-    workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": n}) for s, n in (("a", 10), ("b", 30))]
-    for worker in workers:
-        worker.enrol()
+    workers = [
+        ScriptedWorker(coordinator.client("site", s), datasets={"data": n}).enrol() for s, n in (("a", 10), ("b", 30))
+    ]
     run = start_run(client, MODEL, START, normalization=normalization, cohort=Cohort(size=2, quorum=2))
     for worker, names in zip(workers, (["head.weight"], ["head.weight", "layer.0.mlp.weight"]), strict=True):
         task = worker.take()
         worker.submit(task, worker.upload(task, {name: START[name] + np.float32(2) for name in names}))
     until(lambda: client.run(run.id).state == "completed")
-    file = io.BytesIO()
-    client.export(run.id, file)
-    return load(file.getvalue())
+    return exported(client, run)
 
 
 def test_divided_by_the_participants_a_rare_block_moves_in_full(coordinator: LiveCoordinator) -> None:
@@ -318,9 +316,7 @@ def test_a_version_that_there_is_not_is_told_with_the_latest(coordinator: LiveCo
 
 def test_a_round_shows_what_each_worker_did(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
-    good, bad = (ScriptedWorker(coordinator.client("site", site)) for site in "ab")
-    good.enrol()
-    bad.enrol()
+    good, bad = (ScriptedWorker(coordinator.client("site", site)).enrol() for site in "ab")
     run = start_run(client, MODEL, START, cohort=Cohort(size=2))
     good.train(good.take())
     task = bad.take()

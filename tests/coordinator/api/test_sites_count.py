@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
 from tessera.coordinator.db.snapshots import live_workers, run_snapshot
 from tessera.shared.api.runs import Cohort, Run, Training
@@ -19,7 +17,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, head_of, small_model, start_run, values
 from tests.support.variants import variants
 
 MODEL = small_model()
@@ -37,11 +35,9 @@ def begun(live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: An
     client, dataset = live.client(), f"data{next(_names)}"
     sites = {site: live.client("site", site) for site, _ in examples}
     workers = [
-        ScriptedWorker(sites[site], name=f"{dataset}-{place}", datasets={dataset: count})
+        ScriptedWorker(sites[site], name=f"{dataset}-{place}", datasets={dataset: count}).enrol()
         for place, (site, count) in enumerate(examples)
     ]
-    for worker in workers:
-        worker.enrol()
     run = start_run(client, MODEL, START, **{"dataset": dataset, **spec})
     until(lambda: list(client.rounds(run.id)))
     return client, run, [(worker, task) for worker in workers if (task := worker.claim(0))]
@@ -50,9 +46,7 @@ def begun(live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: An
 def moved(client: Client, run: Run) -> np.ndarray:
     """How far the first version's head is from where it began."""
     until(lambda: client.run(run.id).version.number == 1)
-    file = io.BytesIO()
-    client.export(run.id, file)
-    step: np.ndarray = load(file.getvalue())["head.weight"] - HEAD
+    step: np.ndarray = head_of(client, run) - HEAD
     return step
 
 

@@ -28,8 +28,7 @@ SMALL, LARGE = small_model(width=80), small_model(width=300)
 def taken(
     coordinator: LiveCoordinator, model: object = LARGE, client: Client | None = None
 ) -> tuple[ScriptedWorker, Task]:
-    worker = ScriptedWorker(client or coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(client or coordinator.client("site", "a")).enrol()
     start_run(coordinator.client(), model, values(model))
     return worker, worker.take()
 

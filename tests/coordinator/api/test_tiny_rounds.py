@@ -57,10 +57,7 @@ def prompted(layers: int = 150) -> Model:
 
 
 def workers_of(coordinator: LiveCoordinator, count: int) -> list[ScriptedWorker]:
-    workers = [ScriptedWorker(coordinator.client("site", f"s{number}")) for number in range(count)]
-    for worker in workers:
-        worker.enrol()
-    return workers
+    return [ScriptedWorker(coordinator.client("site", f"s{number}")).enrol() for number in range(count)]
 
 
 class Commits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import itertools
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 from sqlalchemy import select
 
 from tessera.coordinator.db.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
@@ -30,7 +28,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import as_bytes, digest_of
 from tests.support.coordinator import LiveCoordinator, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, head_of, small_model, start_run, values
 from tests.support.malformed import CORPUS, MAX_NORM
 from tests.support.updates import update_file
 
@@ -72,9 +70,7 @@ class Scene:
         if self.client.task(self.task.id).state == "leased":
             self.bad.client.fail(self.task.id, Failure(token=self.task.token, code="gave-up", detail="as asked"))
         until(lambda: self.client.run(self.run.id).state == "completed")
-        file = io.BytesIO()
-        self.client.export(self.run.id, file)
-        np.testing.assert_allclose(load(file.getvalue())["head.weight"], HEAD + 2, rtol=1e-6)
+        np.testing.assert_allclose(head_of(self.client, self.run), HEAD + 2, rtol=1e-6)
 
 
 @pytest.fixture
@@ -85,9 +81,9 @@ def scene(standing: LiveCoordinator) -> Scene:
 def scene_on(live: LiveCoordinator, bad: int = 1, **spec: object) -> Scene:
     """Each scene has a data set of its own, so that only its own workers are asked."""
     client, name, size = live.client(), f"data{next(_names)}", bad + 2
-    workers = [ScriptedWorker(live.client("site", f"s{i}"), name=name, datasets={name: 10}) for i in range(size)]
-    for worker in workers:
-        worker.enrol()
+    workers = [
+        ScriptedWorker(live.client("site", f"s{i}"), name=name, datasets={name: 10}).enrol() for i in range(size)
+    ]
     wanted = {"method": FROZEN, "dataset": name, "cohort": Cohort(size=size, quorum=1), **spec}
     run = start_run(client, MODEL, START, **wanted)
     taken = [(worker, worker.take()) for worker in workers]
@@ -201,8 +197,7 @@ def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> Non
     block = Block(tensor="w", role="head", shape=(2,), dtype="F64")
     model = Model(config={"model_type": "bert"}, head="features", blocks=(block,))
     client, name = standing.client(), f"data{next(_names)}"
-    worker = ScriptedWorker(standing.client("site", "a"), name=name, datasets={name: 10})
-    worker.enrol()
+    worker = ScriptedWorker(standing.client("site", "a"), name=name, datasets={name: 10}).enrol()
     run = start_run(client, model, {"w": np.array([-1.7e308, 0.0])}, dataset=name, cohort=Cohort(max_attempts=1))
     task = worker.take()
     huge = np.array([1.7e308, 0.0], dtype=NUMPY_DTYPES["F64"])
@@ -216,11 +211,9 @@ def test_a_norm_that_cannot_be_told_is_refused(standing: LiveCoordinator) -> Non
 def test_numbers_that_the_method_cannot_merge_are_refused(standing: LiveCoordinator) -> None:
     client, name = standing.client(), f"data{next(_names)}"
     bad, good = (
-        ScriptedWorker(standing.client("site", site), name=name, datasets={name: 10}, methods=("fednova",))
+        ScriptedWorker(standing.client("site", site), name=name, datasets={name: 10}, methods=("fednova",)).enrol()
         for site in "ab"
     )
-    for worker in (bad, good):
-        worker.enrol()
     cohort = Cohort(size=2, quorum=1)
     run = start_run(client, MODEL, START, method=MethodSpec(name="fednova"), dataset=name, cohort=cohort)
     for worker, steps in ((bad, 1e9), (good, 1.0)):
@@ -311,10 +304,8 @@ def test_the_same_submission_again_gives_the_same_answer_and_counts_once(scene: 
     receipts = [answer.receipt.state if answer.receipt else None for answer in (answers[0], again)]
     assert receipts == ["accepted", "merged"]
     assert again.model_copy(update={"receipt": answers[0].receipt}) == answers[0]
-    file = io.BytesIO()
-    scene.client.export(scene.run.id, file)
     # (10 * 1 + 5 * 4) / 15 = 2
-    np.testing.assert_allclose(load(file.getvalue())["head.weight"], HEAD + 2, rtol=1e-6)
+    np.testing.assert_allclose(head_of(scene.client, scene.run), HEAD + 2, rtol=1e-6)
 
 
 def test_an_update_cannot_claim_more_examples_than_its_worker_declared(scene: Scene) -> None:

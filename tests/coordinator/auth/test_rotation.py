@@ -141,9 +141,7 @@ def test_none_of_a_suspended_site_s_tokens_is_admitted_until_it_is_resumed(coord
 
 def test_a_suspended_site_is_chosen_for_no_round_and_waits_for_nothing(coordinator: LiveCoordinator) -> None:
     admin, model = coordinator.client(), small_model()
-    here, gone = (ScriptedWorker(coordinator.client("site", site, patience_seconds=0)) for site in "ab")
-    here.enrol()
-    gone.enrol()
+    here, gone = (ScriptedWorker(coordinator.client("site", site, patience_seconds=0)).enrol() for site in "ab")
     (site,) = (site for site in admin.sites() if site.name == "b")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(gone.claim, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import load
 from sqlalchemy import select
 
 from tessera.coordinator.db.tables import BlobRow
@@ -23,7 +21,7 @@ from tests.coordinator.maintenance.test_backup import faults
 from tests.coordinator.maintenance.test_retention import HOUR, MODEL, START, exported, play, played, retention
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
-from tests.support.federation import ScriptedWorker, start_run
+from tests.support.federation import ScriptedWorker, head_of, start_run
 from tests.support.stores import Bucket, serving
 from tests.support.variants import variants
 
@@ -51,21 +49,12 @@ def live(tmp_path: Path, clock: Clock, bucket: Bucket) -> Iterator[LiveCoordinat
 def half_done(live: LiveCoordinator) -> tuple[Client, Run, str, ScriptedWorker]:
     """A round of two, of whom one has handed in: its update, and the other worker."""
     client = live.client()
-    workers = [ScriptedWorker(live.client("site", site)) for site in "ab"]
-    for worker in workers:
-        worker.enrol()
+    workers = [ScriptedWorker(live.client("site", site)).enrol() for site in "ab"]
     run = start_run(client, MODEL, START, cohort=Cohort(size=2, quorum=2))
     first = workers[0].take()
     digest = workers[0].upload(first, {"head.weight": HEAD + np.float32(1)})
     workers[0].submit(first, digest)
     return client, run, digest, workers[1]
-
-
-def head_of(client: Client, run: Run) -> np.ndarray:
-    file = io.BytesIO()
-    client.export(run.id, file)
-    head: np.ndarray = load(file.getvalue())["head.weight"]
-    return head
 
 
 def held(live: LiveCoordinator) -> set[str]:

@@ -39,8 +39,7 @@ WIDE = {**VIT, "hidden_size": 64, "intermediate_size": 256}
 def committed(coordinator: LiveCoordinator, rounds: int, **spec: Any) -> tuple[Run, Client]:
     """A run of so many rounds that are over, and the client of the site that took part."""
     client, site = coordinator.client(), coordinator.client("site", "a")
-    worker = ScriptedWorker(site)
-    worker.enrol()
+    worker = ScriptedWorker(site).enrol()
     run = start_run(client, MODEL, values(MODEL), rounds=rounds, **spec)
     for _ in range(rounds):
         worker.train(worker.take(), step=1e-3)

@@ -205,9 +205,7 @@ def test_a_round_waits_while_the_database_s_disk_is_full(tmp_path: Path) -> None
     clock, pages = Clock(), [1 << 30]
     with LiveCoordinator(tmp_path, clock=clock) as live:
         client, model = live.client(), small_model(width=64)
-        workers = [ScriptedWorker(live.client("site", site)) for site in "ab"]
-        for worker in workers:
-            worker.enrol()
+        workers = [ScriptedWorker(live.client("site", site)).enrol() for site in "ab"]
         run = start_run(client, model, values(model), cohort=Cohort(size=2, quorum=1, deadline_seconds=100))
         workers[0].train(workers[0].take())
 

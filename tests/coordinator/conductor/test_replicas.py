@@ -110,8 +110,7 @@ def test_what_several_announce_and_send_at_once_is_one_blob(replicas: Pair) -> N
 def test_an_update_that_both_are_handed_at_once_counts_once(replicas: Pair) -> None:
     client, model = replicas[0].client(), small_model()
     secret = replicas[0].token("site", "c")
-    worker = ScriptedWorker(replicas[0].client("site", "c"), datasets={"once": 10})
-    worker.enrol()
+    worker = ScriptedWorker(replicas[0].client("site", "c"), datasets={"once": 10}).enrol()
     run = start_run(client, model, values(model), dataset="once")
     task = until(lambda: worker.claim(0))
     digest = worker.upload(task, {name: array + 1 for name, array in values(model).items()})
@@ -153,11 +152,9 @@ def counted() -> Iterator[str]:
 def test_two_conductors_merge_each_round_once(replicas: Pair, counted: str) -> None:
     client, model = replicas[0].client(), small_model()
     workers = [
-        ScriptedWorker(replica.client("site", site), methods=(counted,))
+        ScriptedWorker(replica.client("site", site), methods=(counted,)).enrol()
         for replica, site in zip(replicas, "ab", strict=True)
     ]
-    for worker in workers:
-        worker.enrol()
     cohort = Cohort(size=2, quorum=2)
     run = start_run(client, model, values(model), method=MethodSpec(name=counted), cohort=cohort, rounds=5)
 

@@ -135,8 +135,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
                     worker.client.heartbeat(
                         task.id, task.token, Progress(phase="training", step=3, steps=8, loss=0.5), LIVE
                     )
-        failing = ScriptedWorker(coordinator.client("site", "st-mary"), name="cpu", datasets={"xray": 9})
-        failing.enrol()
+        failing = ScriptedWorker(coordinator.client("site", "st-mary"), name="cpu", datasets={"xray": 9}).enrol()
         once = start_run(
             client,
             MODEL,
@@ -219,8 +218,7 @@ def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
     browser: Browser, coordinator: LiveCoordinator
 ) -> None:
     client = coordinator.client()
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     start_run(client, MODEL, values(MODEL), name="before", dataset="none")
     with browser.new_context() as context:
         visit = visiting(context, coordinator)
@@ -439,8 +437,7 @@ def test_a_chart_shows_the_values_under_the_pointer_and_hides_lines(browser: Bro
 
 def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coordinator: LiveCoordinator) -> None:
     hostile = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'"><svg onload=window.owned=1>'
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     run = start_run(coordinator.client(), MODEL, values(MODEL), cohort=Cohort(max_attempts=1))
     task = worker.take()
     worker.client.fail(task.id, Failure(token=task.token, code=hostile[:64], detail=hostile))

@@ -49,9 +49,7 @@ def idle(coordinator: LiveCoordinator, **spec: Any) -> Run:
 
 
 def enrolled(coordinator: LiveCoordinator, site: str, **declared: Any) -> ScriptedWorker:
-    worker = ScriptedWorker(coordinator.client("site", site), **declared)
-    worker.enrol()
-    return worker
+    return ScriptedWorker(coordinator.client("site", site), **declared).enrol()
 
 
 def worked(coordinator: LiveCoordinator) -> str:

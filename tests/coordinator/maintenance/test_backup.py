@@ -87,8 +87,7 @@ def test_a_restored_coordinator_is_the_same_and_goes_on(tmp_path: Path) -> None:
         client = other.client()
         assert [exported(client, run, number) for number in range(2)] == whole
         assert list(client.audit())[: len(audit)] == audit
-        again = ScriptedWorker(other.client("site", "b"), instance=worker.instance)
-        again.enrol()
+        ScriptedWorker(other.client("site", "b"), instance=worker.instance).enrol()
         until(lambda: client.round(run.id, 2).state == "open")
 
 

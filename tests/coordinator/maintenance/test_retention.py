@@ -70,8 +70,7 @@ def play(client: Client, worker: ScriptedWorker, run: Run, number: int) -> str:
 
 def played(live: LiveCoordinator, rounds: int, **spec: object) -> tuple[Client, Run, ScriptedWorker, list[str]]:
     client = live.client()
-    worker = ScriptedWorker(live.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(live.client("site", "a")).enrol()
     # The clock is put on by days: the round that is open must not end by it.
     patient = Cohort(size=1, deadline_seconds=30 * 86400)
     run = start_run(client, MODEL, START, rounds=rounds + 1, cohort=patient, **spec)
@@ -114,9 +113,7 @@ def test_updates_go_when_their_round_has_ended_long_enough_and_nothing_else_does
 
 def test_the_updates_of_a_round_that_is_not_over_stay(live: LiveCoordinator, clock: Clock) -> None:
     client = live.client()
-    workers = [ScriptedWorker(live.client("site", site)) for site in "ab"]
-    for worker in workers:
-        worker.enrol()
+    workers = [ScriptedWorker(live.client("site", site)).enrol() for site in "ab"]
     run = start_run(client, MODEL, START, cohort=Cohort(size=2, quorum=2, deadline_seconds=30 * 86400))
     first, second = (worker.take() for worker in workers)
     workers[0].train(first)
@@ -223,8 +220,7 @@ def test_an_update_that_was_removed_before_it_was_handed_in_is_asked_for_again(
     live: LiveCoordinator, clock: Clock
 ) -> None:
     client = live.client()
-    worker = ScriptedWorker(live.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(live.client("site", "a")).enrol()
     start_run(client, MODEL, START, cohort=Cohort(size=1, deadline_seconds=30 * 86400))
     task = worker.take()
     name = next(iter(START))
@@ -286,8 +282,7 @@ def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock
     last = MAX_UNEVALUATED + 2
     client, run, _, _ = played(live, last, evaluation=Evaluation(dataset="central", every=1))
     assert not retention(live, versions=1).collect().versions
-    judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"central": 5})
-    judge.enrol()
+    judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"central": 5}).enrol()
     clock.advance(1)
     measured: set[int] = set()
     while len(measured) <= last:
@@ -367,8 +362,7 @@ def test_blocks_of_a_version_that_is_committed_while_manifests_are_read_stay(
     live: LiveCoordinator, clock: Clock
 ) -> None:
     client = live.client()
-    worker = ScriptedWorker(live.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(live.client("site", "a")).enrol()
     # Small integers, so that a head that comes again is the same to the bit.
     start = {**START, "head.weight": np.zeros_like(START["head.weight"])}
     run = start_run(client, MODEL, start, rounds=9, cohort=Cohort(size=1, deadline_seconds=30 * 86400))
@@ -398,8 +392,7 @@ def test_blocks_of_a_version_that_is_committed_while_manifests_are_read_stay(
 
 def test_blocks_that_a_later_version_shares_stay(live: LiveCoordinator, clock: Clock) -> None:
     client = live.client()
-    worker = ScriptedWorker(live.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(live.client("site", "a")).enrol()
     run = start_run(client, MODEL, START, rounds=4, cohort=Cohort(size=1))
     head = START["head.weight"]
     for number in range(1, 4):

@@ -100,8 +100,7 @@ def listening(coordinator: LiveCoordinator, path: str = "/v1/events", since: int
 
 
 def one_round(coordinator: LiveCoordinator) -> str:
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     run = start_run(coordinator.client(), MODEL, values(MODEL))
     worker.train(worker.take())
     return run.id
@@ -157,8 +156,7 @@ def test_what_another_process_records_is_told_too(coordinator: LiveCoordinator) 
 
 
 def test_a_heartbeat_is_told_as_progress_and_moves_no_id(coordinator: LiveCoordinator) -> None:
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     run = start_run(coordinator.client(), MODEL, values(MODEL))
     task = worker.take()
     heard = listening(coordinator, f"/v1/runs/{run.id}/events")

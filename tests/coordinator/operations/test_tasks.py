@@ -23,8 +23,7 @@ MODEL = small_model()
 
 
 def test_a_submission_loads_its_task_and_no_run(coordinator: LiveCoordinator) -> None:
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     start_run(coordinator.client(), MODEL, values(MODEL))
     task = worker.take()
     digest = worker.upload(task, {MODEL.blocks[0].name: values(MODEL)[MODEL.blocks[0].name] + 1})
@@ -41,8 +40,7 @@ def test_a_submission_loads_its_task_and_no_run(coordinator: LiveCoordinator) ->
 
 @pytest.mark.sqlite
 def test_a_worker_woken_for_an_update_that_it_holds_takes_no_turn_of_writers(coordinator: LiveCoordinator) -> None:
-    worker = ScriptedWorker(coordinator.client("site", "a"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     start_run(coordinator.client(), MODEL, values(MODEL))
     task, database, here = worker.take(), coordinator.services.database, threading.get_ident()
     with database.snapshot() as session:

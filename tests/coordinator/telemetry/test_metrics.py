@@ -111,9 +111,9 @@ def test_a_committed_round_is_told_of_with_its_bytes_and_measurements(coordinato
 def test_the_cohort_of_a_round_is_as_many_sites_however_many_workers_each_has(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
     names = {"a": ("1", "2", "3"), "b": ("1",), "c": ("1",)}
-    workers = [ScriptedWorker(coordinator.client("site", site), name=name) for site in names for name in names[site]]
-    for worker in workers:
-        worker.enrol()
+    workers = [
+        ScriptedWorker(coordinator.client("site", site), name=name).enrol() for site in names for name in names[site]
+    ]
     cohort = Cohort(size=3, quorum=2, workers_per_site=3)
     run = start_run(client, model, values(model), name="cats", rounds=2, cohort=cohort)
     *trained, last = [(worker, worker.take()) for worker in workers]

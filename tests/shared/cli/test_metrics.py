@@ -42,11 +42,9 @@ class Scene:
                     datasets={"data": 10, **({"test": 5} if site == "a" else {})},
                     held_out={"data": 4},
                     methods=(method,),
-                )
+                ).enrol()
                 for site in "ab"
             ]
-            for worker in workers:
-                worker.enrol()
             self.run: Run = start_run(
                 client,
                 model,

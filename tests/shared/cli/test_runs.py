@@ -199,11 +199,9 @@ def test_a_run_that_waits_says_what_for(commands: Commands, coordinator: LiveCoo
     run = commands.create(folder)
     told = "0 would take part now, fewer than the quorum of 1"
     assert told in " ".join(commands.say("run", "show", run).stderr.split())
-    other = ScriptedWorker(coordinator.client("site", "south"), datasets={"elsewhere": 4})
-    other.enrol()
+    ScriptedWorker(coordinator.client("site", "south"), datasets={"elsewhere": 4}).enrol()
     assert "south/w: it has no data set data" in " ".join(commands.say("run", "show", run).stderr.split())
-    worker = ScriptedWorker(coordinator.client("site", "north"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "north")).enrol()
     worker.take()
     assert told not in " ".join(commands.say("run", "show", run).stderr.split())
 
@@ -331,8 +329,7 @@ def test_watching_ends_with_a_code_for_how_it_ended(commands: Commands, folder: 
 
 def test_following_tells_every_attempt_once_and_in_order(coordinator: LiveCoordinator) -> None:
     client = coordinator.client("orchestrator")
-    worker = ScriptedWorker(coordinator.client("site", "north"))
-    worker.enrol()
+    worker = ScriptedWorker(coordinator.client("site", "north")).enrol()
     run = start_run(client, MODEL, values(MODEL), rounds=2, cohort={"max_attempts": 5})
     steps = iter([_fail, _train, _fail, _train])
     told: list[tuple[int, int, str]] = []

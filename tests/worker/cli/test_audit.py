@@ -240,9 +240,7 @@ def test_a_removed_data_set_s_ledger_under_a_lost_key_is_found_at_the_start_and_
 
 
 def test_a_site_reads_its_own_tasks_only(coordinator: LiveCoordinator) -> None:
-    workers = [ScriptedWorker(coordinator.client("site", name)) for name in "ab"]
-    for worker in workers:
-        worker.enrol()
+    workers = [ScriptedWorker(coordinator.client("site", name)).enrol() for name in "ab"]
     start_run(coordinator.client(), small_model(), values(small_model()))
     for worker in workers:
         worker.train(worker.take())

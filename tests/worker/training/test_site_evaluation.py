@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
-from tests.support.federation import ScriptedWorker, start_run
+from tests.support.federation import ScriptedWorker, exported, start_run
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
 from tests.support.variants import variants
@@ -152,10 +151,8 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
         metrics = measured(client, run)[ROUNDS].metrics
     held_out = datasets_of(given)["digits"].held_out
     assert held_out is not None
-    file = io.BytesIO()
-    client.export(run.id, file)
     model = instantiate(VIT, "image-classification", seed=1)
-    version = load(file.getvalue())
+    version = exported(client, run)
     kept = load((tmp_path / "state" / "vault" / run.id / "current.safetensors").read_bytes())
     # The head of the version was never trained.
     for prefix, tensors in (("", version), ("personal_", version | kept)):
@@ -404,8 +401,7 @@ def test_micro_batch_bounds_the_passes_that_measure_a_version_and_that_choose_it
         datasets={"digits": 16},
         held_out={"digits": 22},
         methods=("safl",),
-    )
-    worker.enrol()
+    ).enrol()
     generator = torch.Generator().manual_seed(5)
     data, held_out = (
         Dataset(
