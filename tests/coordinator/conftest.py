@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera.coordinator.db.engine import Database
-from tests.support.coordinator import LiveCoordinator
+from tests.support.coordinator import Clock, LiveCoordinator
 from tests.support.storage import migrated
 
 
@@ -15,6 +15,11 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinat
     """One coordinator for all tests of a module, each of which looks at runs and sites of its own."""
     with LiveCoordinator(tmp_path_factory.mktemp("standing")) as live:
         yield live
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ START = values(MODEL)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
     with LiveCoordinator(tmp_path, clock=clock, cohort_wait_seconds=45) as coordinator:
         yield coordinator

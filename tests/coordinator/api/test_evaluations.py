@@ -241,11 +241,6 @@ def test_a_version_that_nobody_can_evaluate_is_given_up(coordinator: LiveCoordin
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
     with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, liveness_seconds=90) as running:
         yield running

@@ -22,11 +22,6 @@ START = values(MODEL)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
     with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60) as coordinator:
         yield coordinator

@@ -64,6 +64,13 @@ class Ring:
             assert site.help("agree").state == "accepted"
         self.open(number)
 
+    def complete(self, step: float | None = None) -> None:
+        """Have all sites train, if a step is given, and all helpers help, until the run is completed."""
+        for site in self.sites if step is not None else ():
+            site.train(step)
+        self.help()
+        until(lambda: self.now().state == "completed")
+
     @property
     def clock(self) -> Clock:
         return cast("Clock", self.live._clock)
@@ -111,8 +118,7 @@ def test_the_version_moves_by_the_mean_of_the_sites_own_weights_and_no_unmasked_
     for site, step, examples in zip(ring.sites, (1.0, 2.5, 4.0), (1, 10, 5), strict=True):
         view = site.train(step, examples)
         assert (view.state, view.metrics) == ("accepted", {})
-    ring.help()
-    until(lambda: ring.now().state == "completed")
+    ring.complete()
     for name, value in ring.values(1).items():
         np.testing.assert_allclose(value - ring.start[name], 2.2, atol=1e-4)
     stored = stored_bytes(tmp_path / "coordinator")
@@ -204,8 +210,7 @@ def test_sites_send_again_once_helpers_have_signed_that_an_abandoned_attempt_is_
     first.client.submit(task.id, first.submission(task, 1.0))
     for site in others:
         site.train(1.0)
-    timed.help()
-    until(lambda: timed.now().state == "completed")
+    timed.complete()
 
 
 def test_a_cancelled_run_whose_sums_were_not_opened_does_not_spoil_its_model(timed: Ring) -> None:
@@ -213,25 +218,16 @@ def test_a_cancelled_run_whose_sums_were_not_opened_does_not_spoil_its_model(tim
     timed.admin.set_run_state(timed.run.id, "cancelled")
     another(timed)
     timed.abandon()
-    for site in timed.sites:
-        site.train(1.0)
-    timed.help()
-    until(lambda: timed.now().state == "completed")
+    timed.complete(1.0)
 
 
 def test_a_second_run_from_a_model_pauses_with_the_reason_unless_it_says_that_it_repeats_it(timed: Ring) -> None:
-    for site in timed.sites:
-        site.train(1.0)
-    timed.help()
-    until(lambda: timed.now().state == "completed")
+    timed.complete(1.0)
     another(timed)
     said = "round 1 of run test had sums from a model with the same values. A site sends updates from one model into"
     assert said in reason_of(timed)
     another(timed, repeat_model=True)
-    for site in timed.sites:
-        site.train(2.0)
-    timed.help()
-    until(lambda: timed.now().state == "completed")
+    timed.complete(2.0)
 
 
 def test_a_round_that_changed_no_value_pauses_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -293,8 +289,7 @@ def test_a_helper_s_tasks_go_to_the_worker_that_has_its_key(ring: Ring) -> None:
         site_worker.train(1.0)
     for name in ("a", "z"):
         ScriptedWorker(site.client, name=name).enrol()
-    ring.help()
-    until(lambda: ring.now().state == "completed")
+    ring.complete()
 
 
 def test_two_conductors_that_ask_helpers_at_once_ask_each_once(ring: Ring) -> None:
@@ -316,8 +311,7 @@ def test_two_conductors_that_ask_helpers_at_once_ask_each_once(ring: Ring) -> No
     with pytest.raises(Conflict, match="changed meanwhile"):
         overtaken.ask(ring.run.id, round_id, "agree")
     ring.admin.patch_run(ring.run.id, RunPatch(state="running"))
-    ring.help()
-    until(lambda: ring.now().state == "completed")
+    ring.complete()
 
 
 @dataclass
@@ -405,8 +399,7 @@ def test_a_run_whose_helpers_refuse_pauses_with_the_reason_and_asks_them_again_w
     # Each was asked once.
     assert len(workers) == len(set(workers)) == 3
     ring.admin.patch_run(ring.run.id, RunPatch(state="running"))
-    ring.help()
-    until(lambda: ring.now().state == "completed")
+    ring.complete()
 
 
 def test_a_helper_whose_site_withholds_the_run_keeps_its_task(ring: Ring) -> None:
@@ -418,8 +411,7 @@ def test_a_helper_whose_site_withholds_the_run_keeps_its_task(ring: Ring) -> Non
     helper.withheld = {ring.run.id: "its approval has ended"}
     again = helper.take()
     assert (again.id, again.token) == (task.id, task.token + 1)
-    ring.help()
-    until(lambda: ring.now().state == "completed")
+    ring.complete()
 
 
 def test_a_round_does_not_open_without_helpers_that_have_declared_keys(tmp_path: Path) -> None:

@@ -36,11 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def live(tmp_path: Path, clock: Clock, bucket: Bucket) -> Iterator[LiveCoordinator]:
     with LiveCoordinator(tmp_path, clock=clock, blob_url=bucket.url, **PATIENT) as coordinator:
         yield coordinator

@@ -36,11 +36,6 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
     # Every blob is a file, so that files are seen to go.
     patient = {"lease_seconds": 86_400, "liveness_seconds": 1e9}
