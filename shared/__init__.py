@@ -3,6 +3,6 @@
 Both sides use every package but these: `rounds` the coordinator and simulations; `client` workers, commands and the
 Python API; `terminal` and `cli` commands, the Python API and simulations.
 
-The modules in this folder import nothing but each other; `tests/test_architecture.py` holds every package to what its
-docstring says it imports.
+The modules in this folder import nothing but each other; `tests/test_architecture.py` compares every package's
+imports with its docstring.
 """

@@ -40,7 +40,8 @@ def fail(name: str, detail: str, remedy: str) -> Finding:
 
 
 def reason_of(fault: Exception) -> str:
-    """Return why a file cannot be used, without the path, the system's number and OpenSSL's own source lines."""
+    """Return the reason why a file cannot be used, without the path, the system's number and OpenSSL's own source
+    lines."""
     if isinstance(fault, ssl.SSLError):
         return fault.reason.replace("_", " ").lower() if fault.reason else "it is no PEM file of this kind"
     return getattr(fault, "strerror", None) or str(fault)
@@ -51,7 +52,7 @@ MISMATCHES = ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 
 
 def pem_fault(fault: OSError, certificate: Path, key: Path | None) -> str:
-    """Return which file of a certificate and its key cannot be used, and why."""
+    """Return the unusable file of a certificate and its key, and the reason."""
     if isinstance(fault, ssl.SSLError) and fault.reason in MISMATCHES:
         first = f"the first certificate in {certificate}, which has to be the own one"
         return f"{key or certificate} has not the key of {first}"
@@ -90,7 +91,7 @@ _TOML_HINTS = (
     ("Cannot overwrite a value", "this key is in the table already: remove one of the two"),
     ("Expected '='", "write key = value"),
 )
-"""Mistakes by what the line has where parsing stopped, or by what the parser says."""
+"""Remedies by a pattern of the line where parsing stopped, or of the parser's message."""
 
 
 def toml_of(raw: bytes) -> dict[str, Any]:
@@ -126,7 +127,9 @@ def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
                 yield fail(name, f"could not be looked at: {where}{fault.strerror}", "Repair that, then look again.")
             else:
                 yield fail(
-                    name, f"could not be looked at: {type(fault).__name__}: {reason[:300]}", "See what it names."
+                    name,
+                    f"could not be looked at: {type(fault).__name__}: {reason[:300]}",
+                    "Look at the place that the message names.",
                 )
 
 
@@ -184,7 +187,7 @@ def effective(
 
 
 def _is_under(name: str, given: set[str]) -> bool:
-    """Return whether a setting, or a list or table that it is in, was given."""
+    """Return True if a setting, or a list or table that it is in, was given."""
     return any(name == one or name.startswith(f"{one}.") or one.startswith(f"{name}.") for one in given)
 
 

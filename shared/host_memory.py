@@ -38,7 +38,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return what the machine has, or the least limit of the control groups that this process is in."""
+    """Return the machine's memory, or the least limit of the control groups that this process is in."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     return min(whole, *(limit for _, limit in groups(cgroups, membership)), whole)
 

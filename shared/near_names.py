@@ -34,7 +34,7 @@ def did_you_mean(name: str, known: Iterable[str], similarity: float = SUGGESTED)
 
 
 def unread(path: Path | None, fault: Exception) -> str:
-    """Return why a file cannot be read; if it is missing, with the nearest name."""
+    """Return the reason why a file cannot be read; if it is missing, with the nearest name."""
     if path and isinstance(fault, FileNotFoundError):
         return absent(path)
     return "it is not text" if isinstance(fault, UnicodeError) else getattr(fault, "strerror", None) or str(fault)

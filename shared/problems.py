@@ -6,7 +6,7 @@ Problem
 |- Forbidden 403         the token's role does not allow it
 |  `- SiteSuspended      an administrator suspended the site
 |- NotFound 404
-|- Conflict 409          the state is not the one that the request expects
+|- Conflict 409          the request expects another state
 |  |- LeaseLost          the lease expired or is another worker's: drop the work
 |  |- TaskCancelled      the run or round no longer needs the task: drop the work
 |  |- RoundClosed        the update arrived too late to be merged
@@ -167,7 +167,7 @@ class NotFound(Problem):
 class Conflict(Problem):
     status = 409
     code = "conflict"
-    title = "The state is not the one that the request expects"
+    title = "The request expects another state"
     remedy = "Read the resource again, then decide whether to repeat the request."
 
 
@@ -485,7 +485,7 @@ def kind_of_status(status: int) -> type[Problem]:
 
 
 def validated(model: type[M], given: object, detail: str) -> M:
-    """Return what was given as a `model`. Raise Invalid with `detail` and the place of each error."""
+    """Return a given value as a `model`. Raise Invalid with `detail` and the place of each error."""
     try:
         return model.model_validate(given)
     except ValidationError as refusal:

@@ -216,7 +216,7 @@ Unit = Literal["example", "group"]
 
 
 def with_meaning(epsilon: float, shown: str) -> str:
-    """Return an epsilon as it is shown, followed by its meaning if that is none."""
+    """Return an epsilon as it is shown, followed by the words `no protection` if it is too large."""
     return f"{shown}: {NO_PROTECTION}" if epsilon > WEAK_EPSILON else shown
 
 
@@ -277,12 +277,12 @@ class UnitBudget(Budget):
         return Budget(epsilon=2 * self.epsilon, delta=delta)
 
     def is_met_by(self, other: "UnitBudget") -> bool:
-        """Return whether the loss of this budget's unit stays within it under `other`."""
+        """Return True if the loss of this budget's unit stays within it under `other`."""
         bound = other.in_unit(self.unit)
         return bound is not None and bound.epsilon <= self.epsilon and bound.delta <= self.delta
 
     def counts(self, other: "UnitBudget") -> bool:
-        """Return whether what keeps to `other` costs this budget a known loss."""
+        """Return True if what keeps to `other` costs this budget a known loss."""
         return self.unit == "example" or other.unit == "group"
 
 
@@ -294,8 +294,8 @@ def rho_of(target: Budget) -> float:
 
 
 def about_together(budgets: Iterable[Budget], delta: float) -> float:
-    """Return the epsilon at `delta` of what would use up all of the budgets, if it were zCDP: an estimate, within
-    some percent of what an accountant of the mechanisms themselves finds."""
+    """Return the epsilon at `delta` of a zCDP that uses up all of the budgets: an estimate, within
+    some percent of the result of an accountant of the mechanisms themselves."""
     rho = sum(map(rho_of, budgets))
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
 
@@ -327,8 +327,8 @@ class Privacy(UnitBudget):
     clip_norm: float = Field(
         gt=0,
         le=1e6,
-        description="l2 norm that the gradient of one example, or the mean gradient of one group's, over all that "
-        "trains is clipped to",
+        description="l2 norm that the gradient of one example, or the mean gradient of one group's, over all "
+        "trained blocks is clipped to",
     )
     clip: Literal["whole", "per-layer"] = Field(
         default="whole",
@@ -358,7 +358,7 @@ class Privacy(UnitBudget):
 
     @property
     def caveat(self) -> str:
-        """The remainder of a sentence on the bound, if the bound does not cover all that the run reveals."""
+        """The remainder of a sentence on the bound, if the bound does not cover the whole run."""
         return "; the choice of blocks is not covered" if self.selection == "uncovered" else ""
 
     @property
@@ -440,12 +440,12 @@ whose end is not after its beginning ends the day after."""
 
 
 def is_open(hours: Iterable[Span], local: datetime) -> bool:
-    """Return whether the wall clock `local` is within one of the spans."""
+    """Return True if the wall clock `local` is within one of the spans."""
     return any((_minute(local) - begin) % WEEK_MINUTES < lasts for span in hours for begin, lasts in _parsed(span))
 
 
 def minutes_until_open(hours: Iterable[Span], local: datetime) -> int:
-    """Return how many minutes of the wall clock it is until the next span begins; at least one."""
+    """Return the minutes of the wall clock until the next span begins; at least one."""
     begins = (begin for span in hours for begin, _ in _parsed(span))
     return min(((begin - _minute(local) - 1) % WEEK_MINUTES + 1 for begin in begins), default=WEEK_MINUTES)
 
@@ -455,5 +455,5 @@ def _minute(local: datetime) -> int:
 
 
 def is_weak(privacy: Budget | None) -> bool:
-    """Return whether noise hides hardly anything of a unit: there is none, or too little to count."""
+    """Return True if noise hides hardly anything of a unit: there is none, or too little to count."""
     return privacy is None or privacy.epsilon > WEAK_EPSILON

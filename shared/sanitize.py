@@ -26,7 +26,7 @@ def fit_to_show(value: T) -> T | str:
     escape sequence, say, or has what follows shown from right to left. Return any other value as it is."""
     if not isinstance(value, str) or value.isprintable():
         return value
-    # What is markup already stays markup.
+    # Markup stays markup.
     return type(value)(SUSPECT.sub(_fit, value))
 
 

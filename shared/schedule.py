@@ -21,12 +21,12 @@ def local_steps(training: Training, examples: int) -> int:
 
 
 def local_epochs(training: Training, examples: int) -> int:
-    """Return the number of passes over `examples` examples in one phase, the last of which may end early."""
+    """Return the number of passes over `examples` examples in one phase; the last pass may end early."""
     return ceil(local_steps(training, examples) / steps_per_epoch(training, examples))
 
 
 def trains_on_few(training: Training, examples: int, least: int) -> bool:
-    """Return whether a phase ends before a pass over `examples` examples, with batches of fewer than `least`."""
+    """Return True if a phase ends before a pass over `examples` examples, with batches of fewer than `least`."""
     few = training.batch_size is not None and training.batch_size < least
     return few and local_steps(training, examples) < steps_per_epoch(training, examples)
 

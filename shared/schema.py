@@ -148,7 +148,7 @@ TokenRole = Literal["admin", "orchestrator", "viewer", "site", "enrolment"]
 EnrolmentState = Literal["pending", "approved", "declined", "expired"]
 
 SecretHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""The SHA-256 of a whole token: all that a coordinator keeps of one."""
+"""The SHA-256 of a whole token. A coordinator keeps it, and not the token."""
 
 ShortText = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=64)]
 """A worker's description of itself, for people."""

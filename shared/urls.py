@@ -19,7 +19,7 @@ _OPTION = re.compile(r"([?&][^=&]*(?:password|passwd|passphrase|secret|token|acc
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether what is sent there stays on this machine."""
+    """Return True if what is sent there stays on this machine."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -27,9 +27,9 @@ def is_loopback(host: str) -> bool:
 
 
 def networks_of(address: str) -> tuple[str, ...]:
-    """Return what requests from an address are counted by, the narrowest first: an IPv4 address by itself; one of
-    IPv6 by its /64, of which a single machine may use every address, and by its /48, which a single customer may
-    have."""
+    """Return the networks by which requests from an address are counted, the narrowest first: an IPv4 address by
+    itself; an IPv6 address by its /64, as a single machine may use every address in it, and by its /48, as a single
+    customer may have one."""
     try:
         found = ip_address(address)
     except ValueError:
@@ -101,7 +101,7 @@ def _unusable_proxy(proxy: str) -> str | None:
 
 
 def _bypasses_proxy(parts: SplitResult, listed: str) -> bool:
-    """Return whether NO_PROXY lists a URL's host: by name or address, by a parent domain, or by a range."""
+    """Return True if NO_PROXY lists a URL's host: by name or address, by a parent domain, or by a range."""
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return proxy_bypass(host) or any(_covers(entry, host, port) for entry in re.split(r"[,\s]+", listed.lower()))

@@ -203,7 +203,7 @@ def _unknown_key(steps: Steps, kinds: Sequence[Any], model: object) -> str:
 
 
 def _located(error: Mapping[str, Any], model: object) -> tuple[Steps, list[Any]]:
-    """Return the place of an error, and the types of what contains its last step."""
+    """Return an error's path and the candidate types of its parent."""
     kinds, above, steps = list(_members(model)), [], []
     for step in error["loc"]:
         if isinstance(step, str) and _MEMBER.match(step):
@@ -245,7 +245,7 @@ def _tags(kind: Any) -> set[str]:
 
 
 def _inside(kind: Any, step: str | int) -> Iterator[Any]:
-    """Yield the types of what is at a step into a value of a type."""
+    """Yield the types of the value at a step into a value of a type."""
     if _is_model(kind):
         if isinstance(step, str) and (field := kind.model_fields.get(step)):
             yield from _members(field.annotation)

@@ -25,7 +25,7 @@ except PackageNotFoundError:
 
 
 def install_line(extra: str = "", *, elsewhere: bool = False) -> str:
-    """Return the shell command that adds an extra to this installation, or what it lacks of its own requirements.
+    """Return the shell command that adds an extra to this installation, or its own missing requirements.
 
     `elsewhere`: for the installation of another machine, about which nothing is known.
     """

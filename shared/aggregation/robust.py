@@ -43,7 +43,7 @@ class RobustRule(Frozen):
 
     @property
     def neutral(self) -> bool:
-        """Return whether the rule is the weighted mean."""
+        """Return True if the rule is the weighted mean."""
         return False
 
     @property
@@ -53,7 +53,7 @@ class RobustRule(Frozen):
 
     @abstractmethod
     def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
-        """Return what to take off `base`: the rule's step times `share`, with the sign turned."""
+        """Return the tensor to subtract from `base`: the rule's step times `share`, with the sign turned."""
 
 
 class Mean(RobustRule):
@@ -179,7 +179,8 @@ class ByGram(Guard):
 
     @abstractmethod
     def weights(self, gram: Array, attackers: int) -> Array:
-        """Return what each step counts, float64 [senders], from their inner products, float64 [senders, senders]."""
+        """Return the weight of each step, float64 [senders], from their inner products, float64 [senders,
+        senders]."""
 
     def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
         plain = weighted_steps(base, [(-1.0, sent) for sent in senders])
@@ -269,7 +270,7 @@ def _apart(gram: Array) -> Array:
 
 
 def _distances(gram: Array, weights: Array) -> Array:
-    """Return how far each step is from the weighted sum of all, [senders]."""
+    """Return each step's distance from the weighted sum of all, [senders]."""
     inner = (gram * weights).sum(axis=1)
     squares = gram.diagonal() - 2 * inner + (inner * weights).sum()
     away: Array = np.sqrt(np.maximum(squares, 0))
@@ -304,7 +305,7 @@ class Weighed(Derived):
                 for one, weight in zip(sent, self.weights, strict=True)
             ]
         )
-        # Who overflows what it is added up in is infinitely far off, and one attacker less.
+        # A step whose squares overflow is infinitely far off, and one attacker less.
         counted = np.flatnonzero(np.isfinite(gram.diagonal()))
         if not counted.size:
             return (), ()

@@ -37,16 +37,16 @@ class OptimizerRule(Frozen):
 
     @property
     def neutral(self) -> bool:
-        """Return whether the rule leaves every merge unchanged."""
+        """Return True if the rule leaves every merge unchanged."""
         return False
 
     def moments(self) -> dict[str, OptimizerMoment]:
-        """Return what it remembers, by letter."""
+        """Return the rule's moments, by letter."""
         return {}
 
     @abstractmethod
     def step(self, g: Array, moments: Mapping[str, Array]) -> Array:
-        """Return what to take off the base, given the gradient and the moments that it has already entered."""
+        """Return the step to subtract from the base, given the gradient and the moments with the gradient in them."""
 
 
 class Plain(OptimizerRule):

@@ -233,7 +233,7 @@ class Status(Message):
     needs_attention: tuple[Concern, ...]
     needs_attention_total: int
     failures: tuple[FailureGroup, ...]
-    """Those that failed last, the newest first."""
+    """The tasks that failed last, the newest first."""
     blobs: int
     blob_bytes: int
     free_disk_bytes: int

@@ -8,7 +8,7 @@ from typing import Any
 from tessera.shared.api.admin import AuditEntry
 
 GENESIS = "0" * 64
-"""The digest that the first entry names as the one before it."""
+"""The digest before the first entry, which that entry names."""
 
 
 def link(previous: str, entry: dict[str, Any]) -> str:
@@ -18,7 +18,7 @@ def link(previous: str, entry: dict[str, Any]) -> str:
 
 
 def first_broken(entries: Iterable[AuditEntry]) -> int | None:
-    """Return the number of the first entry that is not what was chained there, or None if the chain holds."""
+    """Return the number of the first entry that differs from the chain, or None if the chain holds."""
     digest = GENESIS
     for number, shown in enumerate(entries, start=1):
         entry = {

@@ -12,7 +12,7 @@ BINS = 15
 """Bins of confidence of equal width, open below and closed above."""
 
 MAX_CLASSES = 1_000
-"""The most classes of which counts leave a site: a vocabulary has more, and its counts would be those of words."""
+"""The most classes whose counts leave a site: a vocabulary has more, and its counts would be counts of words."""
 
 ROUNDING = 1e-3
 """Relative error of a sum of three digits, and more."""
@@ -78,7 +78,7 @@ class ClassCounts(Message):
 
 
 def can_pool(counts: Sequence[ClassCounts | None]) -> bool:
-    """Return whether there are counts, none is missing, and all are of the same classes."""
+    """Return True if there are counts, none is missing, and all are of the same classes."""
     return None not in counts and len({(len(each.labels), each.ignored) for each in counts if each}) == 1
 
 

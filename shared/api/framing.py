@@ -20,7 +20,7 @@ def pack_task(task: Task) -> bytes:
 
 
 def unpack_task(body: bytes) -> Task:
-    """Return the task of a body. Raise ValueError for a body that is none."""
+    """Return the task of a body. Raise ValueError for a malformed body."""
     document, blobs = unpack(body)
     if len(blobs) > MAX_INLINE_BLOBS:
         raise ValueError(f"the body has {len(blobs)} blobs; a task has at most {MAX_INLINE_BLOBS}")
@@ -45,7 +45,7 @@ def _head(document: str, sizes: Sequence[int]) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[bytes, tuple[bytes, ...]]:
-    """Return the document, unread, and the blobs. Raise ValueError for a body that is none."""
+    """Return the document, unread, and the blobs. Raise ValueError for a malformed body."""
     document, sizes, data = unpack_head(body)
     if sum(sizes) != len(data):
         raise ValueError(f"{len(data)} bytes follow the document; {sum(sizes)} are announced")
@@ -58,7 +58,7 @@ def unpack(body: bytes) -> tuple[bytes, tuple[bytes, ...]]:
 
 def unpack_head(body: bytes) -> tuple[bytes, list[int], bytes]:
     """Return the document, unread, the blobs' sizes, and what is there of their bytes. Raise ValueError for the
-    beginning of a body that is none."""
+    malformed beginning of a body."""
     document, _, rest = body.partition(b"\n")
     line, _, data = rest.partition(b"\n")
     sizes = check_document(line, MAX_INLINE_BLOBS)

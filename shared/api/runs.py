@@ -1,4 +1,4 @@
-"""Runs: their settings, rounds, previews and measurements. What a site keeps has no place in any message."""
+"""Runs: their settings, rounds, previews and measurements. No message has a place for a site's own values."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -60,9 +60,7 @@ class Cohort(Frozen):
         ),
     )
 
-    size: PositiveInt | None = Field(
-        default=None, description="sites chosen per round; all that are live if left out"
-    )
+    size: PositiveInt | None = Field(default=None, description="sites chosen per round; every live site if left out")
     workers_per_site: PositiveInt = Field(
         default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
     )
@@ -106,7 +104,7 @@ class Evaluation(Frozen):
     """Data on which new versions are measured: a central data set, each site's held-out examples, or both."""
 
     dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
-    sites: bool = Field(default=False, description="each site that trains evaluates on what it holds out of its data")
+    sites: bool = Field(default=False, description="each site that trains evaluates on its held-out examples")
     every: PositiveInt = Field(default=1, description="rounds between evaluations; the last version always counts")
     ignore: tuple[ClassName, ...] = Field(
         default=(),
@@ -121,7 +119,7 @@ class Evaluation(Frozen):
         return self
 
     def due(self, number: int, rounds: int) -> bool:
-        """Return whether version `number` of a run of `rounds` rounds is measured."""
+        """Return True if version `number` of a run of `rounds` rounds is measured."""
         return number % self.every == 0 or number == rounds
 
     def versions(self, rounds: int) -> int:
@@ -173,7 +171,9 @@ class RunSpec(Frozen):
     seed: Seed = Field(default=0, description="decides every random choice of the run: cohorts, batches, noise")
     cohort: Cohort = Field(default=Cohort(), description="who takes part in a round, and for how long it waits")
     training: Training = Field(default=Training(), description="local training at each worker")
-    privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
+    privacy: Privacy | None = Field(
+        default=None, description="differential privacy of each worker's training examples"
+    )
     client_privacy: ClientPrivacy | None = Field(
         default=None,
         description="differential privacy of each site as a whole, by noise at the coordinator or, with secure_sums, "
@@ -216,7 +216,7 @@ class RunSpec(Frozen):
     max_examples: PositiveInt | Unlimited | None = Field(
         default=None,
         description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
-        "what the eligible sites have when the first round opens, and no limit in a simulation",
+        "the eligible sites' numbers when the first round opens, and no limit in a simulation",
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
@@ -349,7 +349,8 @@ class Run(Message):
     """In force since the run's first round opened, and the same for all its rounds; None until then."""
     version: VersionRef
     client_epsilon: float | None = None
-    """Bound on what all versions so far reveal about one site, at the delta of `client_privacy`; None without it."""
+    """Bound on the information about one site in all versions so far, at the delta of `client_privacy`; None without
+    it."""
     model_bytes: int
     revision: int
     tags: tuple[str, ...] = ()
@@ -392,7 +393,7 @@ class WorkerPreview(Message):
     workload: RoundWorkload | None = None
     """Its work in the first round; None if it would not take part, or is not drawn for that round."""
     never_sends: tuple[str, ...] = ()
-    """In words, what each of its site's rules about blocks that never leave keeps back of the model."""
+    """In words, the blocks of the model that each of the site's rules keeps back."""
     evaluations_left: int | None = None
     """The versions that its site would still measure; None if it measures none, or does not advertise it."""
 
@@ -468,7 +469,8 @@ class Round(Message):
 
 
 class Measurement(Message):
-    """One evaluation of one version, on a central data set or on what a site holds out of the run's own."""
+    """One evaluation of one version, on a central data set or on the examples that a site holds out of the run's
+    own."""
 
     version: int
     dataset: str

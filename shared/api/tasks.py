@@ -1,4 +1,4 @@
-"""Tasks: what a worker claims, how it reports progress, and what it submits."""
+"""Tasks: a worker's claims, reports of progress and submissions."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class TaskView(Message):
 
     @property
     def is_accepted(self) -> bool:
-        """Return whether its report was accepted, even if it was left out later."""
+        """Return True if its report was accepted, even if it was left out later."""
         return self.state in ACCEPTED
 
 
@@ -238,9 +238,10 @@ class AdvertisedPolicy(Message):
     budgets: dict[Label, UnitBudget] = Field(default={}, max_length=256)
     """Privacy budget for all runs together, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
-    """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
+    """The least budget, at the same delta, that holds the privacy spent of those data sets so far."""
     max_weekly_privacy: UnitBudget | None = None
-    """Privacy budget for all runs together in any seven days, of each data set. What is spent of it is not shown."""
+    """Privacy budget for all runs together in any seven days, of each data set. The part that is spent is not
+    shown."""
     max_total_privacy: UnitBudget | None = None
     """Privacy budget for all runs and all data sets of the site together."""
     total_spent: PositiveFloat | None = None
@@ -340,9 +341,9 @@ class Claim(Message):
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True) | spoken, separators=(",", ":"))
 
     def shortened(self) -> Claim:
-        """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
-        are withheld, and on which terms, then the names of classes, the schemas and the advertised policy, which only
-        help to plan."""
+        """Return the claim without its dispensable parts, if it is longer than a coordinator takes: first the reasons
+        why runs are withheld, and on which terms, then the names of classes, the schemas and the advertised policy,
+        which only help to plan."""
         nameless = {name: schema.model_copy(update={"class_names": ()}) for name, schema in self.schemas.items()}
         changes: tuple[dict[str, object], ...] = (
             {"withheld": dict.fromkeys(self.withheld, "withheld")},
@@ -414,8 +415,9 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
-    """The run's bound on what all versions together reveal about one site. With `honest_sites` the site clips its
-    update and adds its share of the noise; without, the coordinator says that it does, which no worker can verify."""
+    """The run's bound on the information about one site in all versions together. With `honest_sites` the site clips
+    its update and adds its share of the noise; without, the coordinator says that it does, which no worker can
+    verify."""
     codec: str
     secure_sums: SecureSums | None = None
     """The run's settings of secure sums."""
@@ -448,7 +450,7 @@ class Task(Message):
     that entry, unless it is an older copy."""
     inline_blobs: Annotated[tuple[bytes, ...], Field(max_length=MAX_INLINE_BLOBS)] = ()
     """Blobs that need not be fetched any more: what is new in the version, where that is little. A worker goes by the
-    digests of what is here, and by nothing else."""
+    digests of these bytes, and by nothing else."""
 
     @field_serializer("robust", "server_optimizer")
     def _with_its_name(self, rule: BaseModel) -> dict[str, Any]:
@@ -460,7 +462,7 @@ class Task(Message):
         if self.round > self.rounds:
             raise ValueError(f"there is no round {self.round} in a run of {self.rounds}")
         if self.held_out and self.kind != "evaluate":
-            raise ValueError("nothing trains on what is held out")
+            raise ValueError("no task trains on held-out examples")
         return self
 
     @property
@@ -477,7 +479,7 @@ class Task(Message):
 
     @property
     def alike_digest(self) -> Digest:
-        """Identifies all that is the same for the sites of a round with secure sums."""
+        """The digest of the fields that are the same for all sites of a round with secure sums."""
         fields = self.model_dump(mode="json", include=set(ALIKE))
         return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 

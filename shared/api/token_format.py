@@ -16,8 +16,8 @@ def new_secret(role: str) -> str:
 
 
 def hash_of(secret: str) -> str:
-    """Return what a coordinator keeps of a token. A plain hash is enough for 256 random bits: there is nothing to
-    guess."""
+    """Return the hash that a coordinator keeps of a token. A plain hash is enough for 256 random bits: there is
+    nothing to guess."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

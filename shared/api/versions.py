@@ -49,7 +49,7 @@ class Manifest(Frozen):
 
     @classmethod
     def read(cls, document: bytes, fetch: Callable[[Digest], bytes]) -> Self:
-        """Return the manifest of a document; its root's is fetched. Raises ValueError for what is none."""
+        """Return the manifest of a document; its root's is fetched. Raises ValueError for another document."""
         manifest = read_document(cls, document)
         if manifest.root is None:
             return manifest
@@ -59,7 +59,7 @@ class Manifest(Frozen):
         return manifest.model_copy(update={"blocks": root.blocks | manifest.blocks})
 
     def document(self, root: Manifest | None = None) -> bytes:
-        """Return what is stored; `root` is the manifest that `self.root` names."""
+        """Return the stored document; `root` is the manifest that `self.root` names."""
         if root is None:
             return canonical(self)
         return canonical(self.model_copy(update={"blocks": self.changed(root)}))

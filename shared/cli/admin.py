@@ -208,7 +208,7 @@ def approve(
         str | None,
         typer.Option(
             callback=checked_label,
-            help="The worker's site, created if missing; by default the one that the worker names, if it exists.",
+            help="The worker's site, created if missing; by default the site that the worker names, if it exists.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -63,7 +63,7 @@ def connect(
 
 
 def _is_given(ctx: typer.Context, option: str) -> bool:
-    """Return whether an option is on the command line, rather than in a variable or by default."""
+    """Return True if an option is on the command line, rather than in a variable or by default."""
     source = ctx.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -98,7 +98,7 @@ LiveChanges = Annotated[
 @app.command()
 def init(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="The method, such as fedavg.")],
-    dataset: Annotated[str, typer.Option(help="What sites call the data to train on.")] = "data",
+    dataset: Annotated[str, typer.Option(help="The sites' name of the data to train on.")] = "data",
     paper: Annotated[
         bool, typer.Option("--paper", help="Use the values that the method's paper states, each with its source.")
     ] = False,

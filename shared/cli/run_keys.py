@@ -29,7 +29,7 @@ class Key:
 
 
 def keys_of(model: type[BaseModel], above: str = "") -> Iterator[Key]:
-    """Yield the keys of a model in their order, with those of tables within it."""
+    """Yield the keys of a model in their order, with the keys of tables within it."""
     schema = model.model_json_schema()
     shared, required = schema.get("$defs", {}), set(schema.get("required", ()))
     for name, each in schema.get("properties", {}).items():

@@ -79,7 +79,7 @@ def _tables(method: Method[Any], stated: Stated) -> Iterator[str]:
     yield from _table("training", Training, "Local training at each worker.", method.training, stated)
     said = "Each site measures every version on the examples that it holds out of its data."
     yield from _table("evaluation", Evaluation, said, {"sites": True}, stated)
-    yield _comment("Differential privacy of what each worker sends; values of required keys are examples.")
+    yield _comment("Differential privacy of each worker's updates; values of required keys are examples.")
     yield "# [privacy]"
     yield from _keys(keys_of(Privacy), examples=PRIVATE)
     yield _comment(

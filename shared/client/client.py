@@ -163,7 +163,8 @@ class Client:
         return self._create("/v1/runs", spec, Run, key)
 
     def preview_run(self, spec: RunSpec) -> Preview:
-        """Return which workers would take part in a run, and why others would not. Its model must be uploaded."""
+        """Return the workers that would take part in a run, and the reasons why others would not. Its model must be
+        uploaded."""
         return self._post("/v1/runs/preview", spec, Preview)
 
     def runs(self) -> Iterator[Run]:
@@ -418,7 +419,7 @@ class Client:
         self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
 
     def rotate_token(self, token_id: str, secret_hash: str) -> Rotated:
-        """Replace the secret of any token by the one with this hash, as an administrator."""
+        """Replace the secret of any token by a secret with this hash, as an administrator."""
         return self._post(f"/v1/admin/tokens/{token_id}/rotate", Rotation(secret_hash=secret_hash), Rotated)
 
     def ask_to_join(self, spec: EnrolmentSpec) -> Enrolment:
@@ -440,7 +441,7 @@ class Client:
         return self._post(f"/v1/enrolments/{enrolment_id}/decline", None, Enrolment)
 
     def rotate(self, secret_hash: str) -> Rotated:
-        """Replace the secret of this client's token by the one with this hash."""
+        """Replace the secret of this client's token by a secret with this hash."""
         return self._post("/v1/tokens/rotate", Rotation(secret_hash=secret_hash), Rotated)
 
     def audit(self) -> Iterator[AuditEntry]:

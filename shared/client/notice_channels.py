@@ -71,7 +71,7 @@ def connected(host: str, port: int, context: ssl.SSLContext) -> Iterator[ssl.SSL
 
 
 def _reason(host: str, fault: Exception) -> str:
-    """Return what a fault of the network, TLS, the receiver or a file means, with the remedy if it is known."""
+    """Return the meaning of a fault of the network, TLS, the receiver or a file, with the remedy if it is known."""
     match fault:
         case ssl.SSLCertVerificationError():
             return f"{host} has no trusted certificate ({fault.verify_message}); for your own CA, set SSL_CERT_FILE"

@@ -188,7 +188,7 @@ def _after(client: Client, run_id: str, round_: Round) -> Iterator[Round]:
 
 
 def _settled(round_: Round, run: Run, found: Iterable[Measurement], last: Round | None) -> bool:
-    """Return whether no more metrics of a round are expected."""
+    """Return True if no more metrics of a round are expected."""
     if round_.state not in OVER:
         return False
     evaluation = run.spec.evaluation

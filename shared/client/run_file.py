@@ -111,8 +111,8 @@ def value_of(text: str) -> Any:
 def _change_all(given: dict[str, Any], settings: Sequence[str], note: Note = lambda _: None) -> None:
     """Change the settings in place.
 
-    For another method, the settings of the one before are dropped, even those that both have: the `mu` of one is not
-    the `mu` of the other.
+    For another method, the settings of the method before are dropped, even those that both have: the `mu` of one is
+    not the `mu` of the other.
     """
     trial = deepcopy(given)
     for setting in settings:

@@ -103,7 +103,7 @@ class Transfers:
         offset = 0
 
         def attempt() -> bool:
-            """Send the next piece. Return whether it was the last."""
+            """Send the next piece. Return True if it was the last."""
             nonlocal offset
             try:
                 offset = int(self._transport.once("HEAD", location).header("Upload-Offset"))
@@ -135,7 +135,7 @@ class Transfers:
             pass
 
     def _sends_smaller(self, page: IntermediaryFault, count: int) -> bool:
-        """Halve the size of later pieces for a proxy that limits the bodies of requests. Return whether that may
+        """Halve the size of later pieces for a proxy that limits the bodies of requests. Return True if that may
         help, after a refused piece of `count` bytes."""
         if not page.is_body_limit or count <= LEAST_PIECE_BYTES:
             return False

@@ -130,7 +130,7 @@ class IntermediaryFault(ServerFault):
 
 
 SHOWN_BYTES = 50_000
-"""Size from which a request's body may be what an intermediary refuses."""
+"""Size from which a request's body may be the reason of an intermediary's refusal."""
 
 SHOWN_WORDS = 120
 """Characters of a page's text that its error quotes."""
@@ -180,7 +180,7 @@ class Credential(httpx.Auth):
         yield request
 
     def renewed(self, refused: str) -> bool:
-        """Read the secret again and return whether it differs from the refused one."""
+        """Read the secret again and return True if it differs from the refused one."""
         self.secret = self._reread() or self.secret
         return self.secret != refused
 
@@ -378,7 +378,7 @@ def _answer_of(response: httpx.Response, content: bytes = b"") -> Answer:
 
 
 def _is_page(response: httpx.Response) -> bool:
-    """Return whether an answer is for people: a coordinator sends a client none."""
+    """Return True if an answer is for people: a coordinator sends a client none."""
     kind = str(response.headers.get("Content-Type", ""))
     return kind.startswith(("text/html", "text/plain", "application/xhtml"))
 
@@ -507,7 +507,7 @@ _usual_tls = lru_cache(maxsize=4)(_environment_tls)
 
 
 def may_pass(problem: Problem) -> bool:
-    """Return whether a problem may pass by itself: a coordinator says so, or the line failed, so that no coordinator
+    """Return True if a problem may pass by itself: a coordinator says so, or the line failed, so that no coordinator
     wrote the answer, or not as it arrived."""
     return problem.retryable or isinstance(problem, Unreachable | NotUnderstood | IntermediaryFault)
 

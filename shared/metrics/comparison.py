@@ -74,7 +74,7 @@ class MainScore(NamedTuple):
 
 
 def has_own_models(measurements: Iterable[Measured]) -> bool:
-    """Return whether sites' own models are what a run makes: whether at least half of its sites measured one.
+    """Return True if a run makes sites' own models: if at least half of its sites measured one.
 
     Fewer, such as a single site that reports such a metric under FedAvg, do not decide how a run is measured.
     """
@@ -87,7 +87,7 @@ def has_own_models(measurements: Iterable[Measured]) -> bool:
 
 
 def main_names(measurements: Iterable[Measured]) -> tuple[str, ...]:
-    """Return the names of the main scores: those of sites' own models if a run makes these."""
+    """Return the names of the main scores, of sites' own models if a run makes these."""
     return tuple(PERSONAL + name for name in MAIN_SCORES) if has_own_models(measurements) else MAIN_SCORES
 
 
@@ -193,7 +193,7 @@ def _sites_of(scores: Mapping[str, Score]) -> set[str]:
 
 
 def totals(costs: Sequence[RoundCost]) -> tuple[dict[int, int], dict[int, float]]:
-    """Return the bytes and the seconds from the run's start to each version, with those of abandoned attempts."""
+    """Return the bytes and the seconds from the run's start to each version, abandoned attempts included."""
     moved = accumulate(cost.bytes for cost in costs)
     lasted = accumulate(cost.seconds for cost in costs)
     made = [(c.version, b, s) for c, b, s in zip(costs, moved, lasted, strict=True) if c.version is not None]
@@ -202,7 +202,7 @@ def totals(costs: Sequence[RoundCost]) -> tuple[dict[int, int], dict[int, float]
 
 @dataclass(frozen=True)
 class History:
-    """A run with what happened in it."""
+    """A run with its rounds and measurements."""
 
     run: Run
     costs: Sequence[RoundCost]
@@ -240,8 +240,8 @@ class History:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One of the compared runs. Mappings are by version; bytes and seconds are totals from the run's start, with
-    those of abandoned attempts."""
+    """One of the compared runs. Mappings are by version; bytes and seconds are totals from the run's start,
+    abandoned attempts included."""
 
     id: str
     name: str
@@ -325,7 +325,7 @@ def compare(histories: Sequence[History], metric: str | None = None, reach: Sequ
     at_sites = metric is None and any(has_own_models(history.measurements) for history in histories)
     mains = (main_score(history.measurements, metric, at_sites=at_sites) for history in histories)
     found = list(dict.fromkeys(main.name for main in mains if main))
-    # Beside each other, own models and versions are compared by what both were measured by.
+    # Beside each other, own models and versions are compared by the scores that both have.
     shown = found[0] if len(found) == 1 else found[0].removeprefix(PERSONAL) if found else None
     names = Counter(history.run.spec.name for history in histories)
     runs = tuple(

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 
-# It reports its use to its makers unless it is told not to, and what an institution runs is its own business.
+# Disable MLflow's usage telemetry.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 from mlflow import MlflowClient
@@ -24,7 +24,7 @@ from tessera.shared.problems import Invalid
 TAG = "tessera.run"
 STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
 
-# What one request to a tracking server may hold.
+# Limits of one request to a tracking server.
 BATCH = 1000
 MAX_NAME_LENGTH = 250
 MAX_PARAM_LENGTH = 500
@@ -79,7 +79,7 @@ def _run(client: MlflowClient, run: Run, experiment: str) -> MlflowRun:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what the run asked for, by the paths of its settings."""
+    """Yield the run's settings by their paths."""
     for name, value in run.spec.model_dump(mode="json", exclude={"name"}, exclude_none=True).items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", str(inner)) for key, inner in value.items())

@@ -49,7 +49,7 @@ def rows_of(
     """Yield the rows of a run: its rounds in order, the measurements and metrics of each version, and the cost of the
     scores to `reach`.
 
-    An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
+    An attempt at a round that was abandoned has rows too, with no version: its cost was spent.
     Of a run whose sites choose layers, each update has a row for each layer that it holds.
     """
     found, versions, rounds = list(measurements), list(versions), list(rounds)

@@ -55,7 +55,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """One number over the sites. What is worse depends on the number: a higher loss, a lower accuracy."""
+    """One number over the sites. A higher loss is worse, and a lower accuracy."""
 
     sites: int
     mean: float
@@ -71,7 +71,7 @@ class Spread:
 
 
 def is_better_low(metric: str) -> bool:
-    """Return whether lower values of a metric are better."""
+    """Return True if lower values of a metric are better."""
     return metric.removeprefix(PERSONAL) in BETTER_LOW
 
 
@@ -114,13 +114,13 @@ def spreads(measurements: Iterable[Measured], names: Collection[str] | None = No
 
 
 def headlines(names: Collection[str]) -> Iterator[str]:
-    """Yield the names of the headline metric of a version and of the one of the personal models."""
+    """Yield the names of a version's headline metric and of the personal models' headline metric."""
     for prefix in ("", PERSONAL):
         yield from [prefix + name for name in HEADLINES if prefix + name in names][:1]
 
 
 def scores_by_site(measurements: Iterable[Measured], name: str) -> dict[str, dict[int, float]]:
-    """Return one number that sites measured on what they hold out, by site and version.
+    """Return one number that sites measured on their held-out examples, by site and version.
 
     The workers of a site count as one, each in proportion to its labels.
     """
@@ -158,7 +158,7 @@ def joined(scores: list[Score]) -> Score:
 def over_sites(name: str, scores: Iterable[Score]) -> float:
     """Return a metric over some sites: each label counts alike or, without its counts, each site."""
     by_site = _by_site(scores)
-    # A site's counts may lack what its metrics have: then the mean is left.
+    # A site's counts may lack a score that its metrics have: then the mean is left.
     if (counts := pooled([score.counts for score in by_site])) and name in (found := counts.scores()):
         return found[name]
     alike = name.removeprefix(PERSONAL) in MEANS_OF_SITES
@@ -179,7 +179,7 @@ def score_of(one: Measured, name: str) -> Score:
 def scores_by_version(
     measurements: Iterable[Measured], names: Collection[str] | None = None
 ) -> dict[int, dict[str, float]]:
-    """Return what was measured of each version: on the central data set or, of one that was not measured there, over
+    """Return the scores of each version: on the central data set or, of one that was not measured there, over
     the sites, under the names of `name_over_sites`. `names` are those that are wanted; all by default."""
     by_version: dict[int, list[Measured]] = {}
     for measurement in measurements:

@@ -439,7 +439,7 @@ def svg_file(panel: Panel) -> str:
 
 
 def _keys_a_line(panel: Panel) -> int:
-    """Return how many names fit beside each other: names of combinations differ in their last letters."""
+    """Return the number of names that fit beside each other: names of combinations differ in their last letters."""
     longest = max((len(one.name[:MAX_KEY]) for one in panel.series), default=0)
     return max(1, min(4, WIDTH_OF_KEYS // (34 + LETTER * longest)))
 

@@ -53,4 +53,4 @@ class LayerAttention:
     per_example: bool = True
     """True if the layer reads examples; False if it reads tokens that all examples have in common."""
     rows: Mapping[str, ByHead] = field(default_factory=dict)
-    """Those of the layer's blocks, by name, whose rows or columns belong to heads."""
+    """The layer's blocks whose rows or columns belong to heads, by name."""

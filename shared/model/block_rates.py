@@ -15,7 +15,7 @@ def rate_of(training: Training, block: Block, *, private: bool = False) -> float
 
 
 def rate_faults(training: Training, blocks: Sequence[Block]) -> Iterator[str]:
-    """Yield why a model of these blocks cannot be trained at the run's rates, with the remedies."""
+    """Yield the reasons why a model of these blocks cannot be trained at the run's rates, with the remedies."""
     if not training.rates:
         return
     roles: list[str] = sorted({block.role for block in blocks})

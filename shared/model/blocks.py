@@ -68,7 +68,8 @@ class Block(Frozen):
     part: TensorSlice | None = None
     role: Role
     adapts: tuple[Role, ...] = ()
-    """An adapter's: the roles of what it adds to. Several for a factor that a fused matrix's parts share."""
+    """An adapter's: the roles of the matrices that it adds to. Several for a factor that a fused matrix's parts
+    share."""
     layer: Annotated[int, Field(ge=0)] | None = None
     shape: tuple[PositiveInt, ...] = Field(max_length=8)
     dtype: DType
@@ -150,7 +151,7 @@ def check_table(blocks: Sequence[Block]) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of one stack, with its blocks in the table's order: all that the stack holds under one number.
+    """One layer of one stack, with its blocks in the table's order: everything that the stack holds under one number.
 
     An encoder-decoder or a model of two towers has several stacks, each with a layer 0. Layers that share their
     tensors are one. Blocks without a layer (embeddings, the last norm, the head) are in none.

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from tessera.shared.problems import Invalid
 
-# Keys of a config, and what they could make transformers do.
+# Keys of a config, and their possible effects in transformers.
 UNSAFE_KEYS = {
     "auto_map": "names code to import",
     "custom_pipelines": "names code to import",

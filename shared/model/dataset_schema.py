@@ -28,7 +28,7 @@ TAKES: Mapping[Head, tuple[str, ...]] = {
 """The inputs that a model with this head cannot do without."""
 
 VOCABULARY_HEADS: tuple[Head, ...] = ("masked-lm", "causal-lm", "seq2seq-lm")
-"""Those with a row for each token."""
+"""Kinds of data with a row for each token."""
 
 FIXED_SIZE = ("vit", "vit_msn", "ijepa", "clip", "siglip")
 """Model types that refuse images of another size than `image_size`; most others resize their positions."""
@@ -100,7 +100,7 @@ class DatasetSchema(Message):
         return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
 
     def mismatches(self, model: Model, *, padded: bool, vocabulary: str | None = None) -> list[str]:
-        """Return why the model would fail on such data, or learn nothing. What is not certain is left out.
+        """Return the reasons why the model would fail on such data, or learn nothing. Uncertain reasons are left out.
 
         `padded`: whether every text is padded to `max_length`, as under differential privacy. `vocabulary` is that of
         the model's tokenizer, if it is known.
@@ -145,7 +145,7 @@ class DatasetSchema(Message):
         return self._order_mismatch(class_names(model)) if self.class_names else None
 
     def _loss_mismatch(self, model: Model) -> str | None:
-        """Return why transformers would learn labels that are classes as numbers: a key of the model's config that is
+        """Return the reason why transformers would learn classes as numbers: a key of the model's config that is
         left of another task."""
         labels = self.inputs.get(LABELS)
         if not (self.classes or (labels and labels.dtype.startswith("int"))) or class_count(model):
@@ -202,7 +202,7 @@ class DatasetSchema(Message):
 
 
 def class_count(model: Model) -> int | None:
-    """Return the number of classes of which each label is one; None for a model of another kind."""
+    """Return the number of classes of a model whose labels are classes; None for a model of another kind."""
     config, names = model.config, _part(model.config, "id2label")
     if not model.head.endswith("-classification"):
         return None
@@ -224,7 +224,7 @@ def class_names(model: Model) -> list[str]:
 
 
 def ignore_fault(names: Sequence[str], model: Model) -> str | None:
-    """Return why macro F1 cannot leave these classes out; None if it can."""
+    """Return the reason why macro F1 cannot leave these classes out; None if it can."""
     known = class_names(model) if class_count(model) else []
     if names and not known:
         return "names classes, and the model's config names none: add `id2label` to it, or leave this out"
@@ -249,7 +249,7 @@ def name_digests(names: Sequence[str]) -> tuple[ShortDigest, ...]:
 
 
 def limits(model: Model) -> str:
-    """Return the type of a model, and what its config says of the inputs that it takes."""
+    """Return the type of a model, and the keys of its config about its inputs."""
     parts = [model.config, *(_part(model.config, name) for name in ("vision_config", "text_config"))]
     said = [f"{key} {part[key]}" for part in parts for key in LIMITS if isinstance(part.get(key), int | list)]
     return ", ".join([f"{model.config['model_type']} for {model.head}", *said])

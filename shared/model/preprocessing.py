@@ -50,7 +50,7 @@ class FileRef(Frozen):
 
 
 class TokenizerSettings(Frozen):
-    """Known keys of `tokenizer_config.json`. The class is always the one that reads `tokenizer.json` alone."""
+    """Known keys of `tokenizer_config.json`. The class always reads `tokenizer.json` alone."""
 
     tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
     model_max_length: Annotated[int, Field(ge=1)] | None = None

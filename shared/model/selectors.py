@@ -19,7 +19,7 @@ MAX_WILD = 256
 """The most shell patterns with wildcards among them: exact names are looked up, patterns are compared one by one."""
 
 MAX_RESOLVED = 256
-"""Number of selectors whose blocks of a table are remembered: those of the last rounds of a few runs."""
+"""Number of selectors whose blocks of a table are remembered: enough for the last rounds of a few runs."""
 
 FURTHER_NAMES = ("decoder", "embed_out", "embed_tokens", "lm_head", "shared", "vocab_projector")
 """Parts of further names that transformers gives to tied tensors. A table of blocks has a tensor's first name."""
@@ -231,7 +231,7 @@ def _parts(match: Match) -> list[Match]:
 def _near(pattern: str, names: Iterable[str]) -> str:
     """Return the end of a sentence: a pattern that matches and may be meant, else some of the names."""
     ordered = sorted(names)
-    # What is between the wildcards, the longest first.
+    # The texts between the wildcards, the longest first.
     pieces = sorted(filter(None, re.split(r"[*?\[\] ]+[.]?|[.](?=[*?\[]|$)", pattern)), key=len, reverse=True)
     for piece in pieces[:1]:
         for name in ordered:

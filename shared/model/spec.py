@@ -54,7 +54,7 @@ class Fusion(Frozen):
     `attention`: multi-head cross-attention from one (the query) to the other; the result, with a norm of at most the
     query's, is added to the query, and is zero at first. `mean`: the mean of both. `concat`: the federation's prompt,
     then the site's own. `plain`: attention without normalised inputs and without that bound, whose four matrices are
-    random at first. Two are controls for what attention learns: `mlp`, a layer of as many parameters that joins
+    random at first. Two are controls for studies of attention: `mlp`, a layer of as many parameters that joins
     each token of both, in place of attention; and `random-attention`, whose weights are random and never train.
     """
 
@@ -125,7 +125,7 @@ Float32Role = Literal["head", "prompt", "adapter"]
 
 
 def stored_name(tensor: str) -> str:
-    """Return what a tensor is called in a file of weights: as in transformers' own model, which `from_pretrained`
+    """Return a tensor's name in a file of weights: as in transformers' own model, which `from_pretrained`
     builds.
 
     Where a matrix has an adapter beside it, PEFT moves it one step down, to `base_layer`.

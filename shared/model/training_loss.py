@@ -27,7 +27,8 @@ def _weights_fault(
     given: tuple[float, ...] | Mapping[str, float], model: Model, classes: int | None, kind: str
 ) -> str | None:
     if classes is None:
-        return f"weighs classes, and labels of this {kind} are none: leave it out, or make a model of several classes"
+        remedy = "leave it out, or make a model of several classes"
+        return f"weighs classes, and labels of this {kind} are no classes: {remedy}"
     if not isinstance(given, Mapping):
         if len(given) == classes:
             return None

@@ -32,7 +32,7 @@ def discrete_gaussian(source: NoiseSource, deviation: int, count: int) -> Array:
 
 
 def _accepted(source: NoiseSource, deviation: int, candidates: int) -> Array:
-    """Return those of some candidates that the sampler accepts, in their order."""
+    """Return the candidates that the sampler accepts, in their order."""
     # Algorithm 2 with t = sigma: magnitudes of a discrete Laplace distribution, offset + sigma times.
     offset = _below(source, deviation, candidates)
     offset = offset[_heads(source, offset, deviation)]
@@ -54,7 +54,7 @@ def _accepted(source: NoiseSource, deviation: int, candidates: int) -> Array:
 
 
 def _all_heads(source: NoiseSource, numerator: Array, denominator: int, tosses: Array) -> Array:
-    """Toss a coin of exp(-numerator/denominator) so often; return whether all were heads, bool [numerator]."""
+    """Toss a coin of exp(-numerator/denominator) so often; return True if all were heads, bool [numerator]."""
     heads, tossed = np.ones(numerator.size, np.bool_), 0
     while (due := np.flatnonzero(heads & (tosses > tossed))).size:
         heads[due] = _heads(source, numerator[due], denominator)
@@ -63,7 +63,7 @@ def _all_heads(source: NoiseSource, numerator: Array, denominator: int, tosses: 
 
 
 def _successes(source: NoiseSource, count: int) -> Array:
-    """Return how many coins of exp(-1) were heads before the first tails, int64 [count]."""
+    """Return the number of heads before the first tails of coins of exp(-1), int64 [count]."""
     found = np.zeros(count, np.int64)
     going = np.arange(count)
     while going.size:

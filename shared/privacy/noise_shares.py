@@ -2,7 +2,7 @@
 
 The distributed discrete Gaussian mechanism (Kairouz, Liu and Steinke 2021, arXiv 2102.06387): each site rounds its
 clipped update to integers and adds discrete Gaussian noise. A sum of discrete Gaussians is not one, but almost; the
-accounting charges the difference. All lengths here are in steps of the grid, that is, in what 1 stands for.
+accounting charges the difference. All lengths here are in steps of the grid, that is, of the value of 1.
 
 rho-zCDP bounds the Renyi divergence of each order alpha by rho alpha, and adds up over releases, also if each query
 depends on earlier answers (Bun and Steinke 2016, arXiv 1605.02065).
@@ -24,7 +24,7 @@ and no privacy: the remainder is a function of the noisy sum."""
 LEAST_DEVIATION = 16
 """A share of fewer steps of the grid is refused: its rounding would matter beside it."""
 MAX_GROWTH = 1.25
-"""Norm bound after rounding over the one before. Above it, the noise mostly hides the rounding."""
+"""Norm bound after rounding over the bound before. Above it, the noise mostly hides the rounding."""
 EXACT = 1 << 52
 """The limit of sums of squares, so that float64 has them exactly."""
 MAX_EXPONENT = 96

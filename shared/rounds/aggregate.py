@@ -148,14 +148,15 @@ class Aggregation:
             steps = rounded(state.model, after.model, derive_seed(spec.seed, current.number + 1))
             after = replace(after, model=steps)
         same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
-        # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
+        # An update without a merged block came to nothing. An update without any block is of a method that sends
+        # none.
         merged = {worker: tuple(sorted(b & same)) for worker, b in sent.items() if not b or b - same}
         return after, merged
 
     def scores(
         self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
     ) -> dict[str, dict[str, float]]:
-        """Return how far each site's update is from what the run's robust rule makes of them, by the names of its
+        """Return each site's distance from the result of the run's robust rule, by the names of its
         workers. Reads the updates once more; nothing for a run without such a rule."""
         if spec.robust.neutral:
             return {}
@@ -199,7 +200,7 @@ class Aggregation:
     def _summed(
         self, spec: RunSpec, current: VersionRef, accepted: Sequence[Accepted], sums: Sums
     ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
-        """Return what `_round` returns, with the sites' mean as the only update."""
+        """Return the same as `_round`, with the sites' mean as the only update."""
         model = self.states.model(spec.model)
         state = self.states.load(model, self.states.manifest(current.digest), current.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
@@ -301,7 +302,7 @@ def examples_by_site(accepted: Iterable[Accepted], aside: Collection[str]) -> di
 
 
 def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:
-    """Return the bounds of the rounds after the one that these updates made."""
+    """Return the bounds of the rounds after the round of these updates."""
     return bounds.model_copy(update={"median_norm": max(bounds.median_norm, median_norm(_norms(half, accepted)))})
 
 

@@ -50,7 +50,7 @@ CLIP_NORM = f"{PREFIX}clip_norm"
 NOISE = f"{PREFIX}noise_multiplier"
 """The noise multiplier of every round of the run, fixed at its start."""
 EPSILON = f"{PREFIX}epsilon"
-"""The bound on what all versions up to this one reveal about one site, at the run's delta."""
+"""The bound on the information about one site in all versions up to this one, at the run's delta."""
 
 MARGIN = 2.0**-12
 """Part of the clip norm that is left for rounding: norms measured on arrival are sums in float32."""
@@ -121,7 +121,7 @@ def noise_share(spec: RunSpec, values: int, senders: int) -> NoiseShare:
 
 
 def noise_terms(spec: RunSpec, share: NoiseShare) -> NoiseTerms:
-    """Return what all parties of a round agree on about its noise."""
+    """Return the terms of a round's noise, on which all parties agree."""
     terms = spec.client_privacy
     assert terms and spec.honest_sites  # noqa: PT018, S101 (for the types)
     return NoiseTerms(
@@ -163,7 +163,7 @@ class SummedRelease:
 
 
 def anonymous(updates: Sequence[Update]) -> list[Update]:
-    """Return the updates as a method may see them: of equal weight, and without what their sites report."""
+    """Return the updates as a method may see them: of equal weight, and without their sites' reports."""
     return [replace(update, examples=1, metrics={}) for update in updates]
 
 
@@ -176,7 +176,7 @@ class Release:
     blocks: Sequence[Block]
     """The model's."""
     plans: Sequence[Plan]
-    """Those of the accepted updates. Each block that one of them uploads gets noise, whether it was sent or not."""
+    """The accepted updates' plans. Each block that one of them uploads gets noise, whether it was sent or not."""
     updates: Sequence[Update]
     """One of each site."""
     key: bytes = field(repr=False)
@@ -238,8 +238,8 @@ def next_clip(clip: float, within: float, quantile: float) -> float:
 def step_norm(model: Mapping[str, Tensor], update: Update) -> float:
     """Return the l2 norm of an update's step over all of its blocks.
 
-    The coordinator measured it on arrival if the steps are differences of the received values. What is pooled, or
-    summed as it was sent, is read here.
+    The coordinator measured it on arrival if the steps are differences of the received values. Pooled updates, and
+    those that are summed as they were sent, are read here.
     """
     if UPDATE_NORM in update.metrics and all(map(_is_as_measured, update.blocks.values())):
         return update.metrics[UPDATE_NORM]

@@ -17,7 +17,7 @@ PREFIX = "anomaly."
 NORM = f"{PREFIX}norm"
 """The update's l2 norm over the median of the round's."""
 DISTANCE = f"{PREFIX}distance"
-"""From the merged step, over what is the median of those who sent the same blocks: 1 is usual."""
+"""From the merged step, over the median distance of the senders of the same blocks: 1 is usual."""
 COSINE = f"{PREFIX}cosine"
 """Of the angle between its step and the merged one, over the blocks that it sent: about 0 is noise, below it is
 against the others."""

@@ -70,7 +70,7 @@ MAX_WARNING_CHARACTERS = 500
 
 
 def run_facts(spec: RunSpec, model: Model) -> RunInfo:
-    """Return what both halves of the run's method may know of it."""
+    """Return the facts of the run that both halves of its method may know."""
     return RunInfo(
         model.blocks,
         spec.rounds,
@@ -204,7 +204,7 @@ def _check_clip(run: RunInfo, plans: Sequence[Plan]) -> None:
 
 
 def _first_plans(half: CoordinatorHalf[Any], model: Model, state: State) -> list[Plan]:
-    """Return what the first round asks of a worker that declares nothing. Raises SelectorError as `resolve` does."""
+    """Return the first round's plans for a worker that declares nothing. Raises SelectorError as `resolve` does."""
     plans = list(plans_of(half, state, [Participant("any", 1)], Random(0)).values())  # noqa: S311 (no secret)
     _require_blocks(model, plans)
     return plans
@@ -220,7 +220,7 @@ def plans_of(half: CoordinatorHalf[Any], state: State, cohort: Sequence[Particip
 
 
 def _check_chosen(run: RunInfo, plans: Iterable[Plan]) -> None:
-    """Raise UnsupportedRun if the first round trains or sends nothing of what its plans select, or if
+    """Raise UnsupportedRun if the first round trains or sends none of the blocks that its plans select, or if
     `full_fine_tuning` has no effect."""
     base = [block for block in run.blocks if not trainable_blocks(run.blocks, run.external).holds(block)]
     for plan in plans:
@@ -228,8 +228,8 @@ def _check_chosen(run: RunInfo, plans: Iterable[Plan]) -> None:
             run.require_trainable(plan.train, "selects blocks to train")
         if plan.upload and not plan.upload.resolve(run.blocks):
             raise UnsupportedRun(
-                "the method keeps all that trains at the sites, and nothing is left to send: change method.settings, "
-                "or choose the method local"
+                "the method keeps all trained blocks at the sites, and nothing is left to send: change "
+                "method.settings, or choose the method local"
             )
         if run.training.full_fine_tuning and plan.train and not any(plan.train.holds(block) for block in base):
             raise UnsupportedRun(
@@ -281,7 +281,7 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
 
 
 def check_work(half: CoordinatorHalf[Any], model: Model, plans: Sequence[Plan]) -> None:
-    """Check a method and its plans by what the run has to hide.
+    """Check a method and its plans against the run's protections.
 
     The coordinator checks the first round's plans when a run is created, and a site its own plan in each round: it
     does not rely on the coordinator. Raises UnsupportedRun.
@@ -300,7 +300,7 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
         for block in half.run.blocks:
             half.inclusion_probability(block)
     merging, telling = (next(c for c in type(half).__mro__ if name in vars(c)) for name in ("merge", "check_merge"))
-    # What a class says of its own merge says nothing of a merge that overrides it.
+    # A class's statement about its own merge does not hold for a merge that overrides it.
     check_merge = CoordinatorHalf.check_merge if telling in merging.__mro__[1:] else type(half).check_merge
     guards: dict[Guard, bool] = {
         "robust": not half.run.robust.neutral,
@@ -323,7 +323,7 @@ def _check_noisy(model: Model, plans: Sequence[Plan]) -> None:
     sent = sorted(b.name for b in model.blocks if is_statistic(b.name) and any(p.upload.holds(b) for p in plans))
     if sent:
         raise UnsupportedRun(
-            f"client_privacy adds noise to all that is sent, which can make running statistics such as {sent[0]} "
+            f"client_privacy adds noise to all sent blocks, which can make running statistics such as {sent[0]} "
             "negative: choose fedbn, which keeps them at the sites, or a model with layer norms"
         )
 
@@ -433,11 +433,11 @@ def weight_warnings(half: CoordinatorHalf[Any], bounds: Bounds, examples: Mappin
     named = ", ".join(f"{site} ({-count})" for count, site in limited[:MAX_NAMED])
     more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
     subject = f"max_examples limits the weight of a site to {most} examples, which {named}{more} would exceed"
-    return [f'{subject}: set it to "unlimited" for a mean by what sites declare']
+    return [f'{subject}: set it to "unlimited" for a mean by the declared numbers']
 
 
 def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
-    """Ask the method about what a worker reports beside its blocks. Raises InvalidUpdate."""
+    """Have the method check a worker's report beside its blocks. Raises InvalidUpdate."""
     try:
         coordinator_half(spec.method, run_facts(spec, model)).check(plan, examples, metrics)
     except ValueError as fault:
@@ -446,7 +446,7 @@ def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, metrics
 
 
 def dataset_of(spec: RunSpec, kind: str, *, held_out: bool) -> str:
-    """Return what a worker calls the data that a task is about."""
+    """Return a worker's name of a task's data."""
     central = kind == "evaluate" and not held_out and spec.evaluation
     return (central and central.dataset) or spec.dataset
 

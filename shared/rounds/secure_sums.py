@@ -45,7 +45,7 @@ class Precision(NamedTuple):
     step: int
     """Bits beside the last round's root mean square step."""
     first: int
-    """Bits beside the version's own values, for a block of which no step is known yet."""
+    """Bits beside the version's own values, for a block without a known step."""
     largest: float
     """Units that the largest value of the last step may take. A site that moved it alone sent as many times that as
     there are senders, and has room for twice as much. With less room, values that single sites move would be cut
@@ -193,13 +193,13 @@ def _require(holds: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True)
 class Sums:
-    """The opened sums of a round: what its senders signed, and the sums of their masks."""
+    """The opened sums of a round: its senders' signed envelopes, and the sums of their masks."""
 
     terms: Terms
     envelopes: Mapping[str, Envelope]
     """By worker."""
     mask_sums: Sequence[str]
-    """The digests of what helpers returned, which together have the masks from each seed once."""
+    """The digests of the helpers' sums, which together have the masks from each seed once."""
 
     @property
     def senders(self) -> SenderSet:

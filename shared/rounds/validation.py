@@ -114,7 +114,7 @@ class Inspector:
         max_norm: float | None,
         data: bytes | None = None,
     ) -> tuple[Mapping[str, float], Sequence[str]]:
-        """Read the whole update and return what was measured, its norm, and the names of its blocks in the order of
+        """Read the whole update and return its norm as a metric, and the names of its blocks in the order of
         the table.
 
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
@@ -158,7 +158,7 @@ class TooFar(Malformed):
 
 
 def small_step_squares(blocks: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return `step_squares` of the blocks that are decoded in memory, whose differences are computed as one. Those
+    """Return `step_squares` of the blocks that are decoded in memory, whose differences are computed as one. Blocks
     with values that are not finite or far from the version's are left out."""
     groups: dict[DType, dict[str, DecodedTensor]] = {}
     for name, tensor in blocks.items():
@@ -180,14 +180,14 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
     """Return the sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and
     CodecError."""
     total = 0.0
-    # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
+    # Decoding is in here too: hostile scales overflow the scaled values, which are then not finite.
     with np.errstate(over="ignore", invalid="ignore"):
         starts = [tensor.start] if isinstance(tensor, DecodedTensor) else base.chunks()
         for chunk, start in zip(tensor.chunks(), starts, strict=True):
             for at in range(0, chunk.size, PIECE):
                 values = chunk[at : at + PIECE]
                 found = squares(difference(values, start[at : at + PIECE]))
-                # What is not finite in the values is not so in the sum.
+                # A value that is not finite makes the sum so.
                 if not isfinite(found):
                     if wrong := int((~np.isfinite(values)).sum()):
                         raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")

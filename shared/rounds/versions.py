@@ -118,7 +118,7 @@ class States:
         return manifest, new
 
     def _root(self, manifest: Manifest, before: str | None) -> str | None:
-        """Return what the manifest is written as a difference from: the root of the version before it, or that
+        """Return the manifest whose difference is written: the root of the version before, or that
         version, as long as it shares half of the blocks."""
         if before is None:
             return None
@@ -189,7 +189,7 @@ class States:
 
 
 def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
-    """Compute groups of tensors, each group in one pass, and make them safe. Returns what each was stored as."""
+    """Compute groups of tensors, each group in one pass, and make them safe. Return the blob of each."""
     # Many small tensors as one. The largest first, so that no thread is left with one when the others have done.
     places = bundles(groups)
     together = [[groups[place] for place in bundle] for bundle in places]

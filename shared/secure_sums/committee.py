@@ -62,12 +62,12 @@ class SenderSet:
 
     @property
     def sites(self) -> set[str]:
-        """The sites of which an update is in a sum."""
+        """The sites with an update in a sum."""
         return set().union(*self.senders.values())
 
     @property
     def sites_of_all_blocks(self) -> set[str]:
-        """The sites that sent each block of which there is a sum."""
+        """The sites that sent every summed block."""
         return self.sites.intersection(*self.senders.values())
 
     def weight(self, block: str) -> int:
@@ -114,7 +114,7 @@ class Commitment(Message):
     """The senders in an exact sum."""
 
     def forbids(self, other: Commitment, repeating: Collection[str]) -> bool:
-        """Return whether a helper that is bound by this may not also be bound by `other`, in which the updates of
+        """Return True if a helper that is bound by this may not also be bound by `other`, in which the updates of
         the sites `repeating` may be summed again."""
         if self.senders is None or other.senders is None:
             return self.terms == other.terms and self.senders != other.senders
@@ -147,7 +147,7 @@ class Member:
     site: str
     identity: SigningKey
     sealing_keys: Mapping[Hex32, SealingKey]
-    """Those that it still has, by the public key."""
+    """The sealing keys that it still has, by the public key."""
     roster: Roster
     agreements: Agreements
     least_quorum: int = LEAST_QUORUM
@@ -259,7 +259,7 @@ def _require_signed(agreement: Agreement, purpose: str, subject: Digest, helpers
 
 
 def is_abandoned(former: Digest, helpers: Collection[Hex32], terms: Terms) -> bool:
-    """Return whether `terms`, whose helpers' keys were checked, prove that no set is ever opened under the former
+    """Return True if `terms`, whose helpers' keys were checked, prove that no set is ever opened under the former
     ones, which were of helpers with these keys."""
     signed = set[Hex32]()
     for agreement in terms.abandoned.get(former, ()):

@@ -41,7 +41,7 @@ def make_envelope(
     update: Digest,
     seeds: Sequence[bytes],
 ) -> Envelope:
-    """Seal the seeds of an update to the helpers, and sign what it is."""
+    """Seal the seeds of an update to the helpers, and sign its description."""
     places = {name: place for place, name in enumerate(sorted(terms.blocks))}
     bits = sum(1 << places[name] for name in set(blocks))
     sealed = []
@@ -80,5 +80,6 @@ def own_blocks(envelope: Envelope, terms: Terms) -> tuple[str, ...]:
 
 
 def _context(terms: Terms, site: str, helper: int) -> bytes:
-    """Return what binds sealed seeds to their sender and helper: copied into another's envelope they do not open."""
+    """Return the data that bind sealed seeds to their sender and helper: copied into another's envelope they do not
+    open."""
     return f"tessera seeds {terms.digest}/{site}/{helper}".encode()

@@ -60,7 +60,7 @@ class Rounding:
         lowest, highest = steps.min(initial=0), steps.max(initial=0)
         if not (np.isfinite(lowest) and np.isfinite(highest)):
             raise SumRefused("values", "a step is infinite or not a number, and would spoil the sum of all sites")
-        # What overflows is cut off as all that is beyond the levels.
+        # Overflowing values are cut off like all others beyond the levels.
         with np.errstate(over="ignore"):
             lowest, highest = lowest * self.factor, highest * self.factor
             np.multiply(steps, self.factor, out=codes)

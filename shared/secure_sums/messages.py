@@ -66,12 +66,12 @@ class SiteKeys(Message):
 
 
 def tolerance_of(helpers: int) -> int:
-    """Return how many of the helpers may cheat together without learning a mask."""
+    """Return the number of helpers that may cheat together without learning a mask."""
     return max(1, (helpers - 1) // 3)
 
 
 def signatures_of(helpers: int) -> int:
-    """Return how many helpers must sign a set of senders: enough that two sets share an honest helper."""
+    """Return the number of helpers that must sign a set of senders: enough that two sets share an honest helper."""
     return (helpers + tolerance_of(helpers)) // 2 + 1
 
 
@@ -85,7 +85,7 @@ def seeds_of(helpers: int) -> tuple[tuple[int, ...], ...]:
 
 
 def share_out(helpers: int, answering: Sequence[int], done: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
-    """Return which seeds' masks each of the answering helpers sums up, as evenly as may be: each seed's once, but for
+    """Return the seeds whose masks each answering helper sums up, as evenly as may be: each seed's once, but for
     those that are done.
 
     Raises SumRefused if some seed is with none of them.
@@ -106,7 +106,7 @@ class RingBlock(Message):
 
     elements: PositiveInt = Field(lt=1 << 40)
     exponent: int = Field(ge=-MAX_EXPONENT, le=MAX_EXPONENT)
-    """The logarithm to base 2 of what 1 stands for."""
+    """The logarithm to base 2 of the value of 1."""
 
 
 def levels_of(bits: int, senders: int) -> int:
@@ -115,7 +115,7 @@ def levels_of(bits: int, senders: int) -> int:
 
 
 class NoiseTerms(Message):
-    """Client-level privacy of a run's sums: what each site clips its whole update to, and its share of the noise.
+    """Client-level privacy of a run's sums: the clip norm of each site's whole update, and its share of the noise.
 
     (epsilon, delta) bounds what all sums of the run together reveal about one site, as long as `honest_sites` of the
     senders of each block, the site among them, add their noise and keep it to themselves.
@@ -200,7 +200,7 @@ class Terms(Message):
 
     @property
     def is_exact(self) -> bool:
-        """True if differences of such sums reveal updates: their noise is none, or too little to count."""
+        """True if differences of such sums reveal updates: they have no noise, or too little to count."""
         return self.noise is None or self.noise.epsilon > WEAK_EPSILON
 
     @property
@@ -268,7 +268,7 @@ class EnvelopeContents(Message):
 
 
 class Envelope(EnvelopeContents):
-    """A site's signed statement of what it sent."""
+    """A site's signed statement about its update."""
 
     signature: Hex64
 

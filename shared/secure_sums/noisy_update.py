@@ -31,7 +31,7 @@ MARGIN = 2.0**-12
 
 @dataclass(frozen=True)
 class NoisyUpdate:
-    """An update of which each block can be read once or more, always rounded in the same way."""
+    """An update whose blocks can be read once or more, always rounded in the same way."""
 
     terms: Terms
     steps: Steps

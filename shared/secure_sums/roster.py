@@ -1,4 +1,4 @@
-"""Checks of other sites' keys, and of a round's terms, by what this site knows itself."""
+"""Checks of other sites' keys, and of a round's terms, by this site's own knowledge."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_known(roster: Roster, site: str, identity: Hex32) -> None:
 
 
 def check_terms(terms: Terms, roster: Roster, least_quorum: int = LEAST_QUORUM) -> None:
-    """Check terms by what this site knows itself. Raises SumRefused.
+    """Check terms by this site's own knowledge. Raises SumRefused.
 
     A site checks this before it trains, and a helper before it signs.
     """

@@ -27,7 +27,8 @@ class Ids(RandomIdGenerator):
 
 
 def provider(service: str) -> TracerProvider:
-    """Return what makes spans and sends them. `service` is the process's name if the environment gives none."""
+    """Return the provider that makes spans and sends them. `service` is the process's name if the environment gives
+    none."""
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith(NAMELESS):
         resource = resource.merge(Resource({SERVICE_NAME: service}))

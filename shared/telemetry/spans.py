@@ -59,7 +59,7 @@ def end() -> None:
 
 
 def on() -> bool:
-    """Return whether spans are sent, for callers that would have to look something up for one."""
+    """Return True if spans are sent, for callers that would have to look something up for one."""
     return _provider is not None
 
 

@@ -57,7 +57,7 @@ def bundles(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def _alike(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return what such sums have to have in common; None if the tensor is none, or is large."""
+    """Return the properties that bundled sums have in common; None for another tensor or a large one."""
     if type(tensor) not in (SteppedTensor, OverwrittenTensor) or not 0 < prod(tensor.shape) <= PIECE:
         return None
     base, step, *sender = tensor.sources  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Tensors too large to hold at once: streams of flat chunks, and arithmetic on them.
 
 Everything that the coordinator computes is elementwise over blocks, so a tensor is only ever read as flat chunks of
-`CHUNK` elements, in order. What merges eight updates of any size then needs memory for a few chunks, not for a model.
+`CHUNK` elements, in order. Merging eight updates of any size then needs memory for a few chunks, not for a model.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ CHUNK = 1 << 18
 """Elements per chunk: 1 MiB of float32, which stays in a core's cache between the steps of a sum."""
 
 PIECE = 1 << 15
-"""Elements that a `Computed` is handed at a time: 256 KiB of float64, so that what it makes on the way is still in
+"""Elements that a `Computed` is handed at a time: 256 KiB of float64, so that its intermediate results are still in
 the core's second cache."""
 
 Array = np.ndarray
@@ -239,7 +239,7 @@ class OverwrittenTensor(SteppedTensor):
 def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
     """Read tensors of one size side by side: yields the next chunk of each.
 
-    What several of them are computed from is read, and computed, once per chunk, however many need it, and held
+    A common source of several of them is read, and computed, once per chunk, however many need it, and held
     meanwhile. A tensor that one other is computed from is read when that one asks for it. Raises ValueError if the
     sizes differ.
     """
@@ -261,7 +261,7 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
             at_hand[_identity(tensor)] = result
         yield tuple(at_hand[_identity(tensor)] for tensor in tensors)
     for chunks in read.values():
-        # What decodes a tensor checks at its end that no bytes are left over.
+        # A decoder checks at the end that no bytes are left over.
         if next(chunks, None) is not None:
             raise ValueError("a tensor has more chunks than its shape allows")
 
@@ -310,7 +310,7 @@ def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors and all that they are computed from, each once, every one after its sources."""
+    """Return the tensors and all of their sources, each once, and after its own sources."""
     found: dict[tuple[int, bool], Tensor] = {}
     _find(tensors, found)
     return list(found.values())

@@ -1,7 +1,7 @@
-"""Files as memory maps, read without a copy: what reads them computes on the page cache itself.
+"""Files as memory maps, read without a copy: a reader computes on the page cache itself.
 
-A disk that fails under a page ends the process (SIGBUS) instead of raising OSError. What is mapped here was hashed
-first, by reading it in the ordinary way, and is never written to again.
+A disk that fails under a page ends the process (SIGBUS) instead of raising OSError. Mapped files were hashed
+first, by reading them in the ordinary way, and are never written to again.
 """
 
 import io
@@ -46,7 +46,7 @@ _resident = _Resident()
 
 
 class MappedFile(io.RawIOBase):
-    """A mapped file, to be read. What `take` gave stays valid as long as it is held, also after `close`."""
+    """A mapped file, to be read. The result of `take` stays valid as long as it is held, also after `close`."""
 
     def __init__(self, found: mmap.mmap | None) -> None:
         self._map = found

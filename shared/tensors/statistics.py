@@ -2,7 +2,7 @@
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a tensor is a running mean or variance of batch normalisation.
+    """Return True if a tensor is a running mean or variance of batch normalisation.
 
     It is a state and no result of gradients. A mean of variances is a variance; with a longer step, a rounded one or
     noise, it can become negative.

@@ -46,7 +46,7 @@ Reach = Annotated[
 
 
 def wants_json(ctx: typer.Context) -> bool:
-    """Return whether the command under `ctx` was run with `--json`."""
+    """Return True if the command under `ctx` was run with `--json`."""
     return bool(ctx.meta.get(_JSON))
 
 

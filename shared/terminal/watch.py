@@ -58,7 +58,7 @@ def _now() -> datetime:
 
 
 def watch_as_text(glimpses: Iterable[RunProgress], clock: Callable[[], datetime] = _now) -> Run:
-    """Print each round that ends, and what each worker does in the open one; return the run as it ended.
+    """Print each round that ends, and each worker's work in the open round; return the run as it ended.
 
     A terminal shows the open round in place, under a progress bar; so does a notebook with ipywidgets. Elsewhere the
     round is printed in lines, every `PLAIN_SECONDS` if it has changed.
@@ -231,7 +231,7 @@ def _rest(round_: Round) -> str:
 
 
 def _doing(task: TaskView) -> tuple[str, str, str]:
-    """Return a worker's phase, what it has done of it, and its loss."""
+    """Return a worker's phase, its progress in the phase, and its loss."""
     if task.state == "offered" and task.problem:
         return STATES[task.state], task.problem.detail[:MAX_REASON], ""
     if task.state != "leased":

@@ -76,7 +76,7 @@ class ConvertedBlock:
 
 
 def part_of(tensor: Array, block: Block) -> memoryview:
-    """Return a block's bytes in the tensor that contains it; those of a whole tensor are not copied."""
+    """Return a block's bytes in the tensor that contains it; the bytes of a whole tensor are not copied."""
     return as_bytes(np.take(tensor, block.part.index(), axis=block.part.axis) if block.part else tensor)
 
 

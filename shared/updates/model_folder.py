@@ -96,7 +96,8 @@ class ModelFolder:
             yield block, self.block_bytes(block)
 
     def files(self) -> dict[FileName, bytes]:
-        """Return the files of the tokenizer and image processor, reduced to what may travel. Raises Invalid."""
+        """Return the files of the tokenizer and image processor, reduced to the keys that may travel. Raises
+        Invalid."""
         return read_files(self.path)
 
 

@@ -170,7 +170,7 @@ def _check_spans(entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
 
 
 def _span_error(name: str, entry: TensorEntry, size: int, end: int, data_bytes: int) -> ContainerError:
-    """Return the error of a tensor's span, where the one before ends at `end`."""
+    """Return the error of a tensor's span, where the span before ends at `end`."""
     if entry.dtype not in DTYPE_BYTES:
         return ContainerError("unknown-dtype", f"{name[:200]!r} has the unknown dtype {entry.dtype[:32]!r}")
     faults: list[tuple[bool, HeaderKind, str]] = [

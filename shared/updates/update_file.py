@@ -292,7 +292,7 @@ UpdateTensor = EncodedTensor | DecodedTensor
 def decoded(tensors: Mapping[str, EncodedTensor], start_of: Callable[[Tensor], Array]) -> dict[str, UpdateTensor]:
     """Return the blocks of an update, the small ones decoded, many in one array operation.
 
-    Those that are better summed as they were sent stay as they are. `start_of` returns the values of a base. Raises
+    Blocks that are better summed as they were sent stay as they are. `start_of` returns the values of a base. Raises
     Malformed without the block's name.
     """
     found: dict[str, UpdateTensor] = dict(tensors)

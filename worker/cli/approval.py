@@ -35,7 +35,7 @@ HeldNamed = Annotated[str | None, typer.Argument(metavar="ID", help="The update'
 
 
 def inbox(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Show the runs that need this site's approval, what each would do, and the decisions."""
+    """Show the runs that need this site's approval, a description of each, and the decisions."""
     with exits(ERRORS):
         requests = inbox_of(read_settings(config)).requests()
     now = datetime.now(UTC)

@@ -44,7 +44,8 @@ def verify(
     ctx: typer.Context,
     config: SiteConfig = None,
     file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="What `export --lines` wrote of a site's chain.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A file that `export --lines` wrote of a site's chain."),
     ] = None,
     key_file: Annotated[
         Path | None,
@@ -85,7 +86,9 @@ def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
     if config is None:
         entries = list(client_of(ctx).audit())
         broken = first_broken(entries)
-        fault = None if broken is None else f"entry {broken} of the coordinator's chain is not what was chained there"
+        fault = (
+            None if broken is None else f"entry {broken} of the coordinator's chain was changed after it was chained"
+        )
         return fault, [entry.digest for entry in entries]
     site = _site(config)
     try:
@@ -111,7 +114,9 @@ def export(
     config: SiteConfig = None,
     lines: Annotated[
         bool,
-        typer.Option("--lines", help="With --config: JSON lines with all that digests cover, for verify --file."),
+        typer.Option(
+            "--lines", help="With --config: JSON lines with everything that digests cover, for verify --file."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

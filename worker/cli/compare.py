@@ -72,7 +72,7 @@ def _optional(figure: Figure) -> tuple[str | None, str | None, str | None]:
 
 
 def _conclusion(comparison: Comparison) -> str:
-    """Return what the table rests on, and what follows from few seeds."""
+    """Return the basis of the table, and the consequences of few seeds."""
     first, seeds = next(iter(comparison.folders)), _seeds(comparison.seeds)
     rests = f"A difference is a simulation's figure less that of {first}, the mean over {seeds}."
     if len(comparison.seeds) == 1:

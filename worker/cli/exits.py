@@ -34,7 +34,7 @@ def fail(sentence: str, code: int) -> NoReturn:
 def end() -> None:
     """End the process now. Torch is taken apart for seconds of CPU, in which a supervisor may lose its patience.
 
-    What is registered for the end is done, such as ending other processes, and all files are closed.
+    Functions that are registered for the end run, such as ending other processes, and all files are closed.
     """
     atexit._run_exitfuncs()  # noqa: SLF001 (the module has no other way)
     sys.stdout.flush()

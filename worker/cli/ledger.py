@@ -90,7 +90,7 @@ def adopt(
 
 
 def _spending_by_dataset(settings: WorkerSettings) -> dict[str, dict[str, Any]]:
-    """Return what was spent of each data set and, under a budget of all together, what was spent of these."""
+    """Return the spending of each data set and, under a budget of all together, their common spending."""
     ledger, total = ledger_of(settings), settings.policy.max_total_privacy
     entries = {name: ledger.read(name) for name in settings.datasets}
     shown = {name: _spending(entries[name], settings.allowances.get(name)) for name in settings.datasets}

@@ -213,7 +213,7 @@ def init(
 def _settings(
     source: str, head: Head, labels: str | None, dtype: Dtype | None, *, hub: bool
 ) -> pretrained_weights.Config:
-    """Return a source's config with what the head and the options change in it. Raises ValueError."""
+    """Return a source's config with the changes of the head and the options. Raises ValueError."""
     settings = pretrained_weights.plain_config(_read_config(source))
     if labels is not None:
         if not head.endswith("-classification"):
@@ -323,7 +323,7 @@ def blocks(
 
 
 def _holds_table(path: Path) -> bool:
-    """Return whether this is a table of blocks or a folder that contains one, rather than a config."""
+    """Return True if this is a table of blocks or a folder that contains one, rather than a config."""
     if path.is_dir():
         return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
     if path.name == BLOCKS_FILE:

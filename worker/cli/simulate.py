@@ -100,7 +100,7 @@ def command(
     usage, 3: a round could not reach its quorum.
     """
     changes: list[dict[str, int]] = [{"seed": seed} for seed in _distinct_seeds(seeds)] if seeds is not None else [{}]
-    # What the tasks log at lower levels is of use at a worker. Unless configured, it would go to stdout.
+    # Lower levels of the tasks' logs are of use at a worker. Unless configured, it would go to stdout.
     configure(sys.stderr, console=sys.stderr.isatty(), level=logging.WARNING)
     wanted = read_file(file, settings or [], output.note)
     levels_of("", 0.0, reach or ())
@@ -140,7 +140,7 @@ def command(
 
 @contextmanager
 def _ends() -> Iterator[None]:
-    """Exit with the code of what ended simulations early."""
+    """Exit with the code of the fault that ended simulations early."""
     try:
         yield
     except SettingsError as fault:
@@ -248,7 +248,7 @@ def _sweep(
 
 
 def _processes(table: SimulationTable) -> int:
-    """Return how many simulations of a table have cores of their own; a GPU is not shared."""
+    """Return the number of a table's simulations that have cores of their own; a GPU is not shared."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // ((table.threads or 1) * table.processes)) if table.device == "cpu" else 1
 

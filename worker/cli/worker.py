@@ -168,7 +168,7 @@ def doctor(
     notify: Annotated[bool, typer.Option("--notify", help="Send a test notice as [notices] says.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check all that a worker needs: network, coordinator, token, disk, device, data, policy and upload speed.
+    """Check a worker's needs: network, coordinator, token, disk, device, data, policy and upload speed.
 
     Exit code 0: it can work, 1: a check fails, 2: invalid settings.
     """

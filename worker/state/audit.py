@@ -40,7 +40,8 @@ NO_HEAD = "-"
 
 
 class StateRolledBack(Exception):
-    """The worker's files are an older copy: they lack what left, and what it cost. `head` is the missing digest."""
+    """The worker's files are an older copy: they lack updates that left, and their costs. `head` is the missing
+    digest."""
 
     code = "state-rolled-back"
     remedy = "Put back the newest copy of the state folder, or stop the worker and run `tessera worker adopt`."
@@ -109,7 +110,7 @@ class Audit:
         return self.chain.read()
 
     def has(self, digest: str) -> bool:
-        """Return whether an entry has this digest, or adopted a state without it."""
+        """Return True if an entry has this digest, or adopted a state without it."""
         if digest not in self._found:
             if not self.chain.has(digest):
                 return False

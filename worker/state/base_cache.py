@@ -1,7 +1,7 @@
-"""External bases that a site has added: where the bytes of each block are, and what was verified of the files.
+"""External bases that a site has added: the place of each block's bytes, and the verified state of the files.
 
 A record for each base says in which file, from which byte on, a block has its bytes. Files of a local snapshot are
-referred to and not copied; blocks that no file has in one piece lie in `blobs/`. What was verified is not hashed
+referred to and not copied; blocks that no file has in one piece lie in `blobs/`. A verified file is not hashed
 again while the file keeps its size, its time of modification and its inode.
 """
 
@@ -98,7 +98,7 @@ class BaseCache:
         return self._database.documents(BaseRecord, "SELECT record FROM bases ORDER BY source")
 
     def find(self, digests: Iterable[str]) -> Lookup:
-        """Return where these blocks are. In a file that changed since it was verified they are hashed again."""
+        """Return the places of these blocks. In a file that changed since it was verified they are hashed again."""
         wanted = set(digests)
         spans: dict[str, Span] = {}
         wrong: dict[str, str] = {}
@@ -111,7 +111,9 @@ class BaseCache:
                 elif place.file not in wrong:
                     gone = "is no longer there" if not Path(place.file).exists() else "has other bytes"
                     made = f", which was made of {place.origin}," if place.sources else ""
-                    wrong[place.file] = f"{place.file} {gone}: {place.block}{made} is not what was added"
+                    wrong[place.file] = (
+                        f"{place.file} {gone}: {place.block}{made} differs from the block that was added"
+                    )
             if unharmed := changed - wrong.keys():
                 self._verified(record, unharmed)
         return Lookup(spans, wrong)

@@ -1,4 +1,4 @@
-"""The blocks of an external base, from what the site has added and from the sources that its settings name.
+"""The blocks of an external base, from the bases that the site has added and the sources that its settings name.
 
 No address and no path comes from the coordinator: it gives digests alone, and each byte is verified by them.
 """
@@ -58,7 +58,7 @@ class BaseSources:
         convert: Convert,
         check: Callable[[], None] = lambda: None,
     ) -> dict[str, Span]:
-        """Return where the bytes of blocks are, by digest, each verified. `check` ends the task early.
+        """Return the places of blocks' bytes, by digest, each verified. `check` ends the task early.
 
         Raises BaseUnavailable.
         """

@@ -267,7 +267,7 @@ class Database:
 
     def _refuse_remains(self) -> None:
         """Raise StateError for a folder without a database, and with files of an earlier format or the journal of a
-        removed database: what they say was spent would not count, or enter a new database."""
+        removed database: spending in them would not count, or enter a new database."""
         for journal in (self.path.with_name(f"{DATABASE_FILE}{end}") for end in JOURNALS):
             # Another process that creates them creates the database first.
             if journal.exists() and not self.path.exists():
@@ -303,7 +303,7 @@ class Database:
             self._connection = None
 
     def pause(self) -> bool:
-        """Close the connection and lock it, unless it is in use. Return whether it is closed."""
+        """Close the connection and lock it, unless it is in use. Return True if it is closed."""
         if not self._lock.acquire(blocking=False):
             return False
         if self._writes:
@@ -355,7 +355,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def is_on_network(path: Path) -> bool:
-    """Return whether a path is on a file system that other machines may use too."""
+    """Return True if a path is on a file system that other machines may use too."""
     kind = file_system(path)
     return kind in NETWORK or kind.startswith("fuse.")
 

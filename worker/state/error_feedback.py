@@ -40,7 +40,7 @@ class Feedback:
 
     @classmethod
     def of(cls, vault: Mapping[str, Array], stage: str, number: int) -> Feedback:
-        """Return the residuals that apply in round `number`: those of this stage that are recent enough."""
+        """Return the residuals that apply in round `number`: of this stage, and recent enough."""
         last = vault.get(PREFIX + "stage")
         rests: dict[str, Rest] = {}
         if last is not None and bytes(last).decode() == stage:
@@ -59,7 +59,7 @@ class Feedback:
 
     def settle(self, changes: Iterable[TrainedBlock], sent: Mapping[str, EncodedTensor], number: int) -> float:
         """Store the residuals of round `number`. Return the codecs' relative error: the l2 norm of all residuals
-        divided by that of all changes."""
+        over the norm of all changes."""
         missing = whole = 0.0
         for change in changes:
             tensor = sent[change.block.name]

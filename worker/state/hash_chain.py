@@ -119,7 +119,7 @@ class Chain(Generic[L]):
         return Head(entries=last[0], digest=last[1]) if last else None
 
     def has(self, digest: str) -> bool:
-        """Return whether an entry has or contains this digest."""
+        """Return True if an entry has or contains this digest."""
         query = "SELECT 1 FROM entries WHERE chain = ? AND (digest = ? OR instr(entry, ?)) LIMIT 1"
         return self._database.row(query, self.name, digest, digest) is not None
 
@@ -208,7 +208,7 @@ class Chain(Generic[L]):
             return None
 
     def _holds(self, entry: L, raw: str) -> bool:
-        """Return whether the entry is under the key."""
+        """Return True if the entry is under the key."""
         return hmac.compare_digest(entry.digest, self._digest(raw.encode()))
 
     def _digest(self, raw: bytes) -> str:
@@ -255,7 +255,7 @@ def head_of(entries: tuple[Link, ...]) -> Head | None:
 
 
 def missing(entries: tuple[Link, ...], head: Head) -> bool:
-    """Return whether the chain does not contain `head`: it is another, or was cut off."""
+    """Return True if the chain does not contain `head`: it is another, or was cut off."""
     return len(entries) < head.entries or entries[head.entries - 1].digest != head.digest
 
 

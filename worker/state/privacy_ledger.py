@@ -86,7 +86,7 @@ lost ledger."""
 
 
 class Exact(Frozen):
-    """A use of the data without noise: no epsilon bounds what it reveals. A run has one line a day for each use."""
+    """A use of the data without noise: no epsilon bounds its privacy loss. A run has one line a day for each use."""
 
     kind: Literal["exact"] = "exact"
     use: Use
@@ -131,7 +131,7 @@ class LedgerEntry(Link):
     """The budget of the whole run, or of the figures of one evaluation; None for uses without noise."""
     events: tuple[Event, ...] = ()
     voids: tuple[NonNegativeInt, ...] = ()
-    """The numbers of entries of which nothing left, or which this one replaces."""
+    """The numbers of entries that were not used, or that this entry replaces."""
     checkpoint: str = ""
     """The digest of the key under which a checkpoint of this attempt resumes without a second charge."""
     sketch: tuple[NonNegativeInt, ...] = ()
@@ -177,7 +177,7 @@ class LedgerPage:
         return self._add(task, target=target, voids=voids, **given)
 
     def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
-        """Void entries of this task of which nothing left."""
+        """Void entries of this task that were not used."""
         return self._add(task, voids=tuple(sorted(seqs)))
 
     @property
@@ -243,7 +243,7 @@ class Ledger:
         return counting(self._judged(dataset, self._chain(dataset).read()))
 
     def latest(self, dataset: str) -> tuple[LedgerEntry, ...]:
-        """Return what `read` does, from memory if nothing was added. Raises LedgerError, OSError."""
+        """Return the same as `read`, from memory if nothing was added. Raises LedgerError, OSError."""
         head = self._chain(dataset).head()
         if dataset not in self._seen or self._seen[dataset][0] != head:
             self._seen[dataset] = head, self.read(dataset)
@@ -256,7 +256,7 @@ class Ledger:
     @contextmanager
     def page(self, dataset: str) -> Iterator[LedgerPage]:
         """Hold the data set's entries, to judge and add to while no other process adds to a ledger in the folder.
-        What was added is on disk when the block has ended. Raises LedgerError."""
+        Added entries are on disk when the block has ended. Raises LedgerError."""
         with self._chain(dataset).held() as held:
             self._judged(dataset, held.entries)
             page = LedgerPage(held, self.name(dataset))
@@ -269,7 +269,7 @@ class Ledger:
         return tuple(entry for ledger, name in self.others([dataset]) for entry in ledger.read(name))
 
     def name(self, dataset: str) -> str:
-        """Return what the data set's ledger is called."""
+        """Return the name of the data set's ledger."""
         return self._shared.get(dataset, dataset)
 
     # ------------------------------------------------------------ the same examples under other names
@@ -320,13 +320,13 @@ class Ledger:
         return [name for name, head in self._expected.items() if name not in datasets and not self._has(name, head)]
 
     def others(self, datasets: Collection[str]) -> list[tuple[Ledger, str]]:
-        """Return all ledgers that are of none of these data sets, those that are lost too, each as its names."""
+        """Return the names of all other ledgers, lost ones included, each with its `Ledger`."""
         lost = self.lost(datasets)
         there = [name for name in self.besides(datasets) if name not in lost]
         return [*((self, name) for name in lost), *((self.by_name, name) for name in there)]
 
     def _has(self, dataset: str, head: Head) -> bool:
-        """Return whether a readable ledger in the folder contains the head. The data set's own is read first."""
+        """Return True if a readable ledger in the folder contains the head. The data set's own is read first."""
         own = self.name(dataset)
         for name in (own, *sorted(self._names() - {own})):
             with suppress(LedgerError):
@@ -352,7 +352,7 @@ class Ledger:
         return self._expected[dataset]
 
     def _is_apart(self, dataset: str) -> bool:
-        """Return whether the data set has a ledger under its own name beside the one that it shares."""
+        """Return True if the data set has a ledger under its own name beside a shared ledger."""
         return self.name(dataset) != dataset and dataset in self._names() - self._names(MOVED)
 
     def _move(self, dataset: str) -> Head:
@@ -424,8 +424,8 @@ class Ledger:
                 raise LedgerError(
                     f"{self._where(dataset)} has {len(entries)} entries, and not those {known.entries} that it had "
                     "when something last left: it was cut off, removed, or is an older copy. Put back the newest "
-                    "copy; if there is none, `tessera worker adopt --config FILE` goes on with what was spent as "
-                    "unknown"
+                    "copy; if there is none, `tessera worker adopt --config FILE` goes on with an unknown "
+                    "spending"
                 )
         return entries
 
@@ -458,7 +458,7 @@ def counting(entries: Iterable[LedgerEntry]) -> tuple[LedgerEntry, ...]:
 def unbounded_in(
     entries: Iterable[LedgerEntry], unit: Unit = "example"
 ) -> tuple[tuple[LedgerEntry, UnboundedUse], ...]:
-    """Return the uses of which no budget of this unit bounds what they reveal, oldest first, each with its entry."""
+    """Return the uses whose privacy loss no budget of this unit bounds, oldest first, each with its entry."""
     return tuple(
         (entry, event.use if isinstance(event, Exact) else OF_EXAMPLES)
         for entry in entries
@@ -468,7 +468,7 @@ def unbounded_in(
 
 
 def noisy_in(entries: Iterable[LedgerEntry], unit: Unit = "example") -> list[Cost]:
-    """Return what the uses with noise cost a unit, without those that `unbounded_in` has."""
+    """Return the costs to a unit of the uses with noise, except for the uses in `unbounded_in`."""
     return [
         cost
         for entry in entries
@@ -479,7 +479,8 @@ def noisy_in(entries: Iterable[LedgerEntry], unit: Unit = "example") -> list[Cos
 
 
 def costs_of(event: Noisy, of: Unit, unit: Unit) -> list[Cost]:
-    """Return what an event that protects units `of` costs a `unit`: nothing that is bounded if this is larger."""
+    """Return an event's privacy costs for one `unit`; empty if `unit` is larger than the unit `of` that it
+    protects."""
     if of == unit:
         return [event]
     if unit == "group":

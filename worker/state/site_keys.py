@@ -100,7 +100,7 @@ class AgreementLog:
         if lost := sorted(about for digest, about in signed.items() if digest not in found):
             run, number = lost[0]
             raise ChainError(
-                f"{self._chain.where}: lacks {len(lost)} entries of what this site signed or opened as a helper, "
+                f"{self._chain.where}: lacks {len(lost)} of this site's signatures and opened sums as a helper, "
                 f"such as that of round {number} of run {run}. {remedy}"
             )
 
@@ -142,7 +142,7 @@ class SumParty:
     """The least sites in a sum that this site sends to or opens."""
     helper: bool
     agreements: AgreementLog | None = field(repr=False)
-    """Its signatures as a helper; None for a site that is none."""
+    """Its signatures as a helper; None for another site."""
     masks: bool = True
     """False in a simulation: masks cancel to the bit, so that sums without them are the same."""
     noise_key: Callable[[int], bytes] = lambda _: new_noise_key()

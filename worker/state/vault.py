@@ -1,7 +1,7 @@
 """Tensors that never leave the site, kept between the rounds of a run.
 
 A task's tensors are staged before its update is submitted, marked accepted when the coordinator accepts the update,
-and become current only when a receipt shows that the round was committed with the update. Those of an abandoned
+and become current only when a receipt shows that the round was committed with the update. Tensors of an abandoned
 attempt, or of an update that was left out, are discarded. So the vault never runs ahead of the server. Each step is
 one rename, and may be repeated after a crash: `settle` asks for the outcome of each file's task. The state is the
 file's name, so that tensors and state change at once: a row of the database could differ from the file after a crash.
@@ -149,7 +149,7 @@ class Vault:
         return self._of_run(run) / f"held-{checked_identifier(task)}.safetensors"
 
     def load_scale(self, run: str) -> dict[str, Array]:
-        """Return what `keep_scale` kept of a run. Raises as `load`."""
+        """Return a run's loss scale that `keep_scale` kept. Raises as `load`."""
         path = self._of_run(run) / SCALE
         return _read(path) if path.exists() else {}
 
@@ -186,8 +186,8 @@ class Vault:
             )
 
     def lacks(self, receipt: Receipt, run: str, *, kept: bool) -> bool:
-        """Return whether the current tensors of a settled run are another task's than a merged one's, or gone
-        although it `kept` some. Those of an earlier version of Tessera do not say whose they are."""
+        """Return True if the current tensors of a settled run are another task's than a merged one's, or gone
+        although it `kept` some. Files of an earlier version of Tessera do not name a task."""
         if receipt.state != "merged" or not (self._of_run(run) / CURRENT).exists():
             return receipt.state == "merged" and kept
         return self.task_of(run) not in ("", f"{receipt.task} {receipt.token}")
@@ -242,7 +242,7 @@ class Vault:
         return known
 
     def unused(self, since: float) -> list[str]:
-        """Return the runs of which no tensor was kept or settled since then, in seconds since 1970."""
+        """Return the runs without a tensor kept or settled since then, in seconds since 1970."""
         return sorted(folder.name for folder in self._folder.glob("*/") if folder.stat().st_mtime < since)
 
     def remove(self, run: str) -> None:
@@ -277,7 +277,7 @@ def _write(path: Path, keep: Mapping[str, Array], *, durable: bool, of_task: str
 
 
 def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
-    """Return whether a tensor's name ends in one of these blocks' names, as in `own/` and the block's name."""
+    """Return True if a tensor's name ends in one of these blocks' names, as in `own/` and the block's name."""
     parts = name.split("/")
     return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 

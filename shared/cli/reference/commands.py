@@ -18,7 +18,7 @@ complete commands and options; `tessera --show-completion` prints what that inst
 
 ## Exit codes
 
-| code | what it says | for example |
+| code | meaning | for example |
 |---|---|---|
 | 0 | it is done, or all is well | |
 | 1 | refused, failed, or found to be wrong | the coordinator's problems; a cancelled run; a broken chain |

@@ -33,7 +33,7 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "privacy",
         Privacy,
-        "Differential privacy of what each worker sends ([privacy.md](privacy.md)). Without the table there is none.",
+        "Differential privacy of each worker's updates ([privacy.md](privacy.md)). Without the table there is none.",
     ),
     (
         "client_privacy",

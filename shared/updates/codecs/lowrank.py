@@ -41,7 +41,7 @@ class LowRank:
         return cls(rank)
 
     def pays(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the factors of a block of this shape are at most half of it, and within `MAX_FACTORS`."""
+        """Return True if the factors of a block of this shape are at most half of it, and within `MAX_FACTORS`."""
         return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= MAX_FACTORS
 
     def size(self, shape: tuple[int, ...]) -> int:

@@ -322,7 +322,7 @@ def _pieces_of(
 def _layouts(line: tuple[Stage, ...], layout: ArrayLayout) -> list[ArrayLayout]:
     """Return the layouts before each stage when encoding, which are those of its results when decoding, and the last.
 
-    Raises CodecError if a stage cannot follow the one before it.
+    Raises CodecError if a stage cannot follow the stage before.
     """
     layouts = [layout]
     for stage in line:

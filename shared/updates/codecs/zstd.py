@@ -51,7 +51,8 @@ class Zstd(Stage):
             if frame.window_size > MAX_WINDOW_BYTES:
                 raise CodecError("zstd-window", f"a zstd frame needs a window of more than {MAX_WINDOW_BYTES} bytes")
             if frame.content_size == expected:
-                # At once is faster, and allocates no more. What this refuses, the stream below accepts or names.
+                # At once is faster, and allocates no more. Frames that this refuses, the stream below accepts or
+                # names.
                 with suppress(zstandard.ZstdError):
                     return np.frombuffer(unpacker.decompress(data_bytes, allow_extra_data=False), layout.dtype)
             # Across frames, to detect bytes after the first: they are too much data, or not a frame.

@@ -622,7 +622,7 @@ CASES = [
         says(dataset="clinic"),
     ),
     garbled("a data set whose name is a path", "/dataset", dataset=PATH),
-    garbled("training on what is held out", "nothing trains on what is held out", held_out=True),
+    garbled("training on what is held out", "no task trains on held-out examples", held_out=True),
     Case(
         "figures of too few examples",
         "policy-violation: min_evaluation_examples: metrics of 33",

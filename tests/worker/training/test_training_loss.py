@@ -193,8 +193,8 @@ NAMED = {**BERT, "id2label": {"0": "cat", "1": "dog", "2": "hen"}}
             {"cats": 2},
             "names 'cats', which is no class of the model; did you mean `cat`?",
         ),
-        (CLIP, "contrastive", [1, 2], "labels of this clip for contrastive are none: leave it out"),
-        (LLAMA, "causal-lm", [1, 2], "labels of this llama for causal-lm are none: leave it out"),
+        (CLIP, "contrastive", [1, 2], "labels of this clip for contrastive are no classes: leave it out"),
+        (LLAMA, "causal-lm", [1, 2], "labels of this llama for causal-lm are no classes: leave it out"),
     ],
 )
 def test_weights_that_are_not_the_model_s_classes_are_refused_at_a_run_s_creation(
