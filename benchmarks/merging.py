@@ -35,7 +35,7 @@ from alembic import command
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.shared.aggregation.robust import (
-    Clipped,
+    CentredClipping,
     GeometricMedian,
     Mean,
     Median,
@@ -43,14 +43,14 @@ from tessera.shared.aggregation.robust import (
     RobustRule,
     TrimmedMean,
 )
-from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, OptimizerRule, Plain, Yogi
+from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, NoOptimizer, OptimizerRule, Yogi
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, MethodSpec, Plan, RunInfo, State, Update
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.aggregate import Accepted, Aggregation
+from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.outliers import scores
 from tessera.shared.rounds.server_step import merge
@@ -62,13 +62,13 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 OPTIMIZERS: tuple[OptimizerRule, ...] = (
-    Plain(),
+    NoOptimizer(),
     Momentum(learning_rate=0.5, momentum=0.9),
     Adam(),
     Yogi(),
     Adagrad(),
 )
-RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), Clipped(), MultiKrum(), GeometricMedian())
+RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), CentredClipping(), MultiKrum(), GeometricMedian())
 CODECS = {
     "float32, raw": "raw",
     "float32 differences": "delta",
@@ -263,7 +263,7 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     )
     base = VersionRef(number=0, digest=bench.version)
     accepted = [
-        Accepted(f"{index:02}", f"{index:02}/w", digest, 100, {}, Plan(), base)
+        AcceptedUpdate(f"{index:02}", f"{index:02}/w", digest, 100, {}, Plan(), base)
         for index, digest in enumerate(bench.updates)
     ]
     held, _ = memory_mib(reset=True)

@@ -21,7 +21,7 @@ from tessera.coordinator.telemetry import logging
 from tessera.shared import environment
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
-from tessera.shared.lazy_import import Deferred, load
+from tessera.shared.lazy_import import DeferredModule, load
 from tessera.shared.problems import Conflict, Invalid, Problem, StoreAway
 from tessera.shared.telemetry import spans
 from tessera.shared.terminal.output import AsJson, print_findings, print_json, print_settings
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from tessera.shared.methods import registry
 else:
     # Help and a mistyped line need no database.
-    storage, exc = Deferred("obstore.exceptions"), Deferred("sqlalchemy.exc")
-    serving = Deferred("tessera.coordinator.services")
-    tokens = Deferred("tessera.coordinator.auth.tokens")
-    store = Deferred("tessera.coordinator.blobs.store")
-    child_process = Deferred("tessera.coordinator.conductor.child_process")
-    engine = Deferred("tessera.coordinator.db.engine")
-    backup = Deferred("tessera.coordinator.maintenance.backup")
-    wakeup = Deferred("tessera.coordinator.notify.wakeup")
-    admin = Deferred("tessera.shared.api.admin")
-    registry = Deferred("tessera.shared.methods.registry")
+    storage, exc = DeferredModule("obstore.exceptions"), DeferredModule("sqlalchemy.exc")
+    serving = DeferredModule("tessera.coordinator.services")
+    tokens = DeferredModule("tessera.coordinator.auth.tokens")
+    store = DeferredModule("tessera.coordinator.blobs.store")
+    child_process = DeferredModule("tessera.coordinator.conductor.child_process")
+    engine = DeferredModule("tessera.coordinator.db.engine")
+    backup = DeferredModule("tessera.coordinator.maintenance.backup")
+    wakeup = DeferredModule("tessera.coordinator.notify.wakeup")
+    admin = DeferredModule("tessera.shared.api.admin")
+    registry = DeferredModule("tessera.shared.methods.registry")
 
 app = typer.Typer(
     add_completion=False,

@@ -34,7 +34,7 @@ def load(module: str) -> Any:
             gc.enable()
 
 
-class Deferred:
+class DeferredModule:
     """A module that is imported when a name is first taken from it.
 
     A command declares itself without torch, which takes seconds to import and 400 MB.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tessera.shared.api.admin import Enrolment, EnrolmentSpec, Rotated
+from tessera.shared.api.admin import Enrolment, EnrolmentSpec, RotationResult
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import may_pass
@@ -144,7 +144,7 @@ def wait_for(client: Client, enrolment: Enrolment, sleep: Callable[[float], None
     return enrolment
 
 
-def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
+def rotate(connect: Callable[[str], Client], file: Path) -> RotationResult:
     """Replace the secret in `file` by a new one. After an interruption at any point, call it again.
 
     Raises Problem, and SettingsError for a file without a secret.

@@ -12,7 +12,7 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import AuditRow, SiteRow, TokenRow
 from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
-from tessera.shared.api.admin import AuditEntry, IssuedToken, Rotated, Rotation, Status, Token, TokenSpec
+from tessera.shared.api.admin import AuditEntry, IssuedToken, Rotation, RotationResult, Status, Token, TokenSpec
 from tessera.shared.schema import Page
 
 router = APIRouter(tags=["admin"], route_class=BoundedRoute)
@@ -43,7 +43,7 @@ def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
 
 
 @router.post("/v1/admin/tokens/{token_id}/rotate", operation_id="rotateTokenById")
-def rotate_token(token_id: str, rotation: Rotation, serving: Serving, caller: Admin) -> Rotated:
+def rotate_token(token_id: str, rotation: Rotation, serving: Serving, caller: Admin) -> RotationResult:
     """Replace the secret of a token by one made by the administrator. The previous one stays valid for a while."""
     return sites.rotate_token(serving, caller, token_id, rotation.secret_hash)
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from tessera.coordinator.api.dependencies import Admin, Cursor, Gate, Limit, Serving, Shown, SiteCaller, address_of
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import enrolments, sites
-from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
+from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotation, RotationResult
 from tessera.shared.problems import Unauthenticated
 from tessera.shared.schema import Page
 
@@ -79,7 +79,7 @@ def decline_enrolment(enrolment_id: str, serving: Serving, caller: Admin) -> Enr
 
 
 @router.post("/tokens/rotate", operation_id="rotateToken")
-def rotate_token(rotation: Rotation, serving: Serving, caller: SiteCaller, shown: Shown) -> Rotated:
+def rotate_token(rotation: Rotation, serving: Serving, caller: SiteCaller, shown: Shown) -> RotationResult:
     """Replace the secret of a site's token by one made at the site. The previous one stays valid for a while."""
     secret = shown.credentials if shown else ""
     return sites.rotate_token(serving, caller, caller.token_id, rotation.secret_hash, secret)

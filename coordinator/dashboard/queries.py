@@ -29,7 +29,7 @@ from tessera.shared.api.runs import Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
 from tessera.shared.metrics.convergence import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
-from tessera.shared.metrics.site_spread import PERSONAL, Evaluated
+from tessera.shared.metrics.site_spread import PERSONAL, SiteScores
 from tessera.shared.metrics.svg_charts import Band
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, SCORED_LABELS
@@ -192,7 +192,7 @@ def thinned(run: Run) -> int:
 
 def evaluations(
     session: Session, run: Run, metric: str | None = None, *which: ColumnElement[bool]
-) -> list[Evaluated]:
+) -> list[SiteScores]:
     """Return a run's evaluations under these conditions, with its main scores (or `metric`) alone: there may be a
     hundred thousand."""
     return _evaluations(session, metric, TaskRow.run_id == run.id, *which)[run.id]
@@ -200,7 +200,7 @@ def evaluations(
 
 def _evaluations(
     session: Session, metric: str | None, *which: ColumnElement[bool]
-) -> defaultdict[str, list[Evaluated]]:
+) -> defaultdict[str, list[SiteScores]]:
     """Return the evaluations of each run under these conditions."""
     # A site may have invented another name, which could break the path to it in the JSON.
     known = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
@@ -210,11 +210,11 @@ def _evaluations(
     # Of thousands of rows, the session would look at each.
     tasks = session.connection().execute(select(*task, *columns).where(*views.EVALUATED, *which)).all()
     workers = _workers(session, {task[0] for task in tasks})
-    by_run: defaultdict[str, list[Evaluated]] = defaultdict(list)
+    by_run: defaultdict[str, list[SiteScores]] = defaultdict(list)
     for worker_id, run_id, version, held_out, examples, scored, *values in tasks:
         metrics = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         labels = int(examples or 0 if scored is None else scored)
-        by_run[run_id].append(Evaluated(version, *workers[worker_id], held_out, labels, metrics))
+        by_run[run_id].append(SiteScores(version, *workers[worker_id], held_out, labels, metrics))
     return by_run
 
 
@@ -225,8 +225,8 @@ def _workers(session: Session, ids: Collection[str]) -> dict[str, tuple[str, str
 
 
 def measured(
-    session: Session, run: Run, every: Sequence[Evaluated], most: int = MAX_POINTS, best: Iterable[int] = ()
-) -> list[Evaluated]:
+    session: Session, run: Run, every: Sequence[SiteScores], most: int = MAX_POINTS, best: Iterable[int] = ()
+) -> list[SiteScores]:
     """Return all metrics of the evaluations of every n-th version that was evaluated, of the last, and of the `best`.
 
     `every` are the run's `evaluations`. Versions are counted among the evaluated ones, because a run may evaluate
@@ -241,7 +241,7 @@ def measured(
     tasks = session.connection().execute(every_metric.where(*of_run, shown)).all()
     workers = _workers(session, {task[0] for task in tasks})
     return [
-        Evaluated(
+        SiteScores(
             version,
             *workers[worker_id],
             held_out,

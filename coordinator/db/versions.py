@@ -26,7 +26,7 @@ from tessera.shared.api.runs import Bounds
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.metrics.selections import RECENT, Choices, choices
-from tessera.shared.rounds.aggregate import Accepted, NextVersion
+from tessera.shared.rounds.aggregate import AcceptedUpdate, NextVersion
 
 ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("number"))
 """The tasks whose updates were assigned to a version."""
@@ -90,11 +90,11 @@ def add_version(
     return news
 
 
-def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepted]:
+def assigned_updates(session: Session, run_id: str, number: int) -> list[AcceptedUpdate]:
     """Return the updates that were assigned to a version."""
     # An accepted task has a digest and a count: they are written together with that state.
     return [
-        Accepted(
+        AcceptedUpdate(
             site=site,
             worker=worker,
             digest=task.update_digest or "",

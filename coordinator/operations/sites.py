@@ -6,7 +6,7 @@ from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.tables import SiteRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.api.admin import IssuedToken, Rotated, Site, SiteSpec, Token, TokenSpec
+from tessera.shared.api.admin import IssuedToken, RotationResult, Site, SiteSpec, Token, TokenSpec
 from tessera.shared.problems import Conflict
 
 
@@ -72,7 +72,7 @@ def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str
 
 def rotate_token(
     services: Services, caller: Principal, token_id: str, secret_hash: str, shown: str | None = None
-) -> Rotated:
+) -> RotationResult:
     """Replace a token's secret; the present one, which its holder has `shown`, stays valid for a while.
 
     Raise NotFound and Conflict.
@@ -80,7 +80,7 @@ def rotate_token(
     grace = services.settings.rotation_grace_seconds
     with services.database.transaction() as session:
         tokens.rotate_token(session, services.database.now(), caller.actor, token_id, secret_hash, grace, shown)
-    return Rotated(grace_seconds=grace)
+    return RotationResult(grace_seconds=grace)
 
 
 def revoke_token(services: Services, caller: Principal, token_id: str) -> None:

@@ -7,9 +7,9 @@ never zero. Workers count alike, since a weight that a worker states itself woul
 `attackers` is f, the number of malicious workers that a round must tolerate. A block that fewer than `least` workers
 sent stays as it is, so that f colluders cannot determine a block that no other worker sends.
 
-Two kinds. `Ordered` rules sort each element over the senders. `ByGram` rules take all inner products of the senders'
-steps in one pass, work out weights on that small matrix, and add the steps up in a second; iterations cost nothing.
-Neither uses BLAS, so that the bits are the same on every machine.
+Two kinds. `OrderStatistic` rules sort each element over the senders. `ByGram` rules take all inner products of the
+senders' steps in one pass, work out weights on that small matrix, and add the steps up in a second; iterations cost
+nothing. Neither uses BLAS, so that the bits are the same on every machine.
 """
 
 from abc import abstractmethod
@@ -26,7 +26,7 @@ from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import (
     PIECE,
     Array,
-    Derived,
+    DerivedTensor,
     SteppedTensor,
     Tensor,
     WeightedSum,
@@ -52,7 +52,7 @@ class RobustRule(Frozen):
         return 1
 
     @abstractmethod
-    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
+    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> DerivedTensor:
         """Return the tensor to subtract from `base`: the rule's step times `share`, with the sign turned."""
 
 
@@ -65,7 +65,7 @@ class Mean(RobustRule):
     def neutral(self) -> bool:
         return True
 
-    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
+    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> DerivedTensor:
         return weighted_steps(base, [(-share / len(senders), sent) for sent in senders])
 
 
@@ -82,18 +82,18 @@ class Guard(RobustRule):
 # ---------------------------------------------------------------- element by element
 
 
-class Ordered(Guard):
+class OrderStatistic(Guard):
     """A mean of each element without its `cut` smallest and `cut` largest values."""
 
     @abstractmethod
     def cut(self, senders: int) -> int: ...
 
-    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
+    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> DerivedTensor:
         steps = tuple(weighted_steps(base, [(-1.0, sent)]) for sent in senders)
         return Middle(base.shape, steps[0].dtype, steps, self.cut(len(steps)), share)
 
 
-class Median(Ordered):
+class Median(OrderStatistic):
     """The median of each element (Yin et al. 2018, arXiv 1803.01498, definition 1).
 
     Breakdown point 1/2: with less than half hostile, each element lies between two that honest workers sent.
@@ -105,7 +105,7 @@ class Median(Ordered):
         return (senders - 1) // 2
 
 
-class TrimmedMean(Ordered):
+class TrimmedMean(OrderStatistic):
     """The mean of each element without the `attackers` smallest and largest (Yin et al. 2018, definition 2).
 
     Breakdown point attackers / senders, less than 1/2: one more hostile worker than that moves it anywhere.
@@ -118,7 +118,7 @@ class TrimmedMean(Ordered):
 
 
 @dataclass(frozen=True)
-class Middle(Derived):
+class Middle(DerivedTensor):
     """The mean of its sources, element by element, without the `cut` smallest and largest, times `share`.
 
     NaN counts as the largest of all.
@@ -182,12 +182,12 @@ class ByGram(Guard):
         """Return the weight of each step, float64 [senders], from their inner products, float64 [senders,
         senders]."""
 
-    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> Derived:
+    def step(self, base: Tensor, senders: Sequence[Tensor], share: float) -> DerivedTensor:
         plain = weighted_steps(base, [(-1.0, sent) for sent in senders])
-        return Weighed(plain.shape, plain.dtype, plain.sources, plain.weights, self, share)
+        return RobustSum(plain.shape, plain.dtype, plain.sources, plain.weights, self, share)
 
 
-class Clipped(ByGram):
+class CentredClipping(ByGram):
     """Norm clipping with a moving centre: v = v + mean(clip(step - v)), from v = 0 (Karimireddy et al. 2021, arXiv
     2012.10333, equation 8, within one round). With `iterations = 1` it is plain norm clipping.
 
@@ -278,7 +278,7 @@ def _distances(gram: Array, weights: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Weighed(Derived):
+class RobustSum(DerivedTensor):
     """As `WeightedSum`, whose sources and weights it has, with each step weighed by a rule and all times `share`.
 
     Reading it reads its sources twice: the rule wants to know all of them before the first is added.
@@ -335,7 +335,7 @@ def gram_of(steps: Sequence[Tensor]) -> Array:
 
 
 Robust = Annotated[
-    Mean | Median | TrimmedMean | Clipped | MultiKrum | GeometricMedian,
+    Mean | Median | TrimmedMean | CentredClipping | MultiKrum | GeometricMedian,
     Field(discriminator="rule"),
 ]
 """The rule that computes a block's step from the steps that were sent."""

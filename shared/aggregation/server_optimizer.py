@@ -49,7 +49,7 @@ class OptimizerRule(Frozen):
         """Return the step to subtract from the base, given the gradient and the moments with the gradient in them."""
 
 
-class Plain(OptimizerRule):
+class NoOptimizer(OptimizerRule):
     """The merged blocks are the next version."""
 
     kind: Literal["none"] = "none"
@@ -81,7 +81,7 @@ class Momentum(OptimizerRule):
         return step
 
 
-class Adaptive(OptimizerRule):
+class AdaptiveOptimizer(OptimizerRule):
     """m = beta1 m + (1 - beta1) g; w = w - learning_rate m / (sqrt(v) + tau), with v as the kind says.
 
     An entry that would move by much more than `tau` a round moves by about `learning_rate` instead. The paper tunes
@@ -105,7 +105,7 @@ class Adaptive(OptimizerRule):
         return step
 
 
-class Adam(Adaptive):
+class Adam(AdaptiveOptimizer):
     """v = beta2 v + (1 - beta2) g^2."""
 
     kind: Literal["adam"] = "adam"
@@ -116,7 +116,7 @@ class Adam(Adaptive):
         return after
 
 
-class Yogi(Adaptive):
+class Yogi(AdaptiveOptimizer):
     """v = v - (1 - beta2) g^2 sign(v - g^2)."""
 
     kind: Literal["yogi"] = "yogi"
@@ -127,7 +127,7 @@ class Yogi(Adaptive):
         return after
 
 
-class Adagrad(Adaptive):
+class Adagrad(AdaptiveOptimizer):
     """v = v + g^2, and no momentum unless asked for, as is usual with Adagrad."""
 
     kind: Literal["adagrad"] = "adagrad"
@@ -138,5 +138,5 @@ class Adagrad(Adaptive):
         return after
 
 
-ServerOptimizer = Annotated[Plain | Momentum | Adam | Yogi | Adagrad, Field(discriminator="kind")]
+ServerOptimizer = Annotated[NoOptimizer | Momentum | Adam | Yogi | Adagrad, Field(discriminator="kind")]
 """The rule that computes a version from the merged updates."""

@@ -100,7 +100,7 @@ class Rotation(Message):
     secret_hash: SecretHash
 
 
-class Rotated(Message):
+class RotationResult(Message):
     """For how long the secret before is admitted too."""
 
     grace_seconds: float

@@ -16,7 +16,7 @@ from pydantic import (
 
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
-from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
+from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.secure_sums import SecureSums
@@ -211,7 +211,7 @@ class RunSpec(Frozen):
         default=Mean(), description="the rule that merges updates; all but mean tolerate attackers"
     )
     server_optimizer: ServerOptimizer = Field(
-        default=Plain(), description="the step that the coordinator takes along the merged update"
+        default=NoOptimizer(), description="the step that the coordinator takes along the merged update"
     )
     max_examples: PositiveInt | Unlimited | None = Field(
         default=None,

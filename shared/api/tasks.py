@@ -27,7 +27,7 @@ from pydantic import (
 
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
-from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
+from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
@@ -428,7 +428,7 @@ class Task(Message):
     normalization: Normalization
     cohort: CohortTerms = CohortTerms()
     robust: Robust = Mean()
-    server_optimizer: ServerOptimizer = Plain()
+    server_optimizer: ServerOptimizer = NoOptimizer()
     max_examples: PositiveInt | Unlimited | None = None
     max_update_norm: float | None = None
     max_norm_of_median: float | Unlimited | None = None

@@ -85,7 +85,7 @@ WORKER_TOML = Path("worker.toml")
 PARTS = {"shared": "", "coordinator": "coordinator", "worker": "worker"}
 
 
-class Installed(TyperGroup):
+class InstalledCommands(TyperGroup):
     """The group of all installed commands."""
 
     def list_commands(self, ctx: object) -> list[str]:
@@ -199,7 +199,7 @@ def what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
     return f"{lacking}: install what {owner} requires, the package that adds this command"
 
 
-app = typer.Typer(cls=Installed, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=InstalledCommands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

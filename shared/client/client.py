@@ -26,8 +26,8 @@ from tessera.shared.api.admin import (
     Enrolment,
     EnrolmentSpec,
     IssuedToken,
-    Rotated,
     Rotation,
+    RotationResult,
     Site,
     SiteSpec,
     Status,
@@ -418,9 +418,9 @@ class Client:
     def revoke_token(self, token_id: str) -> None:
         self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
 
-    def rotate_token(self, token_id: str, secret_hash: str) -> Rotated:
+    def rotate_token(self, token_id: str, secret_hash: str) -> RotationResult:
         """Replace the secret of any token by a secret with this hash, as an administrator."""
-        return self._post(f"/v1/admin/tokens/{token_id}/rotate", Rotation(secret_hash=secret_hash), Rotated)
+        return self._post(f"/v1/admin/tokens/{token_id}/rotate", Rotation(secret_hash=secret_hash), RotationResult)
 
     def ask_to_join(self, spec: EnrolmentSpec) -> Enrolment:
         """Request admission of a worker. Repeating the request with the same secret returns the same enrolment."""
@@ -440,9 +440,9 @@ class Client:
     def decline(self, enrolment_id: str) -> Enrolment:
         return self._post(f"/v1/enrolments/{enrolment_id}/decline", None, Enrolment)
 
-    def rotate(self, secret_hash: str) -> Rotated:
+    def rotate(self, secret_hash: str) -> RotationResult:
         """Replace the secret of this client's token by a secret with this hash."""
-        return self._post("/v1/tokens/rotate", Rotation(secret_hash=secret_hash), Rotated)
+        return self._post("/v1/tokens/rotate", Rotation(secret_hash=secret_hash), RotationResult)
 
     def audit(self) -> Iterator[AuditEntry]:
         """Yield the audit log, oldest entry first; each entry holds the digest of the previous one."""

@@ -29,7 +29,7 @@ class BlobStore(Protocol):
 
 
 @dataclass(frozen=True)
-class Uploaded:
+class ModelUpload:
     """The digests for a run's spec, and the number of bytes that were sent."""
 
     model: Digest
@@ -37,7 +37,9 @@ class Uploaded:
     sent_bytes: int
 
 
-def upload_model(store: BlobStore, start: InitialModel, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
+def upload_model(
+    store: BlobStore, start: InitialModel, progress: Callable[[int], None] = lambda _: None
+) -> ModelUpload:
     """Upload a model's blocks, the files of its tokenizer, its document and its first version.
 
     `progress` receives each block's number of bytes once the store has it, also if it was not sent.
@@ -58,4 +60,4 @@ def upload_model(store: BlobStore, start: InitialModel, progress: Callable[[int]
         progress(block.nbytes)
     files = {name: FileRef(digest=put(raw), nbytes=len(raw)) for name, raw in start.files().items()}
     model = put(canonical(start.model.model_copy(update={"preprocessing": files})))
-    return Uploaded(model, put(canonical(Manifest(blocks=digests))), sent_bytes)
+    return ModelUpload(model, put(canonical(Manifest(blocks=digests))), sent_bytes)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, guarded
-from tessera.shared.aggregation.server_optimizer import OptimizerRule, Plain
+from tessera.shared.aggregation.server_optimizer import NoOptimizer, OptimizerRule
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, trainable_blocks
@@ -158,7 +158,7 @@ class RunInfo:
     lossy_settings: tuple[str, ...] = ()
     """The run's settings by which the coordinator may read other values than a worker sent. A worker's half sees
     neither these nor the server optimizer."""
-    server_optimizer: OptimizerRule = field(default_factory=Plain)
+    server_optimizer: OptimizerRule = field(default_factory=NoOptimizer)
     external: frozenset[str] = frozenset()
     """The names of the blocks of an external base, which never change."""
 

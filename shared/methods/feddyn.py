@@ -45,7 +45,7 @@ from tessera.shared.methods.fedprox import overshoots
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
 from tessera.shared.model.selectors import Selector
 from tessera.shared.schema import ActsOnlyIf
-from tessera.shared.tensors.lazy import Array, Computed, Derived
+from tessera.shared.tensors.lazy import Array, Computed, DerivedTensor
 from tessera.shared.tensors.statistics import is_statistic
 
 GRADIENT = "gradient/"
@@ -107,7 +107,7 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
         model = dict(merged.model)
         for name in {name for update in updates for name in update.blocks if not is_statistic(name)}:
             mean, base = model[name], state.model[name]
-            exact = replace(mean, dtype="F64") if isinstance(mean, Derived) else mean
+            exact = replace(mean, dtype="F64") if isinstance(mean, DerivedTensor) else mean
             add = partial(scaled_sum, 1 / self.settings.alpha)
             model[name] = Computed(base.shape, base.dtype, (exact, server_state[GRADIENT + name]), add)
         return replace(merged, model=model, server_state={**merged.server_state, **server_state})

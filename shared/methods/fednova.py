@@ -39,7 +39,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import local_steps, rate_factors, require_summable
-from tessera.shared.tensors.lazy import Stretched
+from tessera.shared.tensors.lazy import StretchedStep
 from tessera.shared.tensors.statistics import is_statistic
 
 EFFECTIVE_STEPS = "effective_steps"
@@ -134,7 +134,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         if limit is not None and norm:
             factor = min(factor, limit / norm)
         blocks = {
-            name: tensor if is_statistic(name) else Stretched(state.model[name], tensor, factor)
+            name: tensor if is_statistic(name) else StretchedStep(state.model[name], tensor, factor)
             for name, tensor in update.blocks.items()
         }
         return replace(update, blocks=blocks)

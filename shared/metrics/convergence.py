@@ -41,7 +41,7 @@ class RoundCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reached:
+class ScoreCost:
     """The cost until the first measured version with a score, from the run's start and with abandoned attempts; None
     if no version has it."""
 
@@ -79,7 +79,7 @@ class Convergence:
     last: int
     """The last measured version."""
     clock: Clock
-    reached: tuple[Reached, ...]
+    reached: tuple[ScoreCost, ...]
     jitter: float | None
     """Standard deviation of the score; None of a single version."""
     jitter_versions: tuple[int, ...]
@@ -95,7 +95,7 @@ class Convergence:
         shown = few if self.jitter is None else f"{self.jitter:.4g}, the standard deviation {over}"
         yield f"jitter of {self.title}", shown
 
-    def _cost(self, one: Reached) -> str:
+    def _cost(self, one: ScoreCost) -> str:
         if not one.reached:
             return f"never up to version {self.last}; the best is {self.best:.4g}"
         down, up, both = map(decimal, (one.download_bytes or 0, one.upload_bytes or 0, one.bytes or 0))
@@ -180,13 +180,13 @@ class Curve:
             tuple(point.version for point in last),
         )
 
-    def _reached(self, score: float, share: float | None) -> Reached:
+    def _reached(self, score: float, share: float | None) -> ScoreCost:
         low = is_better_low(self.metric)
         for at in self.points:
             if at.score <= score if low else at.score >= score:
                 both = at.download_bytes + at.upload_bytes
-                return Reached(score, share, True, at.version, at.seconds, at.download_bytes, at.upload_bytes, both)
-        return Reached(score, share, reached=False)
+                return ScoreCost(score, share, True, at.version, at.seconds, at.download_bytes, at.upload_bytes, both)
+        return ScoreCost(score, share, reached=False)
 
 
 def levels_of(metric: str, best: float, scores: Iterable[float] = ()) -> list[tuple[float, float | None]]:

@@ -27,7 +27,7 @@ DECILE_SITES = 10
 """Number of sites from which on the mean of the worst tenth is reported: with fewer, it is one site's chance."""
 
 
-class Evaluated(NamedTuple):
+class SiteScores(NamedTuple):
     """The scores of a measurement. A long run has thousands, and whole measurements take three times as long."""
 
     version: int
@@ -39,7 +39,7 @@ class Evaluated(NamedTuple):
     class_counts: ClassCounts | None = None
 
 
-Measured = Measurement | Evaluated
+Measured = Measurement | SiteScores
 
 
 class Score(NamedTuple):

@@ -30,12 +30,12 @@ from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.hashing import derive_seed
-from tessera.shared.tensors.lazy import Rebased, Tensor
+from tessera.shared.tensors.lazy import RebasedTensor, Tensor
 from tessera.shared.updates.rounded_steps import rounded
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedUpdate:
     """An accepted update: by whom, made under which plan, and where its bytes are."""
 
     site: str
@@ -87,7 +87,7 @@ class Aggregation:
         spec: RunSpec,
         bounds: Bounds,
         current: VersionRef,
-        accepted: Sequence[Accepted],
+        accepted: Sequence[AcceptedUpdate],
         sums: Sums | None = None,
         noise_key: bytes = b"",
         earlier: Sequence[Choices] = (),
@@ -122,7 +122,7 @@ class Aggregation:
         spec: RunSpec,
         bounds: Bounds,
         current: VersionRef,
-        accepted: Sequence[Accepted],
+        accepted: Sequence[AcceptedUpdate],
         sums: Sums | None = None,
         noise_key: bytes = b"",
     ) -> tuple[State, Merged]:
@@ -154,7 +154,7 @@ class Aggregation:
         return after, merged
 
     def scores(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[AcceptedUpdate]
     ) -> dict[str, dict[str, float]]:
         """Return each site's distance from the result of the run's robust rule, by the names of its
         workers. Reads the updates once more; nothing for a run without such a rule."""
@@ -167,7 +167,7 @@ class Aggregation:
         return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
 
     def _round(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[AcceptedUpdate]
     ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
         """Return the method's half, the version, an update of each site, and the blocks that each worker sent."""
         model = self.states.model(spec.model)
@@ -198,7 +198,7 @@ class Aggregation:
         return half, state, updates, blocks
 
     def _summed(
-        self, spec: RunSpec, current: VersionRef, accepted: Sequence[Accepted], sums: Sums
+        self, spec: RunSpec, current: VersionRef, accepted: Sequence[AcceptedUpdate], sums: Sums
     ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
         """Return the same as `_round`, with the sites' mean as the only update."""
         model = self.states.model(spec.model)
@@ -211,10 +211,10 @@ class Aggregation:
         sent = {worker: set(e.block_names(sums.terms)) for worker, e in sums.envelopes.items()}
         return half, state, [update], sent
 
-    def _opened(self, entry: Accepted, model: Model, state: State) -> dict[str, Tensor]:
+    def _opened(self, entry: AcceptedUpdate, model: Model, state: State) -> dict[str, Tensor]:
         """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""
         sent = self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan)
-        return {n: t if t.base == state.model[n] else Rebased(state.model[n], t) for n, t in sent.items()}
+        return {n: t if t.base == state.model[n] else RebasedTensor(state.model[n], t) for n, t in sent.items()}
 
 
 def _with_drift(
@@ -247,9 +247,9 @@ def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization
     return replace(updates[0], examples=examples, blocks=blocks, metrics=metrics, staleness=staleness)
 
 
-def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
+def _by_site(accepted: Iterable[AcceptedUpdate]) -> list[list[AcceptedUpdate]]:
     """Return each site's updates, in the order of its workers' names; sites in that of the first of them."""
-    found: dict[str, list[Accepted]] = {}
+    found: dict[str, list[AcceptedUpdate]] = {}
     for entry in sorted(accepted, key=lambda entry: entry.worker):
         found.setdefault(entry.site, []).append(entry)
     return list(found.values())
@@ -271,7 +271,7 @@ def _metrics_of_site(reported: Sequence[tuple[int, Mapping[str, float]]]) -> dic
 
 
 def norm_scores(
-    half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]
+    half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[AcceptedUpdate]
 ) -> dict[str, dict[str, float]]:
     """Return the norm of each worker's site beside the others', and whether its update is left out for that."""
     aside = outlying(half, bounds, accepted)
@@ -281,7 +281,7 @@ def norm_scores(
     }
 
 
-def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> list[str]:
+def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[AcceptedUpdate]) -> list[str]:
     """Return the workers whose site's update is larger than the run takes, beside the largest median of any round so
     far.
 
@@ -295,18 +295,18 @@ def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Acce
     return sorted(entry.worker for entry in accepted if norms.get(entry.site, 0.0) > limit)
 
 
-def examples_by_site(accepted: Iterable[Accepted], aside: Collection[str]) -> dict[str, int]:
+def examples_by_site(accepted: Iterable[AcceptedUpdate], aside: Collection[str]) -> dict[str, int]:
     """Return the examples of each site's updates, but for those of the workers that are left out."""
     merged = [entry for entry in accepted if entry.worker not in aside]
     return {entries[0].site: sum(entry.examples for entry in entries) for entries in _by_site(merged)}
 
 
-def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:
+def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[AcceptedUpdate]) -> Bounds:
     """Return the bounds of the rounds after the round of these updates."""
     return bounds.model_copy(update={"median_norm": max(bounds.median_norm, median_norm(_norms(half, accepted)))})
 
 
-def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
+def _ratios(half: CoordinatorHalf[Any], accepted: Sequence[AcceptedUpdate]) -> dict[str, float]:
     """Return each worker's site's norm over the median of the sites'."""
     ratios = relative_norms(_norms(half, accepted))
     return {entry.worker: ratios[entry.site] for entry in accepted if entry.site in ratios}
@@ -320,7 +320,7 @@ def stretched_norm(half: CoordinatorHalf[Any], metrics: Mapping[str, float]) -> 
     return metrics[UPDATE_NORM] * half.step_scale(metrics) if UPDATE_NORM in metrics else None
 
 
-def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
+def _norms(half: CoordinatorHalf[Any], accepted: Sequence[AcceptedUpdate]) -> dict[str, float]:
     """Return the norm of each site's update, from the norms of its workers': nothing is read again."""
     of_sites = {
         entries[0].site: _metrics_of_site([(entry.examples, entry.metrics) for entry in entries])

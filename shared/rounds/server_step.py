@@ -9,7 +9,7 @@ import numpy as np
 from tessera.shared.aggregation.server_optimizer import PREFIX, OptimizerMoment, OptimizerRule
 from tessera.shared.methods.base import CoordinatorHalf, State, Update
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import Array, Computed, Derived, SteppedTensor, Tensor
+from tessera.shared.tensors.lazy import Array, Computed, DerivedTensor, SteppedTensor, Tensor
 from tessera.shared.tensors.statistics import is_statistic
 
 
@@ -66,7 +66,7 @@ def _gradient(base: Tensor, merged: Tensor) -> Tensor:
     """Return base - merged, before `merged` is rounded: in 16 bits the rounding can be as large as the step."""
     if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step
-    exact = replace(merged, dtype="F64") if isinstance(merged, Derived) else merged
+    exact = replace(merged, dtype="F64") if isinstance(merged, DerivedTensor) else merged
     return Computed(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
 
 

@@ -76,7 +76,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Written:
+class MaskedFile:
     digest: str
     rests: Mapping[str, Array]
     """The part of each block that rounding and the limit dropped, float32 and flat; empty unless requested."""
@@ -92,7 +92,7 @@ def write_masked(
     *,
     noise_key: bytes | None = None,
     keep_rests: bool = False,
-) -> Written:
+) -> MaskedFile:
     """Write an update under the masks of `seeds`. The same steps and `seed` round the same way. Terms with noise need
     a `noise_key`; the same one draws the same noise.
 
@@ -120,7 +120,7 @@ def write_masked(
 
     names = sorted(changes)
     digest = write_ring(file, terms, names, integers)
-    return Written(digest, {name: np.concatenate(parts) for name, parts in rests.items()})
+    return MaskedFile(digest, {name: np.concatenate(parts) for name, parts in rests.items()})
 
 
 def _generator(changes: Mapping[str, Change], seed: int) -> np.random.Generator:
@@ -139,7 +139,7 @@ def _write_noisy(
     seeds: Sequence[bytes],
     seed: int,
     noise_key: bytes | None,
-) -> Written:
+) -> MaskedFile:
     if noise_key is None:
         raise SumRefused("noise", "there is no key for the noise that the terms ask for")
     update = NoisyUpdate.of(terms, {name: change.steps for name, change in changes.items()}, seed)
@@ -151,7 +151,7 @@ def _write_noisy(
             masks.add_to(values)
             yield as_bytes(values)
 
-    return Written(write_ring(file, terms, sorted(changes), integers), {})
+    return MaskedFile(write_ring(file, terms, sorted(changes), integers), {})
 
 
 def write_ring(

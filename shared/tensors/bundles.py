@@ -21,7 +21,7 @@ from tessera.shared.tensors.lazy import (
 
 
 @dataclass(frozen=True, eq=False)
-class Joined:
+class TensorBundle:
     """Small tensors of one type, one behind the other, in a single chunk."""
 
     parts: tuple[Tensor, ...]
@@ -69,9 +69,9 @@ def _alike(tensor: Tensor) -> tuple[object, ...] | None:
 
 def bundled(tensors: Sequence[SteppedTensor]) -> SteppedTensor:
     """Return the tensors of a bundle one behind the other, as one that is computed in the same way."""
-    base = Joined(tuple(tensor.sources[0] for tensor in tensors))
+    base = TensorBundle(tuple(tensor.sources[0] for tensor in tensors))
     steps = [tensor.step for tensor in tensors]
-    senders = [Joined(parts) for parts in zip(*(step.sources[1:] for step in steps), strict=True)]
+    senders = [TensorBundle(parts) for parts in zip(*(step.sources[1:] for step in steps), strict=True)]
     step = replace(steps[0], shape=base.shape, sources=(base, *senders))
     # A third source is the only sender.
     return replace(tensors[0], shape=base.shape, sources=(base, step, *senders[: len(tensors[0].sources) - 2]))

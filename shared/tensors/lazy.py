@@ -71,7 +71,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledCodes:
     """Small integers, in blocks of `block` elements with a float32 scale each; the last block may be shorter."""
 
     codes: Array
@@ -93,7 +93,7 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseElements:
     """The few elements that changed: their places, each once, and their differences."""
 
     size: int
@@ -116,7 +116,7 @@ def unpacked(steps: Array | Steps) -> Array:
     return total
 
 
-class Stepped(Protocol):
+class StepSource(Protocol):
     """A tensor that may have been sent as differences from the version's value, which are then had for less.
 
     A sum of differences from that same value reads `steps` instead of `chunks` where `sent_as_steps` says so.
@@ -137,7 +137,7 @@ class Stepped(Protocol):
 class StepsOf:
     """The differences of a tensor, where its values would stand."""
 
-    tensor: Stepped
+    tensor: StepSource
     shape: tuple[int, ...]
     dtype: DType
 
@@ -150,7 +150,7 @@ class StepsOf:
 
 
 @dataclass(frozen=True)
-class Derived(ABC):
+class DerivedTensor(ABC):
     """A tensor that follows from others, element by element; nothing is computed until it is read.
 
     Its sources may be derived in their turn, and several results may share them.
@@ -173,7 +173,7 @@ class Derived(ABC):
 
 
 @dataclass(frozen=True)
-class Computed(Derived):
+class Computed(DerivedTensor):
     """The result of `compute` over its sources, which is handed pieces of them of any length."""
 
     compute: Callable[[Sequence[Array]], Array]
@@ -185,7 +185,7 @@ class Computed(Derived):
 
 
 @dataclass(frozen=True)
-class WeightedSum(Derived):
+class WeightedSum(DerivedTensor):
     """The sum of each sender's difference from a base, times its weight: see `weighted_steps`.
 
     The first source is the base; each weight belongs to one of the others.
@@ -211,12 +211,12 @@ class WeightedSum(Derived):
 
 
 @dataclass(frozen=True)
-class SteppedTensor(Derived):
+class SteppedTensor(DerivedTensor):
     """Its first source less its second, which says by how much: rounded once, to `dtype`."""
 
     @property
-    def step(self) -> Derived:
-        return cast("Derived", self.sources[1])
+    def step(self) -> DerivedTensor:
+        return cast("DerivedTensor", self.sources[1])
 
     def fill(self, out: Array, parts: Iterator[Array]) -> None:
         start, step = parts
@@ -246,8 +246,8 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
     order = _sources_first(tensors)
     if len(sizes := {numel(tensor) for tensor in order}) > 1:
         raise ValueError(f"tensors of different sizes are read side by side: {sorted(sizes)} elements")
-    derived = [tensor for tensor in order if isinstance(tensor, Derived)]
-    read = {_identity(tensor): tensor.chunks() for tensor in order if not isinstance(tensor, Derived)}
+    derived = [tensor for tensor in order if isinstance(tensor, DerivedTensor)]
+    read = {_identity(tensor): tensor.chunks() for tensor in order if not isinstance(tensor, DerivedTensor)}
     needed = Counter(map(_identity, (*tensors, *(source for tensor in derived for source in tensor.sources))))
     outputs = set(map(_identity, tensors))
     held = [key for key in read if needed[key] > 1 or key in outputs]
@@ -296,7 +296,7 @@ def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         above.setdefault(own, own)
         below = [tensor]
         for each in below:
-            for source in each.sources if isinstance(each, Derived) else ():
+            for source in each.sources if isinstance(each, DerivedTensor) else ():
                 key = _identity(source)
                 if key in above:
                     above[top(own)] = top(key)
@@ -319,7 +319,7 @@ def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _find(tensors: Iterable[Tensor], found: dict[tuple[int, bool], Tensor]) -> None:
     for tensor in tensors:
         if _identity(tensor) not in found:
-            _find(tensor.sources if isinstance(tensor, Derived) else (), found)
+            _find(tensor.sources if isinstance(tensor, DerivedTensor) else (), found)
             found[_identity(tensor)] = tensor
 
 
@@ -327,7 +327,7 @@ def _find(tensors: Iterable[Tensor], found: dict[tuple[int, bool], Tensor]) -> N
 
 
 @dataclass(frozen=True)
-class Stretched:
+class StretchedStep:
     """As far from `base` as `tensor` is, times `factor`."""
 
     base: Tensor
@@ -347,11 +347,11 @@ class Stretched:
 
 
 @dataclass(frozen=True)
-class Rebased:
+class RebasedTensor:
     """`base` moved by the steps of an update that started from another value."""
 
     base: Tensor
-    update: Stepped
+    update: StepSource
     sent_as_steps: ClassVar[bool] = True
 
     @property
@@ -375,20 +375,20 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Wei
     It runs in the order given, in float32, or in float64 for a base of that (docs/decisions/0019): the same senders
     in the same order give the same bits on every machine, and elements that no sender changed are exactly 0.0.
 
-    Raise ValueError for an update that started from another base and is not `Rebased`: its difference from this one
-    would undo the changes in between.
+    Raise ValueError for an update that started from another base and is not `RebasedTensor`: its difference from this
+    one would undo the changes in between.
     """
     weights: list[float] = []
     sources: list[Tensor] = [base]
     for weight, sent in senders:
         factor, tensor = weight, sent
-        while isinstance(tensor, Stretched):
+        while isinstance(tensor, StretchedStep):
             factor, tensor = factor * tensor.factor, tensor.tensor
         if _name(getattr(tensor, "base", base)) != _name(base):
             raise ValueError(f"an update of {_name(base)} started from {_name(getattr(tensor, 'base', base))}")
         weights.append(factor)
         if getattr(tensor, "sent_as_steps", False):
-            sources.append(StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
+            sources.append(StepsOf(cast("StepSource", tensor), sent.shape, sent.dtype))
         else:
             sources.append(tensor)
     return WeightedSum(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))

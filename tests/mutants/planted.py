@@ -300,7 +300,7 @@ FAULTS: dict[str, Fault] = {
         ((vault.Vault, "stage", kept_at_once),), seed=1, planted_in="make test-long"
     ),
     "the vault keeps before the update is merged": Fault(
-        ((vault.Staged, "accept", kept_when_accepted),), seed=11, planted_in="make test-long"
+        ((vault.StagedTensors, "accept", kept_when_accepted),), seed=11, planted_in="make test-long"
     ),
     "whoever was ever here is present": Fault(
         ((liveness, "live_workers", lambda session, since: LIVE(session, 0)),), seed=8

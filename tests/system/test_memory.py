@@ -14,7 +14,7 @@ import pytest
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, RunBlobRow
 from tessera.shared.aggregation.robust import Mean, Median, RobustRule
-from tessera.shared.aggregation.server_optimizer import Adam, OptimizerRule, Plain
+from tessera.shared.aggregation.server_optimizer import Adam, NoOptimizer, OptimizerRule
 from tessera.shared.api.runs import Cohort
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
@@ -34,11 +34,11 @@ UPDATE_BYTES = 50_000_000
     ("optimizer", "robust", "moved"),
     [
         # (0 + 1 + ... + 7) / 8 = 3.5
-        pytest.param(Plain(), Mean(), 3.5, marks=pytest.mark.long),
+        pytest.param(NoOptimizer(), Mean(), 3.5, marks=pytest.mark.long),
         # m = 0.1 * 3.5 and v = 0.99 * 1e-6 + 0.01 * 3.5^2 = 0.122501; 0.1 * 0.35 / (0.3500014 + 0.001) = 0.0997147
         (Adam(learning_rate=0.1), Mean(), 0.0997147),
         # Halfway between 3 and 4.
-        pytest.param(Plain(), Median(), 3.5, marks=pytest.mark.long),
+        pytest.param(NoOptimizer(), Median(), 3.5, marks=pytest.mark.long),
     ],
     ids=["mean", "adam", "median"],
 )

@@ -70,7 +70,7 @@ from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
 from tessera.worker.state.database import Database
 from tessera.worker.state.error_feedback import PREFIX
-from tessera.worker.state.privacy_ledger import Exact
+from tessera.worker.state.privacy_ledger import ExactUse
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import STATE_ID, audit_of, ledger_of
@@ -420,7 +420,7 @@ def test_a_choice_that_fails_without_privacy_is_written_down_for_it_is_told(
     with working(coordinator, tmp_path):
         task_of(client, run, 1, failed)
     (entry,) = ledger_of(settings_of(coordinator, tmp_path)).read("digits")
-    assert entry.events == (Exact(use="training"),)
+    assert entry.events == (ExactUse(use="training"),)
 
 
 def test_a_model_that_does_not_take_the_data_fails_in_words_that_tell_of_no_example(

@@ -9,7 +9,7 @@ import typer
 from safetensors import SafetensorError
 
 from tessera.shared import units
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.model.spec import Head
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Problem
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from tessera.worker.model import block_map, pretrained, snapshot
     from tessera.worker.state import base_sources
 else:
-    block_map = Deferred("tessera.worker.model.block_map")
-    pretrained = Deferred("tessera.worker.model.pretrained")
-    snapshot = Deferred("tessera.worker.model.snapshot")
-    base_sources = Deferred("tessera.worker.state.base_sources")
+    block_map = DeferredModule("tessera.worker.model.block_map")
+    pretrained = DeferredModule("tessera.worker.model.pretrained")
+    snapshot = DeferredModule("tessera.worker.model.snapshot")
+    base_sources = DeferredModule("tessera.worker.state.base_sources")
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, SafetensorError, Problem)}
 

@@ -12,7 +12,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.diagnostics import reason_of, toml_of
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.validation_errors import message_of
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from tessera.worker.data import registry
     from tessera.worker.data.partition import division
 else:
-    torch = Deferred("torch")
-    inventory = Deferred("tessera.worker.inventory")
-    split_plot = Deferred("tessera.worker.cli.split_plot")
-    datasets = Deferred("tessera.worker.data.dataset")
-    proposals = Deferred("tessera.worker.data.proposal")
-    registry = Deferred("tessera.worker.data.registry")
-    division = Deferred("tessera.worker.data.partition.division")
+    torch = DeferredModule("torch")
+    inventory = DeferredModule("tessera.worker.inventory")
+    split_plot = DeferredModule("tessera.worker.cli.split_plot")
+    datasets = DeferredModule("tessera.worker.data.dataset")
+    proposals = DeferredModule("tessera.worker.data.proposal")
+    registry = DeferredModule("tessera.worker.data.registry")
+    division = DeferredModule("tessera.worker.data.partition.division")
 
 WIDEST = 16
 """Limit on the classes with a column each in a table; for more, the table has the number of each site's classes."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.client.export import CONFIG_FILE, copy_rest, require_new_folder
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import class_count
 from tessera.shared.model.spec import (
@@ -68,15 +68,15 @@ if TYPE_CHECKING:
     from tessera.worker.model import pretrained as pretrained_weights
     from tessera.worker.model import prompts as prompt_tokens
 else:
-    torch = Deferred("torch")
-    transformers = Deferred("transformers")
-    image_processor = Deferred("tessera.worker.data.readers.image_processor")
-    tokenizer = Deferred("tessera.worker.data.readers.tokenizer")
-    block_map = Deferred("tessera.worker.model.block_map")
-    build = Deferred("tessera.worker.model.build")
-    configs = Deferred("tessera.worker.model.config")
-    pretrained_weights = Deferred("tessera.worker.model.pretrained")
-    prompt_tokens = Deferred("tessera.worker.model.prompts")
+    torch = DeferredModule("torch")
+    transformers = DeferredModule("transformers")
+    image_processor = DeferredModule("tessera.worker.data.readers.image_processor")
+    tokenizer = DeferredModule("tessera.worker.data.readers.tokenizer")
+    block_map = DeferredModule("tessera.worker.model.block_map")
+    build = DeferredModule("tessera.worker.model.build")
+    configs = DeferredModule("tessera.worker.model.config")
+    pretrained_weights = DeferredModule("tessera.worker.model.pretrained")
+    prompt_tokens = DeferredModule("tessera.worker.model.prompts")
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem)}
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from tessera.shared.client.client import Client
 from tessera.shared.client.run_versions import find_start
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.model.spec import WEIGHTS_FILE, Float32Role, Fusion, Head, Lora, Prompts
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tessera.worker.model import block_map, build, config
     from tessera.worker.model.pretrained import Config
 else:
-    torch = Deferred("torch")
-    transformers = Deferred("transformers")
-    block_map = Deferred("tessera.worker.model.block_map")
-    build = Deferred("tessera.worker.model.build")
-    config = Deferred("tessera.worker.model.config")
+    torch = DeferredModule("torch")
+    transformers = DeferredModule("transformers")
+    block_map = DeferredModule("tessera.worker.model.block_map")
+    build = DeferredModule("tessera.worker.model.build")
+    config = DeferredModule("tessera.worker.model.config")
 
 Asks = Literal["local", "global"]
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tessera.shared.client.export import in_place_of
 from tessera.shared.client.round_outcomes import Outcome
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.metrics.convergence import levels_of
 from tessera.shared.problems import Invalid
 from tessera.shared.telemetry.logging import configure
@@ -47,7 +47,7 @@ from tessera.worker.state.atomic_files import alone_or
 if TYPE_CHECKING:
     from tessera.worker import simulation
 else:
-    simulation = Deferred("tessera.worker.simulation")
+    simulation = DeferredModule("tessera.worker.simulation")
 
 STALLED = 3
 

@@ -12,7 +12,7 @@ import typer
 
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import examined
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, Problem, Unauthenticated
 from tessera.shared.telemetry import logging, spans
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from tessera.worker import agent, device_failure, inventory
     from tessera.worker import doctor as examination
 else:
-    agent = Deferred("tessera.worker.agent")
-    device_failure = Deferred("tessera.worker.device_failure")
-    examination = Deferred("tessera.worker.doctor")
-    inventory = Deferred("tessera.worker.inventory")
+    agent = DeferredModule("tessera.worker.agent")
+    device_failure = DeferredModule("tessera.worker.device_failure")
+    examination = DeferredModule("tessera.worker.doctor")
+    inventory = DeferredModule("tessera.worker.inventory")
 
 ERRORS: Errors = {BAD_SETTINGS: (SettingsError, MethodsUnusable, PolicyViolation)}
 

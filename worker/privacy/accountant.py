@@ -22,7 +22,7 @@ from scipy.optimize import brentq
 
 from tessera.shared.run_settings import Budget
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.state.privacy_ledger import Cost, Exact, NoisySteps, OneInGroup
+from tessera.worker.state.privacy_ledger import Cost, ExactUse, NoisySteps, OneInGroup
 
 MIN_NOISE = 0.3125
 """Lower limit on the noise multiplier of any target: with less noise there is no meaningful privacy."""
@@ -102,7 +102,7 @@ def _sums(events: Iterable[Cost]) -> tuple[_Steps, float]:
                 # Without sampling, to move by two clip norms is to have half of the noise.
                 noise, in_group = noise / 2, False
             steps[noise, rate, in_group] += event.steps
-        elif isinstance(event, Exact):
+        elif isinstance(event, ExactUse):
             raise ValueError(f"{event.use} is released without noise, so no epsilon bounds it")
         else:
             rho += event.rho

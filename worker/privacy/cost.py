@@ -4,7 +4,7 @@ import importlib
 import math
 from collections.abc import Iterable
 
-from tessera.worker.state.privacy_ledger import Cost, Exact
+from tessera.worker.state.privacy_ledger import Cost, ExactUse
 
 
 def epsilon_of(events: Iterable[Cost], delta: float) -> float:
@@ -25,7 +25,7 @@ def least_budget_of(events: Iterable[Cost], delta: float) -> float:
 
 def _cost(function: str, events: Iterable[Cost], delta: float) -> float:
     events = list(events)
-    if any(isinstance(event, Exact) for event in events):
+    if any(isinstance(event, ExactUse) for event in events):
         return math.inf
     if not events:
         return 0.0

@@ -13,7 +13,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Fault, Invalid
-from tessera.shared.rounds.aggregate import Accepted
+from tessera.shared.rounds.aggregate import AcceptedUpdate
 from tessera.shared.schema import Message
 from tessera.worker.state.atomic_files import sweep, written_whole
 
@@ -45,10 +45,10 @@ class Reported(Message):
     envelope: str | None = None
     """For a secure sum, what the site signed, as JSON."""
 
-    def accepted(self, site: str, base: VersionRef) -> Accepted:
+    def accepted(self, site: str, base: VersionRef) -> AcceptedUpdate:
         view = self.view
         examples = view.examples or 0
-        return Accepted(site, view.worker, self.update, examples, view.metrics, self.plan, base, view.layers)
+        return AcceptedUpdate(site, view.worker, self.update, examples, view.metrics, self.plan, base, view.layers)
 
 
 @dataclass(frozen=True)

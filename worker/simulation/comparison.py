@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tessera.shared.lazy_import import Deferred
-from tessera.shared.metrics.convergence import COSTS, Curve, Reached
+from tessera.shared.lazy_import import DeferredModule
+from tessera.shared.metrics.convergence import COSTS, Curve, ScoreCost
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Invalid
@@ -21,7 +21,7 @@ from tessera.worker.simulation.summary import SUMMARY, curve_of, figures_of, not
 if TYPE_CHECKING:
     from scipy import stats
 else:
-    stats = Deferred("scipy.stats")
+    stats = DeferredModule("scipy.stats")
 
 CONFIDENCE = 0.95
 REMEDY = "Give an output folder of `tessera simulate`."
@@ -156,7 +156,7 @@ class Comparison:
         return known if known == found and len(metrics) == 1 else {}
 
     @cached_property
-    def reached(self) -> dict[str, dict[int, tuple[Reached, ...]]]:
+    def reached(self) -> dict[str, dict[int, tuple[ScoreCost, ...]]]:
         """The cost of each score, by folder and seed."""
         bests = [fmean(curve.best for curve in each.values()) for each in self.curves.values()]
         low = any(is_better_low(curve.metric) for each in self.curves.values() for curve in each.values())
@@ -193,7 +193,7 @@ class Comparison:
         }
 
 
-def _costs(reached: Sequence[Reached]) -> dict[str, float]:
+def _costs(reached: Sequence[ScoreCost]) -> dict[str, float]:
     return {f"{what} to {one.text}": value for one in reached for what, value in one.figures().items()}
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from tessera.shared.client.run_file import Note, check_spec, read_toml
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Frozen, Label, Resources
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from tessera.worker.data.partition import division
     from tessera.worker.simulation import virtual_sites
 else:
-    inventory = Deferred("tessera.worker.inventory")
-    dataset = Deferred("tessera.worker.data.dataset")
-    registry = Deferred("tessera.worker.data.registry")
-    division = Deferred("tessera.worker.data.partition.division")
-    virtual_sites = Deferred("tessera.worker.simulation.virtual_sites")
+    inventory = DeferredModule("tessera.worker.inventory")
+    dataset = DeferredModule("tessera.worker.data.dataset")
+    registry = DeferredModule("tessera.worker.data.registry")
+    division = DeferredModule("tessera.worker.data.partition.division")
+    virtual_sites = DeferredModule("tessera.worker.simulation.virtual_sites")
 
 T = TypeVar("T", bound=BaseModel)
 

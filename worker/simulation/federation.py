@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.client.model_upload import InitialModel, Uploaded, upload_model
+from tessera.shared.client.model_upload import InitialModel, ModelUpload, upload_model
 from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
@@ -172,7 +172,7 @@ class _Federation:
 @contextmanager
 def checks_of(
     start: ModelFolder, *, is_tested: bool
-) -> Iterator[tuple[Uploaded, Callable[[Mapping[str, Any]], None]]]:
+) -> Iterator[tuple[ModelUpload, Callable[[Mapping[str, Any]], None]]]:
     """Yield the model's digests, and a function that raises Invalid for a spec which a simulation from this model
     would refuse before its first round. Torch has no threads meanwhile, which would be missing in a fork."""
     with tempfile.TemporaryDirectory(prefix="tessera-check-") as folder, _threads(1):
@@ -186,7 +186,7 @@ def checks_of(
         yield uploaded, check
 
 
-def _spec(given: Mapping[str, Any], uploaded: Uploaded, *, is_tested: bool) -> RunSpec:
+def _spec(given: Mapping[str, Any], uploaded: ModelUpload, *, is_tested: bool) -> RunSpec:
     plain = {"name": "simulation", "dataset": "data", **given, "model": uploaded.model, "version": uploaded.version}
     if is_tested:
         plain["evaluation"] = {"dataset": TEST, **(plain.get("evaluation") or {})}

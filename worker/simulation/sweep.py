@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tessera.shared.client.run_file import steps_of, value_of
 from tessera.shared.diagnostics import toml
-from tessera.shared.lazy_import import Deferred
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.metrics.convergence import COSTS
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.metrics.svg_charts import Panel, Series, lines, svg_file
@@ -38,7 +38,7 @@ from tessera.worker.simulation.config import SimulationFile, SimulationTable, re
 if TYPE_CHECKING:
     from tessera.worker.simulation import federation
 else:
-    federation = Deferred("tessera.worker.simulation.federation")
+    federation = DeferredModule("tessera.worker.simulation.federation")
 
 IDENTITY = "sweep.json"
 """The file with the settings that all simulations of a sweep share."""

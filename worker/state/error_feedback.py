@@ -23,7 +23,7 @@ FORGET_ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Rest:
+class Residual:
     """A block's residual, float32 and flat, and the round that dropped it."""
 
     values: Array
@@ -35,19 +35,19 @@ class Feedback:
     """Residuals of one stage's blocks."""
 
     stage: str
-    rests: dict[str, Rest] = field(default_factory=dict)
+    rests: dict[str, Residual] = field(default_factory=dict)
     """By block."""
 
     @classmethod
     def of(cls, vault: Mapping[str, Array], stage: str, number: int) -> Feedback:
         """Return the residuals that apply in round `number`: of this stage, and recent enough."""
         last = vault.get(PREFIX + "stage")
-        rests: dict[str, Rest] = {}
+        rests: dict[str, Residual] = {}
         if last is not None and bytes(last).decode() == stage:
             for name, values in vault.items():
                 block = name.removeprefix(PREFIX + "rest/")
                 if block != name:
-                    rests[block] = Rest(values, int(vault[f"{PREFIX}round/{block}"][0]))
+                    rests[block] = Residual(values, int(vault[f"{PREFIX}round/{block}"][0]))
         return cls(stage, {name: rest for name, rest in rests.items() if number - rest.round <= FORGET_ROUNDS})
 
     def add(self, changes: Iterable[TrainedBlock]) -> list[TrainedBlock]:
@@ -71,7 +71,7 @@ class Feedback:
                 left.append(rest)
             self.rests.pop(change.block.name, None)
             if pipeline.parse(tensor.codec).drops:
-                self.rests[change.block.name] = Rest(np.concatenate(left), number)
+                self.rests[change.block.name] = Residual(np.concatenate(left), number)
         return sqrt(missing / whole) if whole else 0.0
 
     def clear(self, changes: Iterable[TrainedBlock]) -> None:
@@ -81,7 +81,7 @@ class Feedback:
 
     def keep(self, rests: Mapping[str, Array], number: int) -> None:
         """Store what a masked update of round `number` dropped of its blocks, float32 and flat."""
-        self.rests |= {name: Rest(values, number) for name, values in rests.items()}
+        self.rests |= {name: Residual(values, number) for name, values in rests.items()}
 
     def kept(self) -> dict[str, Array]:
         """Return the residuals as vault entries."""

@@ -85,7 +85,7 @@ Use = Literal["training", "choice", "evaluation", "lost"]
 lost ledger."""
 
 
-class Exact(Frozen):
+class ExactUse(Frozen):
     """A use of the data without noise: no epsilon bounds its privacy loss. A run has one line a day for each use."""
 
     kind: Literal["exact"] = "exact"
@@ -93,7 +93,7 @@ class Exact(Frozen):
 
 
 Noisy = NoisySteps | NoisyChoice | NoisyFigures
-Event = Annotated[Noisy | Exact, Field(discriminator="kind")]
+Event = Annotated[Noisy | ExactUse, Field(discriminator="kind")]
 """One use of a mechanism on a data set."""
 
 
@@ -201,7 +201,7 @@ class LedgerPage:
 
     def exact(self, task: TaskRef, examples: int, use: Use) -> None:
         """Write down that a run uses the data without noise, unless a line of the last day says so."""
-        event, since = Exact(use=use), datetime.now(UTC) - EXACT_EVERY
+        event, since = ExactUse(use=use), datetime.now(UTC) - EXACT_EVERY
         if not any(
             entry.run == task.run and entry.at > since and event in entry.events for entry in self._held.entries
         ):
@@ -386,7 +386,7 @@ class Ledger:
         chain = self._chain(dataset)
 
         def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> LedgerEntry:
-            events = (Exact(use="lost"),) if lost else ()
+            events = (ExactUse(use="lost"),) if lost else ()
             name = self.name(dataset)
             return LedgerEntry(
                 seq=seq, at=datetime.now(UTC), previous=previous, dataset=name, adopts=adopts, events=events
@@ -460,10 +460,10 @@ def unbounded_in(
 ) -> tuple[tuple[LedgerEntry, UnboundedUse], ...]:
     """Return the uses whose privacy loss no budget of this unit bounds, oldest first, each with its entry."""
     return tuple(
-        (entry, event.use if isinstance(event, Exact) else OF_EXAMPLES)
+        (entry, event.use if isinstance(event, ExactUse) else OF_EXAMPLES)
         for entry in entries
         for event in entry.events
-        if isinstance(event, Exact) or (unit, entry.unit) == ("group", "example")
+        if isinstance(event, ExactUse) or (unit, entry.unit) == ("group", "example")
     )
 
 
@@ -473,7 +473,7 @@ def noisy_in(entries: Iterable[LedgerEntry], unit: Unit = "example") -> list[Cos
         cost
         for entry in entries
         for event in entry.events
-        if not isinstance(event, Exact)
+        if not isinstance(event, ExactUse)
         for cost in costs_of(event, entry.unit, unit)
     ]
 

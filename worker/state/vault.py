@@ -61,21 +61,21 @@ RoundWorkload = Callable[[str], TaskView | Receipt]
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedTensors:
     """A task's tensors, on disk but not current yet. If `durable`, a rename survives a power cut. Without a path
     there are none, and nothing to replace."""
 
     path: Path | None
     durable: bool
 
-    def accept(self) -> Staged:
+    def accept(self) -> StagedTensors:
         """Mark its update as accepted, and return the renamed file, which waits for the round's end."""
         if self.path and self.path.name.startswith(STAGED):
             accepted = self.path.with_name(ACCEPTED + self.path.name.removeprefix(STAGED))
             # Settled meanwhile, it has gone.
             with _SETTLING, suppress(FileNotFoundError):
                 replace(self.path, accepted, durable=self.durable)
-            return Staged(accepted, self.durable)
+            return StagedTensors(accepted, self.durable)
         return self
 
     def commit(self, unmerged: Collection[str] = ()) -> None:
@@ -120,7 +120,7 @@ class Vault:
         path = self._of_run(run) / CURRENT
         return _read(path) if path.exists() else {}
 
-    def stage(self, run: str, task: str, token: int, keep: Mapping[str, Array]) -> Staged:
+    def stage(self, run: str, task: str, token: int, keep: Mapping[str, Array]) -> StagedTensors:
         """Write a task's tensors, to be accepted or discarded. Overwrites an earlier attempt under the same lease.
         Without any, now and from earlier tasks of the run, nothing is written.
 
@@ -128,10 +128,10 @@ class Vault:
         """
         folder, name = self._of_run(run), f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
         if not keep and all(other.name == SCALE for other in folder.glob("*")):
-            return Staged(None, self._durable)
+            return StagedTensors(None, self._durable)
         path = folder / name
         _write(path, keep, durable=self._durable, of_task=f"{task} {token}")
-        return Staged(path, self._durable)
+        return StagedTensors(path, self._durable)
 
     def set_aside(self, run: str, task: str, keep: Mapping[str, Array]) -> None:
         """Write the tensors of a task whose update is held for release, to be staged when it leaves."""
@@ -212,13 +212,13 @@ class Vault:
             return self._settle_alone(folder, pattern, ask)
 
     def _settle_alone(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
-        waiting: list[Staged] = []
+        waiting: list[StagedTensors] = []
         known = True
         for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
             match = PENDING.fullmatch(path.name)
             if match is None:
                 continue
-            staged, fate = Staged(path, self._durable), outcome_of(match["task"], ask)
+            staged, fate = StagedTensors(path, self._durable), outcome_of(match["task"], ask)
             if fate is None or fate.token != int(match["token"]):
                 staged.discard()
                 continue

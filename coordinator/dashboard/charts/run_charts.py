@@ -41,7 +41,7 @@ from tessera.shared.metrics.comparison import (
     totals,
 )
 from tessera.shared.metrics.convergence import Curve, RoundCost
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, Evaluated, scores_by_site
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, SiteScores, scores_by_site
 from tessera.shared.metrics.svg_charts import Band, Panel, Points, Series
 from tessera.shared.run_settings import with_meaning
 from tessera.shared.schema import EPSILON, SCORED_LABELS
@@ -80,7 +80,7 @@ class Figures:
     """Figures of a run, for its charts."""
 
     run: Run
-    measurements: Sequence[Evaluated]
+    measurements: Sequence[SiteScores]
     main: MainScore | None
     """The main score in all evaluations; `measurements` may be a selection."""
     best: BestVersion | None
@@ -144,7 +144,7 @@ def panels(session: Session, figures: Figures, metric: str | None, along: Along)
     return [panel for panel in shown if panel.picture]
 
 
-def absent(run: Run, measurements: Sequence[Evaluated], shown: set[str]) -> Iterator[tuple[str, str]]:
+def absent(run: Run, measurements: Sequence[SiteScores], shown: set[str]) -> Iterator[tuple[str, str]]:
     """Yield each expected chart that is missing, and the reason."""
     evaluation, method = run.spec.evaluation, run.spec.method
     if evaluation is None:

@@ -6,11 +6,11 @@ mean of many workers' updates is unbiased. Zeros stay zeros.
 
 import numpy as np
 
-from tessera.shared.tensors.lazy import Array, Scaled, unpacked
+from tessera.shared.tensors.lazy import Array, ScaledCodes, unpacked
 from tessera.shared.updates.codecs.stage import F32, U8, ArrayLayout, Stage, floats_only
 
 
-class Quantized(Stage):
+class QuantizedStage(Stage):
     lossless = False
     block: int
     """The number of elements with one scale."""
@@ -37,10 +37,10 @@ class Quantized(Stage):
     def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         return unpacked(self.packed(encoded, layout))
 
-    def packed(self, encoded: Array, layout: ArrayLayout) -> Scaled:
+    def packed(self, encoded: Array, layout: ArrayLayout) -> ScaledCodes:
         split = F32.itemsize * self._blocks(layout.size)
         scales = encoded[:split].copy().view(F32)
-        return Scaled(self._unpack(encoded[split:], layout.size), scales, self.block)
+        return ScaledCodes(self._unpack(encoded[split:], layout.size), scales, self.block)
 
     def _blocks(self, size: int) -> int:
         return -(-size // self.block)
@@ -56,7 +56,7 @@ class Quantized(Stage):
         raise NotImplementedError
 
 
-class Int8(Quantized):
+class Int8(QuantizedStage):
     """Eight bits, in blocks of 256: about a quarter of float32, with an error of half a percent."""
 
     name = "int8"
@@ -73,7 +73,7 @@ class Int8(Quantized):
         return packed.view(np.int8)
 
 
-class Int4(Quantized):
+class Int4(QuantizedStage):
     """Four bits, two to a byte, in blocks of 64: about an eighth of float32."""
 
     name = "int4"

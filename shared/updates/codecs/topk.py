@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.shared.tensors.lazy import Array, Sparse, unpacked
+from tessera.shared.tensors.lazy import Array, SparseElements, unpacked
 from tessera.shared.updates.codecs.half_floats import BF16
 from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage, floats_only
 
@@ -54,7 +54,7 @@ class TopK(Stage):
     def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
         return unpacked(self.packed(encoded, layout))
 
-    def packed(self, encoded: Array, layout: ArrayLayout) -> Sparse:
+    def packed(self, encoded: Array, layout: ArrayLayout) -> SparseElements:
         half = encoded.size // 2
         places = encoded[:half].astype(np.int32)
         starts = np.repeat(np.arange(0, layout.size, RUN, dtype=np.int32), self._kept(layout.size))
@@ -64,7 +64,7 @@ class TopK(Stage):
             raise CodecError(
                 "places-invalid", "the indices of the largest differences are not in order, or beyond the end"
             )
-        return Sparse(layout.size, places + starts, encoded[half:].view(BF16).astype(F32))
+        return SparseElements(layout.size, places + starts, encoded[half:].view(BF16).astype(F32))
 
     def _kept(self, size: int) -> list[int]:
         """Return the number of sent differences of each run."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tessera.shared.aggregation.server_optimizer import Momentum, Plain
+from tessera.shared.aggregation.server_optimizer import Momentum, NoOptimizer
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
@@ -121,7 +121,7 @@ def test_a_neutral_server_optimizer_makes_the_very_version_that_none_makes(coord
         ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}).enrol() for i, s in enumerate("ab")
     ]
     digests = set()
-    for optimizer in (Plain(), Momentum(learning_rate=1.0, momentum=0.0)):
+    for optimizer in (NoOptimizer(), Momentum(learning_rate=1.0, momentum=0.0)):
         cohort = Cohort(size=2, quorum=2)
         run = start_run(client, model, values(model), cohort=cohort, server_optimizer=optimizer)
         for index, worker in enumerate(workers):

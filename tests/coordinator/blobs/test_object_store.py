@@ -30,7 +30,7 @@ from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import NotFound, StoreAway, StoreSpoilt
-from tessera.shared.rounds.aggregate import Accepted, Aggregation
+from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
@@ -210,7 +210,7 @@ def test_a_merge_does_not_ask_the_store_for_each_block_of_an_update(
         write_update(file, "raw", changes)
         digest = blobs.save([file.getvalue()]).digest
         sizes[digest] = len(file.getvalue())
-        accepted.append(Accepted(site, site, digest, 10, {}, Plan(), ref))
+        accepted.append(AcceptedUpdate(site, site, digest, 10, {}, Plan(), ref))
     spec = RunSpec(
         name="r", method=MethodSpec(name="fedavg"), model=document, version=ref.digest, dataset="d", rounds=9
     )

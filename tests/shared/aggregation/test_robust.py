@@ -18,7 +18,7 @@ from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import (
     FEW_SENDERS,
     ByGram,
-    Clipped,
+    CentredClipping,
     GeometricMedian,
     Guard,
     Mean,
@@ -46,13 +46,13 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.planning import initial_state, warnings_of
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.run_settings import ClientPrivacy, Training
-from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array
+from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, StretchedStep, Tensor, to_array
 from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values
 
 FAULTY = 2
 RULES: tuple[Guard, ...] = tuple(
-    kind(attackers=FAULTY) for kind in (Median, TrimmedMean, Clipped, MultiKrum, GeometricMedian)
+    kind(attackers=FAULTY) for kind in (Median, TrimmedMean, CentredClipping, MultiKrum, GeometricMedian)
 )
 EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
 
@@ -111,7 +111,7 @@ def test_a_rule_that_is_not_attacked_is_near_the_mean(rule: Guard) -> None:
     [
         (Median(), 5),
         (TrimmedMean(attackers=2), 3),
-        (Clipped(), 5),
+        (CentredClipping(), 5),
         (MultiKrum(attackers=3), 5),
         (GeometricMedian(), 5),
     ],
@@ -130,7 +130,7 @@ def test_each_rule_bears_as_many_of_nine_as_its_docstring_says_and_no_more(rule:
 
 
 def test_clipping_at_a_norm_bounds_any_majority() -> None:
-    rule = Clipped(norm=0.5, iterations=2)
+    rule = CentredClipping(norm=0.5, iterations=2)
     sent = [np.full(4, 1e6, np.float32)] * 5
     # Twice by 0.5 along (1, 1, 1, 1) / 2.
     np.testing.assert_allclose(stepped(rule, np.zeros(4, np.float32), sent), 0.5, rtol=1e-6)
@@ -185,9 +185,9 @@ def test_clipping_by_hand() -> None:
     sent = [np.array([value], np.float32) for value in (1.0, 2.0, 9.0)]
     base = np.zeros(1, np.float32)
     # Distances from 0 are 1, 2, 9 and their median 2: (1 + 2 + 2) / 3.
-    np.testing.assert_allclose(stepped(Clipped(iterations=1), base, sent), [5 / 3], rtol=1e-6)
+    np.testing.assert_allclose(stepped(CentredClipping(iterations=1), base, sent), [5 / 3], rtol=1e-6)
     # From 5/3: -2/3, 1/3, 22/3 with the median 2/3: 5/3 + (-2/3 + 1/3 + 2/3) / 3 = 16/9.
-    np.testing.assert_allclose(stepped(Clipped(iterations=2), base, sent), [16 / 9], rtol=1e-6)
+    np.testing.assert_allclose(stepped(CentredClipping(iterations=2), base, sent), [16 / 9], rtol=1e-6)
 
 
 def test_multi_krum_by_hand() -> None:
@@ -437,7 +437,7 @@ def test_a_server_optimizer_steps_along_what_the_rule_made(rule: Guard) -> None:
 
 def test_stretched_steps_are_ruled_as_they_are_stretched() -> None:
     base = ArrayTensor(np.zeros(1, np.float32))
-    sent = [{"w": Stretched(base, ArrayTensor(np.array([v], np.float32)), 2.0)} for v in (1, 2, 3, 4, 99)]
+    sent = [{"w": StretchedStep(base, ArrayTensor(np.array([v], np.float32)), 2.0)} for v in (1, 2, 3, 4, 99)]
     for rule in RULES[:2]:
         moved, _ = guarded(rule, {"w": base}, sent, "participants")
         assert float(to_array(moved["w"])[0]) == 6.0

@@ -17,8 +17,8 @@ from tessera.shared.aggregation.server_optimizer import (
     Adagrad,
     Adam,
     Momentum,
+    NoOptimizer,
     OptimizerRule,
-    Plain,
     ServerOptimizer,
     Yogi,
 )
@@ -144,7 +144,7 @@ def oracle(optimizer: OptimizerRule, w: Array, m: Array, v: Array, g: Array) -> 
     return w - 1e-3 * m / (np.sqrt(v) + 1e-3), m, v
 
 
-@pytest.mark.parametrize("optimizer", [Plain(), Momentum(), Momentum(learning_rate=1.0, momentum=0.0)], ids=str)
+@pytest.mark.parametrize("optimizer", [NoOptimizer(), Momentum(), Momentum(learning_rate=1.0, momentum=0.0)], ids=str)
 def test_neutral_settings_leave_the_mean_as_it_is_to_the_bit_and_remember_nothing(optimizer: OptimizerRule) -> None:
     rng = np.random.default_rng(0)
     model = {"w": ArrayTensor(rng.normal(size=1000).astype(np.float32))}
@@ -213,13 +213,13 @@ def test_a_method_whose_memory_is_named_like_moments_is_refused() -> None:
     half = Remembering(MethodSettings(), RunInfo((), rounds=9))
     half.name = "server/m/w"
     with pytest.raises(ValueError, match=r"kept for server optimizers: \['server/m/w'\]"):
-        merge(half, Plain(), State(0, one(1.0)), [Update("a/w", 1, one(2.0))])
+        merge(half, NoOptimizer(), State(0, one(1.0)), [Update("a/w", 1, one(2.0))])
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"kind": "none"}, Plain()),
+        ({"kind": "none"}, NoOptimizer()),
         ({"kind": "sgd", "momentum": 0.9}, Momentum(momentum=0.9)),
         ({"kind": "adam"}, Adam(learning_rate=1e-3, beta1=0.9, beta2=0.99, tau=1e-3)),
         ({"kind": "yogi", "tau": 0.01}, Yogi(tau=0.01)),
@@ -243,8 +243,8 @@ def test_settings_of_another_kind_are_refused(settings: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- with each method that scales or adds steps
 
 TUNED = (
-    Plain(), Momentum(learning_rate=0.5), Momentum(momentum=0.9), Adam(learning_rate=0.1), Yogi(learning_rate=0.1),
-    Adagrad(learning_rate=0.5),
+    NoOptimizer(), Momentum(learning_rate=0.5), Momentum(momentum=0.9), Adam(learning_rate=0.1),
+    Yogi(learning_rate=0.1), Adagrad(learning_rate=0.5),
 )  # fmt: skip
 RATE, ALPHA = 0.05, 0.1
 CURVATURES = np.array([[1.0, 0.2], [0.3, 1.5], [2.0, 0.6]])  # [sites, entries]

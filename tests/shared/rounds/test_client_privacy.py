@@ -25,7 +25,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.privacy.gaussian import epsilon_of, noise_multiplier_for
 from tessera.shared.privacy.noise import grid_of
 from tessera.shared.problems import Invalid
-from tessera.shared.rounds.aggregate import Accepted, Aggregation
+from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.client_privacy import (
     CLIP_NORM,
     EPSILON,
@@ -146,7 +146,7 @@ class Run:
         worker: str = "w",
         codec: str = "raw",
         plan: Plan | None = None,
-    ) -> Accepted:
+    ) -> AcceptedUpdate:
         """An update with these values, or with one for all that its plan uploads, as the coordinator accepts it."""
         plan = plan or self.plan
         if not isinstance(values, Mapping):
@@ -161,13 +161,13 @@ class Run:
         digest = self.folder.put([file.getvalue()]).digest
         manifest = self.states.manifest(self.base.digest)
         measured, _ = self.inspector.checked(digest, self.model, manifest, plan, None)
-        return Accepted(site, f"{site}/{worker}", digest, 10, measured, plan, self.base)
+        return AcceptedUpdate(site, f"{site}/{worker}", digest, 10, measured, plan, self.base)
 
-    def state(self, accepted: Sequence[Accepted], key: bytes = KEY) -> State:
+    def state(self, accepted: Sequence[AcceptedUpdate], key: bytes = KEY) -> State:
         aggregation = Aggregation(self.states, self.inspector)
         return aggregation.next_state(self.spec, Bounds(), self.base, accepted, noise_key=key)[0]
 
-    def moved(self, *accepted: Accepted, key: bytes = KEY) -> Array:
+    def moved(self, *accepted: AcceptedUpdate, key: bytes = KEY) -> Array:
         """The next version's difference from the first, float64 [values]."""
         model = self.state(accepted, key).model
         return np.concatenate([to_array(model[name]).reshape(-1).astype(np.float64) for name in self.start])
@@ -231,7 +231,7 @@ def test_steps_that_vanish_beside_the_version_are_clipped_as_they_were_sent(tmp_
     run = Run(tmp_path)
     sent = run.update("x", 100.0, codec="delta+int8")
     # Beside a version of large values, the measured difference of such an update is less than its steps.
-    understated = Accepted(**{**vars(sent), "metrics": {UPDATE_NORM: 1e-3}})
+    understated = AcceptedUpdate(**{**vars(sent), "metrics": {UPDATE_NORM: 1e-3}})
     assert length(run.moved(understated) - run.moved(run.update("x", 0.0))) < ROUNDED
 
 
@@ -248,7 +248,7 @@ def test_two_workers_of_a_site_change_a_version_by_one_clip_norm(tmp_path: Path)
 def test_what_a_site_declares_and_reports_changes_no_version(tmp_path: Path) -> None:
     run = Run(tmp_path, method={"name": "safl", "settings": {"score": "random", "layers": 1}})
     plain = run.update("x", 3.0)
-    boastful = Accepted(**{**vars(plain), "examples": 10**9, "metrics": {**plain.metrics, "score.0": 1.0}})
+    boastful = AcceptedUpdate(**{**vars(plain), "examples": 10**9, "metrics": {**plain.metrics, "score.0": 1.0}})
     other = run.update("a", -1.0)
     np.testing.assert_array_equal(run.moved(plain, other), run.moved(boastful, other))
     assert run.state([plain]).scalars == run.state([boastful]).scalars

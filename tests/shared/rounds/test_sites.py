@@ -17,7 +17,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
-from tessera.shared.rounds.aggregate import Accepted, _by_site, norm_scores, observed, outlying, pooled
+from tessera.shared.rounds.aggregate import AcceptedUpdate, _by_site, norm_scores, observed, outlying, pooled
 from tessera.shared.rounds.planning import begun, bounds_of, largest_weights, plan_round, run_facts, weight_warnings
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
@@ -165,10 +165,12 @@ def test_methods_that_remember_something_for_each_site_take_one_worker_of_it(met
     assert "workers_per_site" in (refusal.value.errors or ())[0].detail
 
 
-def reported(*norms: float) -> list[Accepted]:
+def reported(*norms: float) -> list[AcceptedUpdate]:
     """An update of each of so many sites, of these norms."""
     base = VersionRef(number=0, digest=f"sha256:{'0' * 64}")
-    return [Accepted(f"s{n}", f"s{n}/w", "", 1, {UPDATE_NORM: norm}, Plan(), base) for n, norm in enumerate(norms)]
+    return [
+        AcceptedUpdate(f"s{n}", f"s{n}/w", "", 1, {UPDATE_NORM: norm}, Plan(), base) for n, norm in enumerate(norms)
+    ]
 
 
 def test_a_site_that_returns_to_a_run_that_has_nearly_converged_is_not_left_out() -> None:
@@ -189,7 +191,7 @@ def test_sites_and_their_workers_are_merged_in_the_order_of_their_names() -> Non
         assert _by_site(came) == [[twin, first], [second], [third]]
 
 
-def worked(steps: float, *norms: float, liar: float | None = None) -> list[Accepted]:
+def worked(steps: float, *norms: float, liar: float | None = None) -> list[AcceptedUpdate]:
     """Updates of these norms, each of so many effective steps but for the last, which may claim others."""
     told = [{**entry.metrics, "effective_steps": steps} for entry in reported(*norms)]
     told[-1]["effective_steps"] = liar or steps

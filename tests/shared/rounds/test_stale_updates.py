@@ -25,7 +25,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
 )
-from tessera.shared.rounds.aggregate import Accepted, Aggregation
+from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
@@ -86,7 +86,7 @@ class Run:
         blocks = {name: self.folder.put([as_bytes(value)]).digest for name, value in version.items()}
         return VersionRef(number=number, digest=self.folder.put([Manifest(blocks=blocks).document()]).digest)
 
-    def update(self, number: int, step: float, codec: str = "raw", worker: str = "a") -> Accepted:
+    def update(self, number: int, step: float, codec: str = "raw", worker: str = "a") -> AcceptedUpdate:
         """An update that moves the head and the MLP of a version by a step."""
         base = self.versions[number - 1]
         changes = [
@@ -96,9 +96,9 @@ class Run:
         file = BytesIO()
         write_update(file, dict.fromkeys((HEAD.name, MLP.name), codec), changes)
         digest = self.folder.put([file.getvalue()]).digest
-        return Accepted(worker, worker, digest, 10, {}, Plan(), self.refs[number - 1])
+        return AcceptedUpdate(worker, worker, digest, 10, {}, Plan(), self.refs[number - 1])
 
-    def merged(self, *accepted: Accepted) -> dict[str, Array]:
+    def merged(self, *accepted: AcceptedUpdate) -> dict[str, Array]:
         """Version 3 with these updates merged into it."""
         state, _ = self.aggregation.next_state(self.spec, Bounds(), self.refs[2], accepted)
         return {name: to_array(tensor) for name, tensor in state.model.items()}

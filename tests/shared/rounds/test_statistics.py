@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tessera.shared.aggregation.mean import average
-from tessera.shared.aggregation.server_optimizer import Adam, Momentum, OptimizerRule, Plain
+from tessera.shared.aggregation.server_optimizer import Adam, Momentum, NoOptimizer, OptimizerRule
 from tessera.shared.methods.base import MethodSpec, Plan, RunInfo, State, Update
 from tessera.shared.methods.feddyn import SIZE
 from tessera.shared.methods.fednova import EFFECTIVE_STEPS
@@ -35,11 +35,11 @@ def trained(variance: float, steps: int) -> float:
 @pytest.mark.parametrize(
     ("method", "settings", "optimizer"),
     [
-        ("fedavg", {}, Plain()),
+        ("fedavg", {}, NoOptimizer()),
         ("fedavg", {}, Momentum(momentum=0.9)),
         ("fedavg", {}, Adam(learning_rate=0.9)),
-        ("fednova", {}, Plain()),
-        ("feddyn", {"alpha": 0.01, "weigh": "examples"}, Plain()),
+        ("fednova", {}, NoOptimizer()),
+        ("feddyn", {"alpha": 0.01, "weigh": "examples"}, NoOptimizer()),
     ],
 )
 def test_a_variance_stays_between_those_that_sites_sent(

@@ -23,10 +23,10 @@ from tessera.shared.tensors.lazy import (
     PIECE,
     ArrayTensor,
     Computed,
-    Scaled,
-    Sparse,
+    ScaledCodes,
+    SparseElements,
     Steps,
-    Stretched,
+    StretchedStep,
     Tensor,
     as_bytes,
     chunk_counts,
@@ -209,7 +209,7 @@ def sparse_chunks() -> tuple[list[Steps], np.ndarray]:
     values = DIFFERENCES[:3]
     whole = np.zeros(SIZE, np.float32)
     whole[PLACES], whole[CHUNK + PLACES] = values, values
-    return [Sparse(CHUNK, PLACES, values), Sparse(SIZE - CHUNK, PLACES, values)], whole
+    return [SparseElements(CHUNK, PLACES, values), SparseElements(SIZE - CHUNK, PLACES, values)], whole
 
 
 WAYS: dict[str, tuple[Sequence[np.ndarray | Steps], np.ndarray]] = {
@@ -217,7 +217,7 @@ WAYS: dict[str, tuple[Sequence[np.ndarray | Steps], np.ndarray]] = {
     "bfloat16": (halves(DIFFERENCES.astype(NUMPY_DTYPES["BF16"])), DIFFERENCES.astype(NUMPY_DTYPES["BF16"])),
     "scaled": (
         [
-            Scaled(codes, scales, 256)
+            ScaledCodes(codes, scales, 256)
             for codes, scales in zip(halves(CODES), halves(SCALES, CHUNK // 256), strict=True)
         ],
         CODES * np.repeat(SCALES, 256)[:SIZE],
@@ -242,8 +242,8 @@ def test_differences_of_zero_leave_every_bit_whatever_their_sign(dtype: DType) -
     minus = np.full(4, -0.0, np.float32)
     ways: list[np.ndarray | Steps] = [
         minus,
-        Scaled(np.zeros(4, np.int8), np.ones(1, np.float32), 256),
-        Sparse(4, np.array([0, 1]), minus[:2]),
+        ScaledCodes(np.zeros(4, np.int8), np.ones(1, np.float32), 256),
+        SparseElements(4, np.array([0, 1]), minus[:2]),
     ]
     merged = to_array(mean_step(base, [(1, Sent([way], (4,), dtype)) for way in ways]))
     assert bytes(as_bytes(merged)) == bytes(as_bytes(base.values))
@@ -273,8 +273,8 @@ def test_what_may_be_sent_as_differences_but_was_not_is_read_as_it_is() -> None:
 def test_what_is_stretched_goes_further_the_same_way() -> None:
     base, end = ArrayTensor(np.ones(3, np.float32)), ArrayTensor(np.full(3, 2, np.float32))
     # 1 + 2.5 * (2 - 1) = 3.5, and stretched twice 1 + 0.5 * 2.5 * (2 - 1) = 2.25
-    np.testing.assert_array_equal(to_array(Stretched(base, end, 2.5)), [3.5, 3.5, 3.5])
-    twice = Stretched(base, Stretched(base, end, 2.5), 0.5)
+    np.testing.assert_array_equal(to_array(StretchedStep(base, end, 2.5)), [3.5, 3.5, 3.5])
+    twice = StretchedStep(base, StretchedStep(base, end, 2.5), 0.5)
     for found in (twice, mean_step(base, [(7, twice)])):
         np.testing.assert_array_equal(to_array(found), [2.25, 2.25, 2.25])
 

@@ -20,7 +20,7 @@ from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import LIMITED, SKETCHED, Exact, Ledger, LedgerError
+from tessera.worker.state.privacy_ledger import LIMITED, SKETCHED, ExactUse, Ledger, LedgerError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.admission import check_overlap
@@ -230,7 +230,7 @@ def test_names_that_had_ledgers_of_their_own_share_one_from_then_on(tmp_path: Pa
     for name in ("wards", "again", "others"):
         uses(after, name)
     (spent,) = after.ledger.read("again")
-    assert (spent.run, spent.events) == (task_of().run, (Exact(use="training"),))
+    assert (spent.run, spent.events) == (task_of().run, (ExactUse(use="training"),))
     assert after.ledger.besides([]) == ["others", "people"]
     with pytest.raises(LedgerError, match="was moved into the ledger 'people'"):
         uses(runner(tmp_path), "wards")

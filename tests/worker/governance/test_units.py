@@ -16,7 +16,7 @@ from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.state.privacy_ledger import (
-    Exact,
+    ExactUse,
     LedgerEntry,
     NoisyChoice,
     NoisySteps,
@@ -149,22 +149,22 @@ def test_a_weekly_limit_waits_until_the_last_use_without_noise_is_a_week_old(use
     week = Allowance(epsilon=9.0, delta=1e-5)
     limits = SiteLimits("wards", "example", weekly=week)
     # A run writes its exact uses down once a day: the last of them may be a day younger than its line.
-    limits.judge([before(8, "example", Exact(use=use))], [STEPS], [])
+    limits.judge([before(8, "example", ExactUse(use=use))], [STEPS], [])
     with pytest.raises(PolicyViolation, match=rf"within seven days is unbounded since .*\({use} without") as no:
-        limits.judge([before(7.9, "example", Exact(use=use))], [STEPS], [])
+        limits.judge([before(7.9, "example", ExactUse(use=use))], [STEPS], [])
     assert "eight days old" in no.value.remedy
     acknowledging = week.model_copy(update={"acknowledge_exact": True})
-    SiteLimits("wards", "example", weekly=acknowledging).judge([before(1, "example", Exact(use=use))], [STEPS], [])
+    SiteLimits("wards", "example", weekly=acknowledging).judge([before(1, "example", ExactUse(use=use))], [STEPS], [])
 
 
 def test_a_weekly_limit_that_allows_evaluations_does_not_wait_for_them() -> None:
     limits = SiteLimits("wards", "example", weekly=Allowance(epsilon=9.0, delta=1e-5, evaluations=True))
-    limits.judge([before(1, "example", Exact(use="evaluation"))], [STEPS], [])
+    limits.judge([before(1, "example", ExactUse(use="evaluation"))], [STEPS], [])
 
 
 def test_a_slow_clock_dates_no_use_before_the_one_that_it_followed() -> None:
     limits = SiteLimits("wards", "example", weekly=Allowance(epsilon=9.0, delta=1e-5))
-    slow, old = before(2000, "example", Exact(use="training")), before(9, "example", STEPS)
+    slow, old = before(2000, "example", ExactUse(use="training")), before(9, "example", STEPS)
     limits.judge([old, slow, before(6, "example", STEPS)], [STEPS], [])
     with pytest.raises(PolicyViolation, match="within seven days is unbounded"):
         limits.judge([old, before(6, "example", STEPS), slow], [STEPS], [])
@@ -223,7 +223,7 @@ def test_noise_for_groups_counts_for_an_example_as_more() -> None:
 
 
 def test_noise_for_examples_bounds_no_group() -> None:
-    entries = [entry("group", STEPS), entry("example", CHOICE, STEPS), entry("example", Exact(use="evaluation"))]
+    entries = [entry("group", STEPS), entry("example", CHOICE, STEPS), entry("example", ExactUse(use="evaluation"))]
     assert noisy_in(entries, "group") == [STEPS]
     uses = [use for _, use in unbounded_in(entries, "group")]
     assert uses == ["training of examples", "training of examples", "evaluation"]

@@ -36,7 +36,7 @@ from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.privacy.sampling import sampling
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
+from tessera.worker.state.privacy_ledger import Event, ExactUse, Ledger, NoisyChoice, NoisySteps
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
@@ -691,7 +691,7 @@ def test_a_method_may_not_look_at_the_data_to_choose_blocks_unless_the_run_says_
         next(iter(refused))
     uncovered = private_task(tmp_path, privacy=PRIVACY.model_copy(update={"selection": "uncovered"}))
     assert len(list(uncovered.watched(batches()))) == 5
-    assert spent(tmp_path) == [Exact(use="choice")]
+    assert spent(tmp_path) == [ExactUse(use="choice")]
 
 
 def test_a_noisy_choice_is_paid_for_before_the_data_are_looked_at(tmp_path: Path) -> None:

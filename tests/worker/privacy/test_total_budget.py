@@ -21,7 +21,7 @@ from tessera.worker.privacy.accountant import admits, least_budget
 from tessera.worker.settings import read_settings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Exact, Ledger, NoisySteps
+from tessera.worker.state.privacy_ledger import ExactUse, Ledger, NoisySteps
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.runner import TaskRunner
@@ -102,7 +102,7 @@ def test_what_was_taken_back_elsewhere_does_not_count(tmp_path: Path) -> None:
 def test_exact_uses_of_other_data_sets_have_to_be_acknowledged(tmp_path: Path, unit: Unit) -> None:
     with Ledger(tmp_path).page("clinics") as page:
         page.exact(TaskRef("other", "other", 1, "t", 1), 40, "training")
-    assert Ledger(tmp_path).elsewhere("wards")[0].events == (Exact(use="training"),)
+    assert Ledger(tmp_path).elsewhere("wards")[0].events == (ExactUse(use="training"),)
     with pytest.raises(PolicyViolation, match="the privacy loss of all data sets together is unbounded") as refused:
         task_under(tmp_path, TOTAL.model_copy(update={"unit": unit}))
     assert refused.value.rule == "acknowledge_exact"

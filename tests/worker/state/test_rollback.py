@@ -30,7 +30,7 @@ from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK, Audit, StateRolledBack
 from tessera.worker.state.database import DATABASE_FILE, Database, StateError
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
-from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, LedgerError, NoisyFigures, NoisySteps
+from tessera.worker.state.privacy_ledger import Event, ExactUse, Ledger, LedgerError, NoisyFigures, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
 from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.fetch import _require_merged
@@ -156,7 +156,7 @@ def test_a_shared_ledger_has_what_each_of_its_data_sets_spent(tmp_path: Path) ->
             ledger.read(dataset)
     for dataset in ("wards", "clinics"):
         ledger.adopt(dataset)
-    assert [entry.events for entry in ledger.read("wards")] == [(STEPS,), (Exact(use="lost"),)]
+    assert [entry.events for entry in ledger.read("wards")] == [(STEPS,), (ExactUse(use="lost"),)]
 
 
 def test_a_lost_ledger_of_a_removed_data_set_stops_all_others_until_it_is_adopted(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_lost_ledger_of_a_removed_data_set_stops_all_others_until_it_is_adopte
         ledger.elsewhere("clinics")
     (lost,) = ledger.lost(["clinics"])
     ledger.adopt(lost)
-    assert [entry.events for entry in ledger.elsewhere("clinics")] == [(Exact(use="lost"),)]
+    assert [entry.events for entry in ledger.elsewhere("clinics")] == [(ExactUse(use="lost"),)]
 
 
 def test_a_removed_data_set_s_ledger_may_have_another_name(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_after_the_key_was_lost_what_was_spent_counts_as_unbounded(tmp_path: Pat
     assert other.adopt("wards")
     spend(other)
     events = [event for entry in Ledger(tmp_path, b"o" * 64).read("wards") for event in entry.events]
-    assert events == [STEPS, STEPS, Exact(use="lost"), STEPS]
+    assert events == [STEPS, STEPS, ExactUse(use="lost"), STEPS]
 
 
 def test_a_ledger_that_is_gone_can_be_adopted_as_lost(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_ledger_that_is_gone_can_be_adopted_as_lost(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, KEY)
     ledger.expect({"wards": head})
     assert ledger.adopt("wards") == Head(entries=1, digest=lines_of(file_of(tmp_path))[0]["digest"])
-    assert [entry.events for entry in ledger.read("wards")] == [(Exact(use="lost"),)]
+    assert [entry.events for entry in ledger.read("wards")] == [(ExactUse(use="lost"),)]
 
 
 def test_an_audit_is_under_the_key_too(tmp_path: Path) -> None:
@@ -471,8 +471,8 @@ def test_a_lost_task_is_charged_like_one_of_its_kind(coordinator: LiveCoordinato
     assert charged([steps, figures], "train", noise) == (steps,)
     assert charged([steps, figures], "evaluate", None) == (figures,)
     assert charged([steps], "evaluate", noise) == (NoisyFigures(rho=rho_of(noise)),) * 2
-    assert charged([steps], "evaluate", None) == (Exact(use="evaluation"),)
-    assert charged([figures], "train", noise) == (Exact(use="lost"),)
+    assert charged([steps], "evaluate", None) == (ExactUse(use="evaluation"),)
+    assert charged([figures], "train", noise) == (ExactUse(use="lost"),)
 
 
 def test_tensors_newer_than_a_restored_coordinator_stop_their_run_and_no_other(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import Chain, TaskRef
-from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, NoisySteps
+from tessera.worker.state.privacy_ledger import ExactUse, Ledger, LedgerEntry, NoisySteps
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
@@ -428,10 +428,10 @@ def test_training_without_privacy_is_written_down_before_anything_of_it_leaves(
     site = SiteWithRun(coordinator, tmp_path, None)
     task = site.worker.take()
     site.is_cut_off(task)  # as kill -9 would: nothing is written after the first step
-    assert site.events() == [Exact(use="training")]
+    assert site.events() == [ExactUse(use="training")]
     site.runner.run(task, lambda: None, Report())
     # One entry a run, however many rounds.
-    assert site.events() == [Exact(use="training")]
+    assert site.events() == [ExactUse(use="training")]
 
 
 def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_acknowledges_it(
@@ -460,7 +460,7 @@ def test_a_run_without_noise_writes_a_line_a_day(tmp_path: Path) -> None:
         days_pass(tmp_path, days)
         with Ledger(tmp_path).page("wards") as page:
             page.exact(TaskRef.of(task_of()), 40, "training")
-    assert spent(tmp_path) == 2 * [Exact(use="training")]
+    assert spent(tmp_path) == 2 * [ExactUse(use="training")]
 
 
 def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_pat
     watched = uncovered.watched([])
     assert spent(tmp_path) == []
     list(watched)
-    assert spent(tmp_path) == [Exact(use="choice")]
+    assert spent(tmp_path) == [ExactUse(use="choice")]
 
 
 def test_figures_are_covered_by_a_budget_s_own_leave_and_training_is_not(tmp_path: Path) -> None:
