@@ -10,7 +10,6 @@ import pytest
 
 from tessera.shared.cli.admin import new_secret_file
 from tessera.shared.cli.connection import Connection
-from tessera.shared.client.client import read_token
 from tessera.shared.client.lookup import only
 from tessera.shared.client.run_file import read_spec
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, Problem, Unavailable, problem_from
@@ -258,12 +257,6 @@ def test_an_abbreviation_of_several_names_them() -> None:
 def test_nothing_is_found_for_what_is_not_there(named: str) -> None:
     with pytest.raises(NotFound, match="there is no run"):
         find(named)
-
-
-def test_a_token_on_the_command_line_is_stronger_than_a_file(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("from-file\n")
-    assert read_token(None, tmp_path / "token") == "from-file"
-    assert read_token("given", tmp_path / "token") == "given"
 
 
 @pytest.mark.parametrize(

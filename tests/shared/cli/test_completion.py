@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.shared.cli.test_cli import without
 from tests.support.cli import COMMAND, environment, forked, process
-
-
-def without(*modules: str) -> list[str]:
-    gone = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))"
-    return [sys.executable, "-c", f"{gone}; from tessera.shared.cli.main import main; main()"]
 
 
 def offered(*words: str, command: Sequence[str] = ()) -> list[str]:

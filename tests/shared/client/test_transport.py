@@ -273,12 +273,6 @@ def test_nobody_there_is_unreachable_and_says_what_to_check() -> None:
     assert issubclass(Unreachable, Unavailable)
 
 
-def test_a_token_goes_with_every_request() -> None:
-    with asking(Answer()) as (http, asked, _):
-        http.request("GET", "/x")
-    assert asked[0].headers["Authorization"] == "Bearer secret"
-
-
 def page(status: int, **headers: str) -> Answer:
     """What a proxy or a sign-in page says by itself."""
     return Answer(status, b"<html>an odd page</html>", {"Content-Type": "text/html", **headers})

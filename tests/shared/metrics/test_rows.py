@@ -8,9 +8,8 @@ from datetime import timedelta
 
 from tessera.shared.api.runs import Measurement, Round
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.api.versions import Version
 from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
-from tests.support.literals import AT, DIGEST, round_of, run_of, view_of
+from tests.support.literals import AT, round_of, run_of, view_of
 
 RUN, task = run_of(), view_of
 
@@ -85,13 +84,6 @@ def test_the_first_attempt_at_a_round_counts_what_evaluations_before_it_fetched(
     totals = [row.value for row in rows if row.metric == "download_bytes" and row.round and not row.site]
     # The run has one round: its last, which counts both versions.
     assert totals == [11.0, 2.0]
-
-
-def test_what_a_method_tells_of_a_version_has_rows() -> None:
-    version = Version(number=3, digest=DIGEST, created_at=AT, scalars={"drift": 0.125})
-    assert list(rows_of(RUN, [], [version], [])) == [
-        MetricRow("r", 3, None, None, "version", None, None, None, "drift", 0.125)
-    ]
 
 
 def test_comma_separated_values_read_back_as_they_were() -> None:

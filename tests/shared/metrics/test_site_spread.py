@@ -28,22 +28,12 @@ def test_mean_worst_and_deviation_are_those_worked_out_by_hand() -> None:
     assert found.worst_decile is None
 
 
-def test_of_a_loss_the_highest_is_the_worst() -> None:
-    found = spread([Score("a", 1, 0.2), Score("b", 1, 1.5)], better_low=True)
-    assert (found.worst, found.worst_site) == (1.5, "b")
-
-
 def test_the_worst_decile_is_the_mean_of_the_worst_tenth_rounded_up() -> None:
     ten = [Score(f"s{i}", 1, i / 10) for i in range(10)]
     assert spread(ten).worst_decile == pytest.approx(0.0)
     # Of eleven, the worst two.
     assert spread([*ten, Score("s10", 1, 1.0)]).worst_decile == pytest.approx((0.0 + 0.1) / 2)
     assert spread(ten, better_low=True).worst_decile == pytest.approx(0.9)
-
-
-def test_one_site_alone_is_the_mean_and_the_worst_and_spread_over_nothing() -> None:
-    found = spread([Score("a", 5, 0.25)])
-    assert (found.mean, found.weighted_mean, found.worst, found.deviation) == (0.25, 0.25, 0.25, 0.0)
 
 
 def test_two_scores_of_a_site_or_none_at_all_are_refused() -> None:
@@ -75,10 +65,6 @@ def test_a_site_s_line_is_that_of_all_its_workers() -> None:
     # Site a: (10 * .5 + 30 * .9) / 40 = .8, whichever of its workers was first.
     assert scores_by_site(found, "accuracy") == {"a": {1: pytest.approx(0.8)}, "b": {1: 0.6}}
     assert scores_by_site(found[::-1], "accuracy") == scores_by_site(found, "accuracy")
-
-
-def test_what_is_measured_centrally_is_no_site_s() -> None:
-    assert spreads([measured("a/1", 10, held_out=False, accuracy=0.5)]) == {}
 
 
 def test_each_version_and_number_has_figures_of_its_own() -> None:

@@ -83,13 +83,29 @@ def test_a_bound_for_groups_gives_a_weaker_one_for_examples_and_none_the_other_w
     assert UnitBudget(epsilon=800.0, delta=1e-6, unit="group").in_unit("example") is None
 
 
-def test_a_site_that_requires_groups_takes_no_run_that_protects_examples() -> None:
-    floor = PrivacyFloor(epsilon=4.0, delta=1e-5, unit="group")
-    policy = Policy(require_privacy=floor)
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (
+            Policy(require_privacy=PrivacyFloor(epsilon=4.0, delta=1e-5, unit="group")),
+            "no bound follows for each group; this site requires epsilon 4 at",
+        ),
+        (
+            Policy(max_weekly_privacy=Allowance(epsilon=1.0, delta=1e-6, unit="group")),
+            "max_weekly_privacy: this site has a budget for each group",
+        ),
+    ],
+    ids=["floor", "weekly limit"],
+)
+def test_a_site_with_a_rule_for_groups_takes_no_run_that_protects_examples(policy: Policy, said: str) -> None:
     policy.check_task(task(privacy=GROUPS), ("train",))
-    with pytest.raises(PolicyViolation, match="no bound follows for each group; this site requires epsilon 4 at"):
+    with pytest.raises(PolicyViolation, match=said):
         policy.check_task(task(privacy=EXAMPLES), ("train",))
-    advertised = policy.advertised_policy({}, 0)
+
+
+def test_a_site_that_requires_groups_invites_no_run_that_protects_examples() -> None:
+    floor = PrivacyFloor(epsilon=4.0, delta=1e-5, unit="group")
+    advertised = Policy(require_privacy=floor).advertised_policy({}, 0)
     assert rules(invited(privacy=GROUPS), advertised_policy=advertised) == []
     assert rules(invited(privacy=EXAMPLES), advertised_policy=advertised) == ["require_privacy"]
 
@@ -127,13 +143,6 @@ def test_a_preview_counts_a_run_of_groups_four_times_for_a_budget_of_examples() 
         budget = UnitBudget(epsilon=epsilon, delta=1e-5, unit=unit)  # type: ignore[arg-type]
         found = policy_warnings(run, AdvertisedPolicy(budgets={"wards": budget}), 0)
         assert [warning.rule for warning in found] == (["privacy"] if warns else [])
-
-
-def test_a_weekly_limit_of_groups_takes_no_run_that_protects_examples() -> None:
-    policy = Policy(max_weekly_privacy=Allowance(epsilon=1.0, delta=1e-6, unit="group"))
-    policy.check_task(task(privacy=GROUPS), ("train",))
-    with pytest.raises(PolicyViolation, match="max_weekly_privacy: this site has a budget for each group"):
-        policy.check_task(task(privacy=EXAMPLES), ("train",))
 
 
 def test_a_weekly_limit_of_groups_waits_until_noise_for_examples_is_a_week_old() -> None:
@@ -180,28 +189,38 @@ def test_a_batch_of_groups_counts_the_examples_that_it_may_have() -> None:
         policy.check_batch(4, 100, 8)
 
 
-def test_the_policy_in_words_says_what_is_protected() -> None:
-    policy = Policy(require_privacy=PrivacyFloor(epsilon=4.0, delta=1e-5, unit="group"))
-    assert "Runs that train need privacy: at most epsilon 4 at delta 1e-05 for each group." in policy_in_words(policy)
-
-
-def test_the_policy_in_words_has_the_budget_of_all_data_sets_and_masks() -> None:
-    policy = Policy(max_total_privacy=Allowance(epsilon=9.0, delta=1e-5, unit="group"), require_secure_sums=True)
-    sentences = list(policy_in_words(policy))
-    assert "On all data sets together, all runs may spend epsilon 9 at delta 1e-05 for each group." in sentences
-    assert "Updates leave only under masks, in runs with secure sums." in sentences
-    assert "Runs that train need differential privacy." in sentences
-    assert not [one for one in policy_in_words(Policy()) if "all data sets" in one or "mask" in one]
-
-
-def test_the_policy_in_words_has_the_weekly_budget() -> None:
-    sentences = list(policy_in_words(Policy(max_weekly_privacy=Allowance(epsilon=1.0, delta=1e-6))))
-    assert (
-        "On each data set, all runs together may spend epsilon 1 at delta 1e-06 for each example in any seven days."
-        in (sentences)
-    )
-    assert "Runs that train need differential privacy." in sentences
-    assert "Runs need no differential privacy, except on data sets with a budget." in policy_in_words(Policy())
+@pytest.mark.parametrize(
+    ("given", "sentences"),
+    [
+        (
+            {"require_privacy": PrivacyFloor(epsilon=4.0, delta=1e-5, unit="group")},
+            ["Runs that train need privacy: at most epsilon 4 at delta 1e-05 for each group."],
+        ),
+        (
+            {"max_total_privacy": Allowance(epsilon=9.0, delta=1e-5, unit="group"), "require_secure_sums": True},
+            [
+                "On all data sets together, all runs may spend epsilon 9 at delta 1e-05 for each group.",
+                "Updates leave only under masks, in runs with secure sums.",
+                "Runs that train need differential privacy.",
+            ],
+        ),
+        (
+            {"max_weekly_privacy": Allowance(epsilon=1, delta=0.01)},
+            [
+                (
+                    "On each data set, all runs together may spend epsilon 1 at delta 0.01 for each example in any "
+                    "seven days."
+                ),
+                "Runs that train need differential privacy.",
+            ],
+        ),
+        ({}, ["Runs need no differential privacy, except on data sets with a budget."]),
+    ],
+)
+def test_the_policy_in_words_has_each_privacy_rule_and_no_other(given: dict[str, Any], sentences: list[str]) -> None:
+    said = list(policy_in_words(Policy.model_validate(given)))
+    assert set(sentences) <= set(said)
+    assert given or not [one for one in said if "all data sets" in one or "mask" in one]
 
 
 # ---------------------------------------------------------------- one ledger, two units

@@ -28,7 +28,7 @@ from tessera.worker.faults.rolled_back import _charge
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK, Audit, StateRolledBack
-from tessera.worker.state.database import DATABASE_FILE, Database, StateError
+from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Event, ExactUse, Ledger, LedgerError, NoisyFigures, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
@@ -246,25 +246,6 @@ def test_one_data_set_s_ledger_is_not_taken_for_another_s(tmp_path: Path) -> Non
     file_of(tmp_path).rename(file_of(tmp_path, "clinics"))
     with pytest.raises(LedgerError):
         Ledger(tmp_path, KEY).read("clinics")
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_what_is_written_to_a_ledger_that_was_removed_meanwhile_is_not_taken_as_written(
-    tmp_path: Path, replaced: bool
-) -> None:
-    ledger = Ledger(tmp_path, KEY)
-    spend(ledger)
-    copy = (tmp_path / DATABASE_FILE).read_bytes()
-
-    def spend_meanwhile() -> None:
-        with ledger.page("wards") as page:
-            (tmp_path / DATABASE_FILE).unlink()
-            if replaced:
-                (tmp_path / DATABASE_FILE).write_bytes(copy)
-            page.spend(TaskRef.of(task_of()), 100, TARGET, [STEPS])
-
-    with pytest.raises(StateError, match="removed or replaced while"):
-        spend_meanwhile()
 
 
 # ---------------------------------------------------------------- after the key is lost

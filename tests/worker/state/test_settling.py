@@ -41,7 +41,7 @@ from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.tasks import PLAIN, untrained
-from tests.worker.privacy.test_private_task import PRIVACY, account, private_task, spent
+from tests.worker.privacy.test_private_task import PRIVACY, account, spent
 from tests.worker.privacy.test_private_task import task as task_of
 
 CPU = torch.device("cpu")
@@ -461,14 +461,6 @@ def test_a_run_without_noise_writes_a_line_a_day(tmp_path: Path) -> None:
         with Ledger(tmp_path).page("wards") as page:
             page.exact(TaskRef.of(task_of()), 40, "training")
     assert spent(tmp_path) == 2 * [ExactUse(use="training")]
-
-
-def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_path: Path) -> None:
-    uncovered = private_task(tmp_path, privacy=PRIVACY.model_copy(update={"selection": "uncovered"}))
-    watched = uncovered.watched([])
-    assert spent(tmp_path) == []
-    list(watched)
-    assert spent(tmp_path) == [ExactUse(use="choice")]
 
 
 def test_figures_are_covered_by_a_budget_s_own_leave_and_training_is_not(tmp_path: Path) -> None:

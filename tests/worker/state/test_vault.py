@@ -39,21 +39,6 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_committed_stage_is_what_the_next_round_finds(tmp_path: Path) -> None:
-    vault = Vault(tmp_path)
-    vault.stage(RUN, TASK, 3, kept(1.0)).commit()
-    assert value_in(Vault(tmp_path)) == 1.0
-    assert files(tmp_path) == ["current.safetensors"]
-
-
-def test_a_discarded_stage_leaves_what_was_current(tmp_path: Path) -> None:
-    vault = Vault(tmp_path)
-    vault.stage(RUN, TASK, 3, kept(1.0)).commit()
-    vault.stage(RUN, "task-2", 1, kept(2.0)).discard()
-    assert value_in(vault) == 1.0
-    assert files(tmp_path) == ["current.safetensors"]
-
-
 def test_nothing_is_staged_while_a_run_keeps_nothing(tmp_path: Path) -> None:
     vault = Vault(tmp_path)
     vault.keep_scale(RUN, {"scale": np.ones(1, np.float32)})
