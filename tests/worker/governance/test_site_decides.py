@@ -304,7 +304,7 @@ def test_a_run_that_is_declined_sends_nothing_that_waits_for_a_release(
         until(lambda: desk.say("airlock")["updates"])
         desk.say("decline", "demo", "--reason", "ethics vote ended", "--as", "Dr. Ann Lee")
         until(lambda: "declined: ethics vote ended" in declared(coordinator))
-    withheld = tasks(client, run)[1]
+        withheld = until(lambda: (task := tasks(client, run)[1]).problem and task)
     assert withheld.problem
     assert (withheld.state, withheld.problem.code) == ("cancelled", "withheld")
     by = "Dr. Ann Lee (user ann)"
