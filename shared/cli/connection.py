@@ -25,6 +25,8 @@ ClientCert = Annotated[
 ]
 ClientKey = Annotated[Path | None, typer.Option(envvar="TESSERA_CLIENT_KEY", help="Its key, if in another file.")]
 
+RunNamed = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
+
 _LABEL: TypeAdapter[str | None] = TypeAdapter(Label | None)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tessera.shared.api.runs import Run
-from tessera.shared.cli.connection import client_of
+from tessera.shared.cli.connection import RunNamed, client_of
 from tessera.shared.client.export import in_place_of
 from tessera.shared.client.lookup import find_run
 from tessera.shared.metrics.extras import extra
@@ -18,7 +18,7 @@ from tessera.shared.terminal.output import AsJson, Reach
 
 def metrics(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")],
+    run: RunNamed,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write comma-separated values here.")] = None,
     parquet: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Parquet file here.")] = None,
     mlflow: Annotated[

@@ -16,7 +16,7 @@ from rich.table import Table
 from tessera.shared import units
 from tessera.shared.api.runs import Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
 from tessera.shared.cli.comparison import compare
-from tessera.shared.cli.connection import client_of, connect
+from tessera.shared.cli.connection import RunNamed, client_of, connect
 from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.run_template import template
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client, despite_changes
@@ -55,8 +55,6 @@ EXIT_CODES: dict[RunState, int] = {"completed": 0, "cancelled": 1, "paused": 3}
 MEAN_OF_SITES = (
     "the mean of the sites' macro-F1 is not that of their examples together: it is lower where sites lack classes"
 )
-
-Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 
 
 def _header_value(key: str | None) -> str | None:
@@ -234,7 +232,7 @@ def list_runs(
 @app.command()
 def show(
     ctx: typer.Context,
-    run: Named,
+    run: RunNamed,
     numbers: Annotated[bool, typer.Option("--scalars", help="Also the method's metrics of each version.")] = False,
     reach: Reach = None,
     scores: Annotated[
@@ -361,7 +359,7 @@ def _row(outcome: Outcome, scores: Iterable[float | None], best: BestVersion | N
 
 
 @app.command()
-def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+def watch(ctx: typer.Context, run: RunNamed, as_json: AsJson = False) -> None:
     """Follow a run until it ends or pauses. Exit code 0: completed, 1: cancelled, 3: paused.
 
     A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
@@ -377,25 +375,25 @@ def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def pause(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+def pause(ctx: typer.Context, run: RunNamed, as_json: AsJson = False) -> None:
     """Open no more rounds; an open round continues to its end."""
     _set_state(ctx, run, "paused", as_json=as_json)
 
 
 @app.command()
-def resume(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+def resume(ctx: typer.Context, run: RunNamed, as_json: AsJson = False) -> None:
     """Resume a paused run."""
     _set_state(ctx, run, "running", as_json=as_json)
 
 
 @app.command()
-def cancel(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
+def cancel(ctx: typer.Context, run: RunNamed, as_json: AsJson = False) -> None:
     """End a run for good; its committed versions stay."""
     _set_state(ctx, run, "cancelled", as_json=as_json)
 
 
 @app.command()
-def change(ctx: typer.Context, run: Named, settings: LiveChanges, as_json: AsJson = False) -> None:
+def change(ctx: typer.Context, run: RunNamed, settings: LiveChanges, as_json: AsJson = False) -> None:
     """Change the number of rounds, the quorum or the deadline of a live run, from its next round on.
 
     The open round keeps its settings, but a longer deadline is its own too. Sites that approve runs are asked again.
@@ -412,7 +410,7 @@ def change(ctx: typer.Context, run: Named, settings: LiveChanges, as_json: AsJso
 @app.command()
 def annotate(
     ctx: typer.Context,
-    run: Named,
+    run: RunNamed,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Add a tag.")] = None,
     removed: Annotated[list[str] | None, typer.Option("--untag", help="Remove a tag.")] = None,
     note: Annotated[str | None, typer.Option(help="Replace the note; an empty text removes it.")] = None,
@@ -445,7 +443,7 @@ def _set_state(ctx: typer.Context, named: str, state: RunState, *, as_json: bool
 @app.command()
 def export(
     ctx: typer.Context,
-    run: Named,
+    run: RunNamed,
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or the model folder to create.")],
     version: Annotated[
         str,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tessera.shared.cli.connection import RunNamed
 from tessera.shared.run_settings import with_meaning
 from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.units import ago, size
@@ -27,7 +28,6 @@ Decider = Annotated[
     str,
     typer.Option("--as", metavar="NAME", help="Who decides, as the audit records it; this machine's user if unset."),
 ]
-RunNamed = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 HeldNamed = Annotated[str | None, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")]
 
 
