@@ -16,6 +16,7 @@ import pytest
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.cli.docs import GENERATED
+from tessera.shared.cli.reference import settings
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import PROBLEMS
 from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED
@@ -47,18 +48,10 @@ def test_a_stranger_reads_a_round_in_the_four_files_that_the_architecture_names(
     assert sum(len((ROOT / path).read_text().splitlines()) for path in named) <= 600
 
 
-def test_every_setting_of_the_coordinator_is_described_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessera.coordinator.settings.data_dir", lambda: Path("STATE"))
-    rows = re.findall(r"\| `TESSERA_([A-Z_]+)` \| (\S+) \| (.*) \|", text("docs/operating/settings.md"))
-    shown = {name.lower(): (default.strip("`"), unmarked(meaning)) for name, default, meaning in rows}
-    actual = {
-        name: (
-            "none" if (default := f.get_default(call_default_factory=True)) is None else str(default),
-            f.description,
-        )
-        for name, f in CoordinatorSettings.model_fields.items()
-    }
-    assert shown == actual
+def test_every_setting_of_the_coordinator_is_described_with_its_default() -> None:
+    rows = re.findall(r"^\| `TESSERA_([A-Z_]+)` \| (\S+) \| (\S.*) \|$", settings.coordinator(), re.MULTILINE)
+    assert [name.lower() for name, *_ in rows] == list(CoordinatorSettings.model_fields)
+    assert "sqlite:///STATE/tessera.db" in rows[0][1]
 
 
 def test_every_limit_names_settings_that_exist() -> None:
@@ -68,15 +61,12 @@ def test_every_limit_names_settings_that_exist() -> None:
     assert [name for name in named if name.lower() not in CoordinatorSettings.model_fields] == []
 
 
-def unmarked(cell: str) -> str:
-    """The text of a table's cell, without links and code marks."""
-    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).replace("`", "")
-
-
 def test_every_setting_of_a_worker_and_its_policy_is_described() -> None:
-    document = text("docs/worker-settings.md")
-    missing = [name for name in (*WorkerSettings.model_fields, *Policy.model_fields) if f"`{name}" not in document]
-    assert missing == []
+    rows = re.findall(r"^\| `([a-z_.0-9]+)` \| .* \| .* \| (.*) \|$", settings.worker(), re.MULTILINE)
+    assert [name for name, meaning in rows if not meaning] == []
+    shown = {name.partition(".")[0] for name, _ in rows} | {name.removeprefix("policy.") for name, _ in rows}
+    # The keys of the policy have rows.
+    assert {*WorkerSettings.model_fields, *Policy.model_fields} - shown == {"policy"}
 
 
 def test_every_setting_of_a_simulation_is_described() -> None:

@@ -81,7 +81,7 @@ class DataSource(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    kind: str
+    kind: str = Field(description="arrays, digits, text, images, imagetext, or a kind that is installed")
     part: SitePartition | None = Field(default=None, description="the part of it to use; all of it if unset")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it to hold out from training")
     use: Literal["train", "evaluate"] = Field(
@@ -113,7 +113,9 @@ class DataSettings(BaseSettings):
         env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="ignore"
     )
 
-    datasets: dict[Label, DataSource] = Field(min_length=1)
+    datasets: dict[Label, DataSource] = Field(
+        min_length=1, description="the data of each data set that runs may name, as `[datasets.NAME]`"
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -162,15 +164,15 @@ class WorkerSettings(DataSettings):
 
     model_config = SettingsConfigDict(extra="forbid")
 
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: Annotated[str, Field(pattern=r"^https?://", description="URL of the coordinator")]
     token: SecretStr | None = Field(default=None, description="overrides token_file")
-    token_file: Path | None = None
+    token_file: Path | None = Field(default=None, description="file with the site's token")
     ca_bundle: Path | None = Field(default=None, description="the CAs to trust (PEM) in place of the system's")
     client_cert: Path | None = Field(default=None, description="a client certificate for the coordinator (PEM)")
     client_key: Path | None = Field(default=None, description="the key of client_cert, if it is in a separate file")
     name: Label = Field(description="this worker's name, unique within the site")
     state_dir: Path = Field(description="folder of cache and vault; not shared with other workers")
-    device: DeviceName = "auto"
+    device: DeviceName = Field(default="auto", description="the device; auto uses a GPU if there is one")
     devices: Literal["all"] | PositiveInt | tuple[DeviceName, ...] = Field(
         default=1,
         description="several devices that train each task together: all GPUs, a number of `device`'s kind, or a list",
@@ -180,7 +182,9 @@ class WorkerSettings(DataSettings):
         description="file of the secret key that decides which examples are held out, created if missing; in "
         "state_dir if unset. Workers with the same examples need the same key",
     )
-    kinds: tuple[Literal["train", "evaluate"], ...] = Field(default=("train", "evaluate"), min_length=1)
+    kinds: tuple[Literal["train", "evaluate"], ...] = Field(
+        default=("train", "evaluate"), min_length=1, description="kinds of tasks to claim"
+    )
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     micro_batch: PositiveInt | Literal["auto"] | None = Field(
         default=None,
@@ -205,7 +209,7 @@ class WorkerSettings(DataSettings):
         "so that its duration reveals little of an example",
     )
     compute: Compute = Compute()
-    cache_bytes: Bytes = 20 * GIB
+    cache_bytes: Bytes = Field(default=20 * GIB, description="size of the cache of blobs between rounds")
     base_sources: tuple[str, ...] = Field(
         default=(),
         description="folders of snapshots, names on the hub at a commit (NAME@COMMIT), or addresses of mirrors, for "
@@ -225,7 +229,9 @@ class WorkerSettings(DataSettings):
     resources: Resources = Field(
         default={}, description="limits of this worker, for methods that give some workers less work"
     )
-    secure_sums: SecureSumsSettings | None = None
+    secure_sums: SecureSumsSettings | None = Field(
+        default=None, description="this site in runs with secure sums; it takes no part in them if unset"
+    )
     notices: NoticeSettings = NoticeSettings()
     policy: Policy = Policy()
     privacy: Allowance | None = Field(default=None, description="privacy budget of each data set")
@@ -245,7 +251,9 @@ class WorkerSettings(DataSettings):
     metrics_file: Path | None = Field(
         default=None, description="file of metrics for Prometheus' node_exporter; *.prom"
     )
-    log: Literal["auto", "console", "json"] = "auto"
+    log: Literal["auto", "console", "json"] = Field(
+        default="auto", description="form of the log; auto: console on a terminal, else json"
+    )
     share_log: bool = Field(
         default=False,
         description="whether heartbeats carry the last 20 events of this worker: which step of which round began or "

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import tessera
-from tessera.shared.cli.reference import commands, run_settings
+from tessera.shared.cli.reference import commands, run_settings, settings
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import NotFound
 from tessera.shared.terminal.output import AsJson, print_json, show, table
@@ -17,6 +17,8 @@ FOLDER = Path(tessera.__file__).with_name("docs")
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "cli": ("Commands", commands.document),
     "run-keys": ("Keys of a run's file", run_settings.document),
+    "worker-keys": ("Keys of a worker's settings", settings.worker),
+    "operating/settings": ("Settings of the coordinator", settings.coordinator),
 }
 """The pages that are made from the code, each with its title."""
 

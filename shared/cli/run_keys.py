@@ -69,14 +69,21 @@ def kind_of(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
             words = PATTERNS.get(schema.get("pattern", ""), "must be text")
             return "name" if words == LABEL else words.removeprefix("must be ")
         case "array":
-            # Each item of a pair is of the same kind.
-            item = schema["items"] if "items" in schema else schema["prefixItems"][0]
-            noun, *bounds = kind_of(item, shared).partition(",")
-            if "prefixItems" in schema:
-                return f"list of {len(schema['prefixItems'])} {noun}s{''.join(bounds)}"
-            return f"list of {noun}{'' if '`' in noun else 's'}{''.join(bounds)}"
+            return _list(schema, shared)
         case _:
             return "table"
+
+
+def _list(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
+    # Each item of a pair is of the same kind.
+    item = schema["items"] if "items" in schema else schema["prefixItems"][0]
+    kind = kind_of(item, shared)
+    if "," in kind and "pattern" in item:
+        return f"list, each {kind}"
+    noun, *bounds = kind.partition(",")
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])} {noun}s{''.join(bounds)}"
+    return f"list of {noun}{'' if '`' in noun else 's'}{''.join(bounds)}"
 
 
 def _bounded(noun: str, schema: Mapping[str, Any], step: int = 0) -> str:

@@ -64,8 +64,8 @@ _ANY = Match()
 class Selector(Frozen):
     """Blocks that match any of `include` and none of `exclude`."""
 
-    include: tuple[Match, ...] = (Match(),)
-    exclude: tuple[Match, ...] = ()
+    include: tuple[Match, ...] = Field(default=(Match(),), description="conditions, of which a block meets one")
+    exclude: tuple[Match, ...] = Field(default=(), description="conditions, of which it meets none")
 
     @model_validator(mode="after")
     def _soon_resolved(self) -> Self:

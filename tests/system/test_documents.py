@@ -59,7 +59,6 @@ PAGES_RUN: dict[str, dict[str, str]] = {
     "docs/worker-settings.md": {},
     "docs/worker.md": {},
     "docs/operating.md": {},
-    "docs/operating/settings.md": {},
     "docs/operating/backups.md": {"/backups/tessera": "backup"},
     "docs/operating/monitoring.md": {"/etc/prometheus/": ""},
 }

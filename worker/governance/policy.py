@@ -337,8 +337,8 @@ class Policy(Frozen):
         default_factory=lambda: available_bytes() // 2,
         description="largest model; half of the worker's memory limit if left out",
     )
-    max_upload_bytes: Bytes = 16 * GIB
-    max_lease_seconds: PositiveFloat = 3600.0
+    max_upload_bytes: Bytes = Field(default=16 * GIB, description="largest update")
+    max_lease_seconds: PositiveFloat = Field(default=3600.0, description="longest lease to accept")
     max_run_upload_bytes: Bytes | None = Field(
         default=None,
         description="largest total upload of one run over all rounds, counted over the workers that share runs_dir",

@@ -70,10 +70,10 @@ def document() -> str:
     """Return the page, with a line break at its end."""
     inner = {*(name for name, *_ in TABLES), *(name for name, *_ in UNIONS), *UPLOADED}
     top = [key for key in keys_of(RunSpec) if key.name.partition(".")[0] not in {*inner, "method"}]
-    parts = [PREAMBLE, "\n## Top of the file\n\n", *_table(top)]
-    parts += ["\n## `[method]`\n\n", *_table(keys_of(MethodSpec))]
+    parts = [PREAMBLE, "\n## Top of the file\n\n", *key_table(top)]
+    parts += ["\n## `[method]`\n\n", *key_table(keys_of(MethodSpec))]
     for name, model, said in TABLES:
-        parts += [f"\n## `[{name}]`\n\n{said}\n\n", *_table(keys_of(model))]
+        parts += [f"\n## `[{name}]`\n\n{said}\n\n", *key_table(keys_of(model))]
     for name, tag, union, said in UNIONS:
         parts += [f"\n## `[{name}]`\n\n{said} The key `{tag}` chooses, and decides which other keys there are.\n\n"]
         parts += _members(tag, union)
@@ -83,11 +83,11 @@ def document() -> str:
     ]
     for name, method in sorted(methods().items()):
         parts += [f"\n### `{name}`\n\n{method.source[:1].upper()}{method.source[1:]}.\n\n"]
-        parts += _table(keys_of(method.settings))
+        parts += key_table(keys_of(method.settings))
         if method.training:
             required = " and ".join(f"`training.{key} = {toml(value)}`" for key, value in method.training.items())
             parts.append(f"\nIt requires {required}.\n")
-    parts += [BLOCKS, *_table(keys_of(Match))]
+    parts += [BLOCKS, *key_table(keys_of(Match))]
     return "".join(parts)
 
 
@@ -103,7 +103,8 @@ def _members(tag: str, union: Any) -> Iterator[str]:
             yield f"| `{chosen}` | | | | {(model.__doc__ or '').strip().partition('.')[0]} |\n"
 
 
-def _table(keys: Iterable[Key]) -> Iterator[str]:
+def key_table(keys: Iterable[Key]) -> Iterator[str]:
+    """Yield the rows of a table of keys, or a sentence if there are none."""
     rows = [_row(key) for key in keys]
     yield "| key | type | default | meaning |\n|---|---|---|---|\n" if rows else "It has no settings.\n"
     yield from rows
