@@ -105,14 +105,12 @@ def test_every_problem_that_the_protocol_names_exists() -> None:
 
 
 def test_every_kind_of_data_is_described_with_all_its_options() -> None:
-    sections = re.split(r"^#+ ", text("docs/data.md"), flags=re.MULTILINE)
-    rows = {
-        section.partition("\n")[0]: set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) for section in sections
-    }
-    rows["imagetext"] |= rows["images"]
-    for kind, adapter in adapters().items():
-        assert rows[kind] == set(adapter.options.model_fields), kind
-    assert rows["Data"] == set(DataSource.model_fields)
+    sections = re.split(r'^## `kind = "(\w+)"`$', settings.data(), flags=re.MULTILINE)
+    for kind, section in zip(sections[1::2], sections[2::2], strict=True):
+        rows = re.findall(r"^\| `(\w+)` \| .* \| .* \| (\S.*) \|$", section, re.MULTILINE)
+        assert {name for name, _ in rows} == set(adapters()[kind].options.model_fields), kind
+    assert set(sections[1::2]) == set(adapters())
+    assert set(re.findall(r"^\| `(\w+)` \|", text("docs/data.md"), re.MULTILINE)) == set(DataSource.model_fields)
 
 
 def test_every_scheme_of_a_partition_is_described_with_all_its_settings() -> None:

@@ -18,6 +18,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "cli": ("Commands", commands.document),
     "run-keys": ("Keys of a run's file", run_settings.document),
     "worker-keys": ("Keys of a worker's settings", settings.worker),
+    "data-keys": ("Keys of a data set", settings.data),
     "operating/settings": ("Settings of the coordinator", settings.coordinator),
 }
 """The pages that are made from the code, each with its title."""

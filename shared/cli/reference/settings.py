@@ -1,9 +1,9 @@
-"""The pages of the settings of a coordinator and of a worker, made from the models that check them:
-`tessera docs operating/settings`, `tessera docs worker-keys`."""
+"""The pages of the settings of a coordinator, of a worker and of data sets, made from the models that check them:
+`tessera docs operating/settings`, `tessera docs worker-keys`, `tessera docs data-keys`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, get_args
 
@@ -52,18 +52,30 @@ more than a line. A variable `TESSERA_WORKER_STATE_DIR` overrides `state_dir`. A
 in the file: leave the key out.
 """
 
+DATA = """\
+# Keys of a data set
+
+The options of each kind, beside the keys of every data set in `tessera docs worker-keys`. [data.md](data.md) explains
+them.
+"""
+
 
 def coordinator() -> str:
     """Return the page of the coordinator's settings."""
-    return "".join([COORDINATOR, *_of_command("coordinator", "CoordinatorSettings", _variables)])
+    return "".join([COORDINATOR, *_of_command("coordinator", _variables)])
 
 
 def worker() -> str:
     """Return the page of the keys of a worker's settings."""
-    return "".join([WORKER, *_of_command("worker", "WorkerSettings", _tables)])
+    return "".join([WORKER, *_of_command("worker", _tables)])
 
 
-def _of_command(name: str, model: str, written: Any) -> Iterator[str]:
+def data() -> str:
+    """Return the page of the options of each kind of data set."""
+    return "".join([DATA, *_of_command("data", _kinds)])
+
+
+def _of_command(name: str, written: Callable[[Any], Iterator[str]]) -> Iterator[str]:
     """Yield the settings of a command's module, or a sentence about the extra that it lacks."""
     entry = installed()[name]
     try:
@@ -71,11 +83,11 @@ def _of_command(name: str, model: str, written: Any) -> Iterator[str]:
     except ModuleNotFoundError as fault:
         yield f"\n{what_is_missing(entry, fault)}\n"
     else:
-        yield from written(getattr(module, model), module)
+        yield from written(module)
 
 
-def _variables(model: type[BaseModel], module: Any) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+def _variables(module: Any) -> Iterator[str]:
+    for name, field in module.CoordinatorSettings.model_fields.items():
         if name in SECTIONS:
             yield f"\n## {SECTIONS[name]}\n\n| setting | default | meaning |\n|---|---|---|\n"
         default = field.get_default(call_default_factory=True)
@@ -83,10 +95,15 @@ def _variables(model: type[BaseModel], module: Any) -> Iterator[str]:
         yield f"| `TESSERA_{name.upper()}` | {shown} | {field.description} |\n"
 
 
-def _tables(model: type[BaseModel], _: Any) -> Iterator[str]:
-    """Yield the keys of a model, then of each table in it."""
+def _kinds(module: Any) -> Iterator[str]:
+    for name, adapter in sorted(module.registry.adapters().items()):
+        yield from (f'\n## `kind = "{name}"`\n\n', *key_table(keys_of(adapter.options)))
+
+
+def _tables(module: Any) -> Iterator[str]:
+    """Yield the keys of a worker's settings, then of each table in them."""
     found: dict[type[BaseModel], list[str]] = {}
-    _collect(model, "", found)
+    _collect(module.WorkerSettings, "", found)
     for table, names in found.items():
         # The policy has a table of its own.
         keys = [key for key in keys_of(table) if not key.name.startswith("policy.")]

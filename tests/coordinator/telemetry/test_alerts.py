@@ -1,4 +1,4 @@
-"""The alerts for Prometheus name what there is, and the documents say the same."""
+"""The alerts for Prometheus name series that exist."""
 
 from __future__ import annotations
 
@@ -49,20 +49,6 @@ def test_every_expression_is_promql_and_names_series_that_there_are(standing: Li
             assert name in there, f"there is no {name}"
             found = any(labels.get(label) == value for labels, _ in there[name])
             assert found or not label, f"{name}{{{label}={value}}}"
-
-
-def test_the_table_of_the_documents_is_made_of_the_alerts() -> None:
-    def row(rule: dict[str, Any]) -> str:
-        about = rule["annotations"]
-        waits = "at once" if rule["for"] == "0m" else rule["for"]
-        severity = rule["labels"]["severity"]
-        return (
-            f"| `{rule['alert']}`, {severity} | `{rule['expr']}` | {waits} | {about['summary']} | {about['action']} |"
-        )
-
-    document = (ROOT / "docs" / "operating" / "monitoring.md").read_text()
-    rows = re.findall(r"^\| `Tessera\w+`.*$", document, re.MULTILINE)
-    assert rows == [row(rule) for rule in RULES]
 
 
 def test_metrics_tell_of_rounds_that_are_late(coordinator: LiveCoordinator) -> None:

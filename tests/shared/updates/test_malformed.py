@@ -90,7 +90,8 @@ def test_a_refusal_comes_from_another_process_as_it_was() -> None:
 def test_every_code_is_described() -> None:
     document = (ROOT / "docs" / "update-format.md").read_text()
     section = document.partition("## Error codes of a malformed update")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `([a-z0-9-]+)` \|", section, re.MULTILINE) == list(KINDS)
+    table = "".join(line for line in section.splitlines() if line.startswith("| "))
+    assert re.findall(r"`([a-z0-9-]+)`", table) == list(KINDS)
     assert len(get_args(HeaderKind)) + len(get_args(FormKind)) + len(get_args(ContentKind)) == len(KINDS)
 
 

@@ -8,7 +8,7 @@ tensor `group`, such as those of one patient, are held out together.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,7 +27,7 @@ GROUP = "group"
 
 
 class ArraysOptions(Options):
-    file: Path
+    file: Path = Field(description="a safetensors file of the model's inputs and `labels`")
 
 
 def arrays(options: ArraysOptions) -> Dataset:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -18,7 +19,9 @@ BRIGHTEST = 16
 
 
 class DigitsOptions(Options):
-    split: Literal["train", "test"] = "train"
+    split: Literal["train", "test"] = Field(
+        default="train", description="test: a fifth of the examples, the same at every site"
+    )
 
 
 def digits(options: DigitsOptions) -> Dataset:
