@@ -36,7 +36,8 @@ from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
-from tessera.worker.data import augmentation
+from tessera.worker.data.dataset_info import augments_images
+from tessera.worker.deltas import check_deltas
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.errors import DataError, in_short
 from tessera.worker.faults.disk import DISK_FULL, Disk
@@ -46,7 +47,7 @@ from tessera.worker.governance.approvals import Unapproved
 from tessera.worker.governance.notices import Notices
 from tessera.worker.governance.opening_hours import Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import check_deltas, describe, devices_of
+from tessera.worker.inventory import describe, devices_of
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.device_memory import return_unused_memory
@@ -119,7 +120,7 @@ class Agent:
         self._alive = settings.state_dir / ALIVE_FILE
         # That of an earlier process is too old to show that this one is alive while it loads its data sets.
         self._alive.unlink(missing_ok=True)
-        self._runner = runner_of(self._client, settings)
+        self._runner, self._inventory = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
         self._declined = False
@@ -143,7 +144,7 @@ class Agent:
             started_at=time.time(),
             kinds=settings.all_kinds,
             datasets={},
-            augments=augmentation.is_installed(),
+            augments=augments_images(),
             device=describe(*devices),
             version=VERSION,
             resources=settings.resources,
@@ -162,9 +163,9 @@ class Agent:
         claimed = {
             "datasets": {name: self._runner.declared_units(name) for name in allowed},
             "held_out": {
-                name: data.held_out.examples
+                name: data.held_out
                 for name, data in allowed.items()
-                if data.held_out and self._runner.may_measure(name, data.held_out.examples)
+                if data.held_out and self._runner.may_measure(name, data.held_out)
             },
             "schemas": {name: data.schema for name, data in allowed.items()},
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
@@ -340,7 +341,7 @@ class Agent:
         return unusable
 
     def _check_deltas(self, new: WorkerSettings) -> None:
-        check_deltas(reloaded(self._settings, new), self._runner.datasets)
+        check_deltas(reloaded(self._settings, new), self._inventory)
 
     def _reload(self, new: WorkerSettings) -> None:
         """Apply the policy and the budgets of new settings, and log the other changes, which need a restart."""

@@ -7,10 +7,12 @@ import structlog
 import torch
 
 from tessera.shared.client.client import Client
+from tessera.worker.data.dataset_info import Inventory
+from tessera.worker.deltas import check_deltas
 from tessera.worker.errors import ConfigError
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
-from tessera.worker.inventory import check_deltas, datasets_of, devices_of, mappings_of
+from tessera.worker.inventory import datasets_of, devices_of, inventory_of, mappings_of
 from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
@@ -34,13 +36,14 @@ from tessera.worker.stores import (
     sum_party_of,
 )
 from tessera.worker.task.environment import TRAINING_SEEDS
+from tessera.worker.task.execution import Direct
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
 
 
-def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
-    """Return the runner of a worker with these settings.
+def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inventory]:
+    """Return the runner of a worker with these settings, and the facts about its data sets.
 
     Raises SettingsError for unusable files, such as a modified audit or ledger.
     """
@@ -63,10 +66,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     except OSError as fault:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
-    devices, several = devices_of(settings), None
-    if len(devices) > 1:
-        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
-        several = ProcessExecutor(RankSettings(devices=tuple(map(str, devices)), threads=threads), settings.state_dir)
+    devices = devices_of(settings)
     vault_folder = settings.state_dir / "vault"
     airlock_of(settings).sweep()
     allow_tf32(allowed=settings.compute.tf32)
@@ -76,10 +76,16 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         except ConfigError as fault:
             raise SettingsError(str(fault)) from fault
     datasets = datasets_of(settings, make_key=True)
-    check_deltas(settings, datasets)
+    inventory = inventory_of(settings, datasets)
+    check_deltas(settings, inventory)
+    several: ProcessExecutor | None = None
+    if len(devices) > 1:
+        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
+        ranks = RankSettings(devices=tuple(map(str, devices)), threads=threads)
+        several = ProcessExecutor(ranks, settings.state_dir, datasets)
     runner = TaskRunner(
         coordinator=client,
-        datasets=datasets,
+        datasets=inventory.datasets,
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
         # On several devices, the ranks have the model, and this process only its shapes.
@@ -97,13 +103,13 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
-        executor=several,
+        executor=several or Direct(datasets, devices[0].type),
         checkpoints=Checkpoints(vault_folder),
         duration_quantum_seconds=settings.duration_quantum_seconds,
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
         seed_key=derived(audit_key_of(settings), TRAINING_SEEDS),
     )
-    return with_rules(runner, settings)
+    return with_rules(runner, settings), inventory
 
 
 def with_rules(runner: TaskRunner, settings: WorkerSettings) -> TaskRunner:

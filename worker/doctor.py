@@ -36,19 +36,20 @@ from tessera.shared.units import size
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
-from tessera.worker.data import augmentation
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset_info import augments_images
 from tessera.worker.data.loaders import SHARED_MEMORY
+from tessera.worker.deltas import check_deltas
 from tessera.worker.errors import ConfigError, DataError
 from tessera.worker.faults.disk import unwritable
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words
 from tessera.worker.governance.notices import TEST
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (
-    check_deltas,
     devices_of,
     held_out_key,
     held_out_key_file,
+    inventory_of,
     load_source,
     loaders_of,
     prepared_of,
@@ -289,7 +290,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return
     try:
-        check_deltas(settings, {name: loaded})
+        check_deltas(settings, inventory_of(settings, {name: loaded}))
     except SettingsError as fault:
         yield fail(f"data {name}", str(fault), "Change it: the worker does not start with it.")
     seconds = time.monotonic() - began_at
@@ -305,7 +306,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         )
         more = "Name more examples" if source.use == "evaluate" else f"Raise datasets.{name}.held_out"
         yield warn(f"data {name}", detail, f"{more}, or lower policy.min_evaluation_examples.")
-    if PIXELS in loaded.inputs and "train" in settings.kinds and not augmentation.is_installed():
+    if PIXELS in loaded.inputs and "train" in settings.kinds and not augments_images():
         remedy = f"If it should take part in them: {install_line('augmentation')}"
         yield warn(f"data {name}", "this worker is offered no run that changes images in training", remedy)
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 
 from tessera.shared.diagnostics import reason_of
-from tessera.shared.run_settings import InvalidDelta, Unit, UnitBudget, check_delta
 from tessera.worker.data.dataset import Dataset, Loaders
+from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
-from tessera.worker.governance.policy import PrivacyFloor
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tessera.worker.settings import DataSettings, DataSource, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
@@ -96,37 +95,11 @@ def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str
     return loaded
 
 
-def check_deltas(settings: WorkerSettings, datasets: Mapping[str, Dataset]) -> None:
-    """Raise SettingsError for a rule of privacy whose delta would permit the release of whole examples, or groups, of
-    these data sets, or of the whole site: a run with such a delta is refused too."""
-    policy, trained = settings.policy, {n: d for n, d in datasets.items() if settings.datasets[n].use == "train"}
-    of_each: list[tuple[str, PrivacyFloor | UnitBudget | None]] = [
-        ("policy.require_privacy", policy.require_privacy),
-        ("policy.max_weekly_privacy", policy.max_weekly_privacy),
-    ]
-    rules = [(key, rule, [data]) for key, rule in of_each for data in trained.values()]
-    for name, data in trained.items():
-        own = settings.datasets[name].privacy
-        rules.append((f"datasets.{name}.privacy" if own else "privacy", own or settings.privacy, [data]))
-    rules.append(("policy.max_total_privacy", policy.max_total_privacy, list(trained.values())))
-    try:
-        for key, rule, over in rules:
-            if rule and (units := _units(over, rule.unit)):
-                check_delta(rule.delta, units, rule.unit, f"{key}.delta")
-        if noise := policy.figures_privacy:
-            for data in datasets.values():
-                check_delta(noise.delta, data.examples, "example", "policy.figures_privacy.delta")
-        if (of_site := policy.require_client_privacy) and (sums := settings.secure_sums):
-            check_delta(of_site.delta, len({*sums.roster, sums.site}), "site", "policy.require_client_privacy.delta")
-    except InvalidDelta as fault:
-        raise SettingsError(str(fault)) from None
-
-
-def _units(datasets: Iterable[Dataset], unit: Unit) -> int:
-    """Return the number of examples, or of groups where data sets have any."""
-    if unit == "example":
-        return sum(data.examples for data in datasets)
-    return len({group for data in datasets if data.groups is not None for group in data.groups})
+def inventory_of(settings: DataSettings, datasets: Mapping[str, Dataset]) -> Inventory:
+    """Return the facts about loaded data sets."""
+    trained = [data for name, data in datasets.items() if settings.datasets[name].use == "train"]
+    groups = {group for data in trained for group in data.groups or ()}
+    return Inventory({name: data.info for name, data in datasets.items()}, len(groups))
 
 
 @contextmanager

@@ -95,12 +95,12 @@ def trained_at(folder: Path, vit: ModelFolder, spec: Mapping[str, Any], site: st
     task = task_of(run, plan, version, run="r", number=1, seed=training_seed(run, 1, site), **about)
     data = load_data("arrays", {"file": folder / f"{site}.safetensors"})
     env = TaskEnvironment(
-        Client("http://127.0.0.1:1", "t"), {run.dataset: data}, TrainingSetup(torch.device("cpu")),
+        Client("http://127.0.0.1:1", "t"), {}, TrainingSetup(torch.device("cpu")),
         Vault(folder / site / "vault"), Lent(blobs, frozenset()), folder,
         seed_key=derived(audit_key(site), TRAINING_SEEDS),
     )  # fmt: skip
     job = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), run.dataset, None, None))
-    result, _ = train(job, load(job, fetch(job, data)), data, None)
+    result, _ = train(job, load(job, fetch(job, data.info)), data, None)
     return {name: values.ravel() for name, values in result.upload.items()}, job.training_seed
 
 

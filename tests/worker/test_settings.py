@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
+from tessera.worker.deltas import check_deltas
 from tessera.worker.governance.policy import Allowance, Policy
-from tessera.worker.inventory import check_deltas, datasets_of, device_of, devices_of, mappings_of
+from tessera.worker.inventory import datasets_of, device_of, devices_of, inventory_of, mappings_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, token_of
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
@@ -373,7 +374,7 @@ def test_a_delta_that_permits_the_release_of_whole_examples_is_refused_in_each_r
     said = f"a delta of 0.09 gives no guarantee for 40 examples: set {setting} to 0.017 or less"
     assert said in " ".join(result.output.split())
     settings = read_settings(written(tmp_path, FORTY + data + DELTAS[setting].replace("0.09", "0.016")))
-    check_deltas(settings, datasets_of(settings))
+    check_deltas(settings, inventory_of(settings, datasets_of(settings)))
 
 
 def test_a_delta_is_judged_by_the_number_of_what_it_protects(tmp_path: Path) -> None:
@@ -383,7 +384,7 @@ def test_a_delta_is_judged_by_the_number_of_what_it_protects(tmp_path: Path) -> 
 
     def judged(rules: str) -> None:
         settings = read_settings(written(tmp_path, FORTY + data + rules))
-        check_deltas(settings, datasets_of(settings))
+        check_deltas(settings, inventory_of(settings, datasets_of(settings)))
 
     # Four groups need 4^-1.1 = 0.22, which is more than any delta may be.
     judged('[policy.require_privacy]\nepsilon = 3\ndelta = 0.09\nunit = "group"\n')

@@ -45,12 +45,13 @@ from tessera.worker.stores import run_history_of
 from tessera.worker.task.heartbeat import Stop
 
 if TYPE_CHECKING:
-    from tessera.worker import agent, device_failure, inventory
+    from tessera.worker import agent, deltas, device_failure, inventory
     from tessera.worker import doctor as examination
 else:
     agent = DeferredModule("tessera.worker.agent")
     device_failure = DeferredModule("tessera.worker.device_failure")
     examination = DeferredModule("tessera.worker.doctor")
+    deltas = DeferredModule("tessera.worker.deltas")
     inventory = DeferredModule("tessera.worker.inventory")
 
 ERRORS: Errors = {BAD_SETTINGS: (SettingsError, MethodsUnusable, PolicyViolation)}
@@ -118,7 +119,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         device = inventory.describe(*inventory.devices_of(settings))
         methods()
         loaded = inventory.datasets_of(settings)
-        inventory.check_deltas(settings, loaded)
+        deltas.check_deltas(settings, inventory.inventory_of(settings, loaded))
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
     rules = [*privacy_in_words(settings.policy, settings.allowances)]
     if lacking := unprotected(settings.policy, settings.allowances):

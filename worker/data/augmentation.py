@@ -6,7 +6,6 @@ Loaders import this module: it imports kornia only when images are changed.
 
 import importlib
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -20,28 +19,6 @@ from tessera.worker.data.dataset import Dataset, Rows
 from tessera.worker.data.normalization import Normalized
 
 TRANSFORMS = "tessera.worker.data.image_transforms"
-
-
-def is_installed() -> bool:
-    """Return whether the extra `augmentation` is installed."""
-    return find_spec("kornia") is not None
-
-
-def misfit(settings: Augmentation, dataset: Dataset) -> str | None:
-    """Return why the images of a data set cannot be changed so, with the remedy, or None."""
-    pixels = dataset.inputs.get(PIXELS)
-    if pixels is None:
-        return f"it has no {PIXELS}: leave training.augmentation out, or name a data set of images"
-    shape = list(pixels.shape[1:])
-    if len(shape) != 3 or shape[0] not in (1, 3) or not pixels.dtype.is_floating_point:
-        what = f"its {PIXELS} are {str(pixels.dtype).removeprefix('torch.')} {shape}"
-        return f"{what}, not images [1 or 3 channels, height, width]: leave training.augmentation out"
-    if settings.colours and dataset.normalization is None:
-        return (
-            f"which of its {PIXELS} are black and white is not known, which {', '.join(settings.colours)} need: "
-            "leave these out, or use the kind `images`"
-        )
-    return None
 
 
 @dataclass(frozen=True)

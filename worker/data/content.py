@@ -1,13 +1,41 @@
-"""A digest of everything in a data set that training depends on."""
+"""Digests of a data set's examples, and of everything in it that training depends on."""
 
 import hashlib
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.overlap import DIGEST_BYTES, ExampleDigests
 from tessera.worker.errors import DataError
+
+CHECKED = 1000
+"""Number of examples between two calls of `check`."""
+
+
+def digests_of(dataset: Dataset, check: Callable[[], None] = lambda: None) -> ExampleDigests:
+    """Return the digests of a data set. Exceptions of `check` propagate.
+
+    An example's digest ignores its group and the dtype of its tensors.
+    """
+    parts = [part for part in (dataset, dataset.held_out) if part]
+    digests = np.zeros((sum(part.examples for part in parts), DIGEST_BYTES), np.uint8)
+    # Of an example that cannot be read, the row stays zero.
+    readable = np.zeros(len(digests), bool)
+    place = 0
+    for part in parts:
+        for identity in part.identities(torch.float64, unreadable=b""):
+            if place % CHECKED == 0:
+                check()
+            if part.sources is not None or identity:
+                digests[place] = np.frombuffer(hashlib.sha256(identity).digest(), np.uint8)
+                readable[place] = True
+            place += 1
+    whole = np.unique(digests[readable].view(f"V{DIGEST_BYTES}")).view(np.uint8).reshape(-1, DIGEST_BYTES)
+    return ExampleDigests(whole, content_digest(dataset, digests, row_settings(dataset)))
 
 
 def row_settings(dataset: Dataset) -> bytes:

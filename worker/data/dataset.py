@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema, name_digests
+from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema, TensorSchema, name_digests
 from tessera.shared.schema import Frozen
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.groups import is_unnamed
+from tessera.worker.data.dataset_info import DatasetInfo, Pixels
+from tessera.worker.data.groups import Groups, UngroupedExamples, is_unnamed
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
@@ -225,6 +226,32 @@ class Dataset:
         labels = self.tensors.get(LABELS)
         return None if labels is None or labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
+    @property
+    def info(self) -> DatasetInfo:
+        """The facts about it that the agent needs."""
+        pixels, ungrouped = self.inputs.get(PIXELS), None
+        try:
+            _ = self.by_group
+        except UngroupedExamples as fault:
+            ungrouped = str(fault)
+        return DatasetInfo(
+            examples=self.examples,
+            held_out=self.held_out.examples if self.held_out else 0,
+            groups=None if self.groups is None else len(set(self.groups)),
+            ungrouped=ungrouped,
+            schema=self.schema,
+            pack=self.pack,
+            raw_texts=self.texts is not None,
+            raw_examples=self.texts is not None and not self.texts.of_classes,
+            several_labels=len(self.inputs[LABELS].shape) > 1,
+            pixels=None if pixels is None else _pixels(pixels, from_bytes=self.normalization is not None),
+        )
+
+    @cached_property
+    def by_group(self) -> Groups:
+        """The examples by group. Raises UngroupedExamples."""
+        return Groups.of(self.groups)
+
     def contradictions(self) -> list[tuple[int, int]]:
         """Return the place of the first example of a content, and that of another with another class, once for each
         further class. Examples of which the source is a digest are compared."""
@@ -358,6 +385,11 @@ class Dataset:
         count = self.examples
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
         return torch.split(order, batch_size or count)[skip:]
+
+
+def _pixels(pixels: Tensor | RowsOnDisk, *, from_bytes: bool) -> Pixels:
+    dtype = str(pixels.dtype).removeprefix("torch.")
+    return Pixels(dtype, tuple(pixels.shape[1:]), pixels.dtype.is_floating_point, from_bytes)
 
 
 def _chosen(values: Any, index: Tensor) -> Any:

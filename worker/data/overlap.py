@@ -5,51 +5,41 @@ Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches"). The estimate
 other data set contains.
 """
 
+import hashlib
 import hmac
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import Dataset
 from tessera.worker.state.privacy_ledger import SKETCHED
 
 MAX_SHARED = 0.01
 """Limit on the share of either data set that is in the other."""
 
+DIGEST_BYTES = hashlib.sha256().digest_size
 HASH_BYTES = 6
 
-UNREADABLE = 0
-"""The hash of an example that cannot be read. No fingerprint has it: such examples are like no other, and a private
-task counts each as zero."""
 
-CHECKED = 1000
-"""Number of examples between two calls of `check`."""
+@dataclass(frozen=True, eq=False, repr=False)
+class ExampleDigests:
+    """SHA-256 digests of a data set's examples. They have no key, so they stay within this worker's own processes."""
 
+    readable: Array
+    """The sorted digests of distinct examples that can be read, held-out ones too: uint8 [examples, 32]. Others are
+    like no other: a private task counts each as zero."""
+    content: str
+    """The digest of everything in the data set that training depends on."""
 
-def distinct(hashes: Array) -> Array:
-    """Return the sorted hashes of distinct examples that can be read: uint64 [examples]."""
-    return np.setdiff1d(hashes, UNREADABLE)
+    def keyed(self, key: bytes) -> Array:
+        """Return the sorted hashes of the examples under a site's key: uint64 [examples]."""
+        hashes = (hmac.digest(key, digest.tobytes(), "sha256")[:HASH_BYTES] for digest in self.readable)
+        return np.unique(np.fromiter((int.from_bytes(each, "big") for each in hashes), np.uint64))
 
-
-def hashes_in_order(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
-    """Return the hash of each example, then of each held-out one: uint64 [examples].
-
-    The hash ignores an example's group and the dtype of its tensors. It is `UNREADABLE` if the example cannot be
-    read. Exceptions of `check` propagate.
-    """
-
-    def hashes() -> Iterator[int]:
-        for part in filter(None, (dataset, dataset.held_out)):
-            for place, identity in enumerate(part.identities(torch.float64, unreadable=b"")):
-                if place % CHECKED == 0:
-                    check()
-                is_readable = part.sources is not None or identity != b""
-                digest = hmac.digest(key, identity, "sha256")[:HASH_BYTES]
-                yield int.from_bytes(digest, "big") if is_readable else UNREADABLE
-
-    return np.fromiter(hashes(), np.uint64)
+    def content_under(self, key: bytes) -> str:
+        """Return the content's digest under a site's key, which checkpoints name."""
+        return f"hmac-sha256:{hmac.digest(key, self.content.encode(), 'sha256').hex()}"
 
 
 def sketch_of(prints: Array, known: Sequence[int] = ()) -> tuple[int, ...]:

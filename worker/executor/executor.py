@@ -17,8 +17,9 @@ import structlog
 from pydantic import BaseModel
 
 from tessera.shared.methods.base import LocalResult
+from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.groups import Groups
+from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.errors import HiddenFailure, TaskFailure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.folder import (
@@ -82,27 +83,26 @@ class ProcessExecutor:
     They are started for the first task of a run, and kept while further ones of that run follow.
     """
 
-    def __init__(self, settings: RankSettings, state_dir: Path) -> None:
+    def __init__(self, settings: RankSettings, state_dir: Path, datasets: Mapping[str, Dataset]) -> None:
         self._devices = settings.devices
+        self.datasets = datasets
         self.folder = state_dir / FOLDER
         """The folder of the folders of processes."""
         self._launcher = LocalLauncher(settings, self.folder)
         self._run = ""
         self._until = 0.0
-        self._written: tuple[Dataset, Groups | None, Path] | None = None
+        self._written: tuple[Dataset, Path] | None = None
         atexit.register(self.close)
 
     @property
     def kind(self) -> str:
         return f"{len(self._devices)} {self._devices[0].partition(':')[0]}"
 
+    def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
+        return digests_of(self.datasets[dataset], run.check)
+
     def execute(
-        self,
-        run: TaskRun,
-        fetched: Fetched,
-        dataset: Dataset,
-        account: PrivacyAccount | None,
-        checkpoint: TaskCheckpoint | None,
+        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> Outcome:
         """Execute a task as `task.execution.execute` does. Raises its exceptions, and ExecutorEnded.
 
@@ -113,7 +113,7 @@ class ProcessExecutor:
             checkpoint = None
         while True:
             try:
-                return self._executed(run, fetched, dataset, account, checkpoint)
+                return self._executed(run, fetched, account, checkpoint)
             except ExecutorEnded as end:
                 if checkpoint is None or not checkpoint.reread() or checkpoint.document is None:
                     raise
@@ -131,12 +131,7 @@ class ProcessExecutor:
         self._written = None
 
     def _executed(
-        self,
-        run: TaskRun,
-        fetched: Fetched,
-        dataset: Dataset,
-        account: PrivacyAccount | None,
-        checkpoint: TaskCheckpoint | None,
+        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> Outcome:
         if run.task.run != self._run or time.monotonic() > self._until:
             # The memory of its devices is for one run.
@@ -146,7 +141,7 @@ class ProcessExecutor:
         folder = home / f"task-{uuid4().hex}"
         folder.mkdir(mode=0o700)
         try:
-            self._hand_over(home, folder, run, fetched, dataset, account, checkpoint)
+            self._hand_over(home, folder, run, fetched, account, checkpoint)
             handle = self._launcher.submit(folder)
             functions = functions_of(run, account, checkpoint)
             result = Waiting(folder, run, functions, partial(self._launcher.poll, handle)).wait()
@@ -174,7 +169,6 @@ class ProcessExecutor:
         folder: Path,
         run: TaskRun,
         fetched: Fetched,
-        dataset: Dataset,
         account: PrivacyAccount | None,
         checkpoint: TaskCheckpoint | None,
     ) -> None:
@@ -193,7 +187,7 @@ class ProcessExecutor:
             },
             four_bits=fetched.four_bits,
             tokenizer={name: raw.decode() for name, raw in fetched.tokenizer.items()},
-            dataset=self._file_of(home, dataset, run.groups(dataset)),
+            dataset=self._file_of(home, self.datasets[task.dataset]),
             report=run.report,
             micro_batch=env.setup.micro_batch,
             compute=env.setup.compute,
@@ -201,7 +195,7 @@ class ProcessExecutor:
             allowances=dict(env.allowances),
             loss_scale={name: float(value) for name, value in env.vault.load_scale(task.run).items()},
             full_precision=env.full_precision,
-            private=account is not None,
+            units=account.units if account else None,
             counted=env.history is not None,
             sandboxed=env.sandbox is not None,
             verdicts=env.sandbox.folder if env.sandbox else None,
@@ -211,23 +205,22 @@ class ProcessExecutor:
         )
         write_document(folder / TASK, record)
 
-    def _file_of(self, home: Path, dataset: Dataset, groups: Groups | None) -> Path:
-        """Return the file of a data set and its protected groups, written if it is not that of the last task. Raises
-        TaskFailure."""
+    def _file_of(self, home: Path, dataset: Dataset) -> Path:
+        """Return the file of a data set, written if it is not that of the last task. Raises TaskFailure."""
         if self._written:
-            known, with_groups, path = self._written
-            if known is dataset and with_groups is groups and path.parent == home:
+            known, path = self._written
+            if known is dataset and path.parent == home:
                 return path
             path.unlink(missing_ok=True)
             self._written = None
         path = home / f"dataset-{uuid4().hex}"
         try:
-            mapped.write(path, (mapped.plain(dataset), groups))
+            mapped.write(path, mapped.plain(dataset))
         except (PicklingError, AttributeError, TypeError) as fault:
             raise TaskFailure(
                 "unsuited", "the readers of this kind of data set cannot be used by several processes (devices)"
             ) from fault
-        self._written = dataset, groups, path
+        self._written = dataset, path
         return path
 
 

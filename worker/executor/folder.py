@@ -95,8 +95,8 @@ class TaskRecord(Document):
     allowances: dict[str, Allowance]
     loss_scale: dict[str, float]
     full_precision: bool
-    private: bool
-    """True if the agent keeps an account of the task's privacy."""
+    units: int | None
+    """The number of protected examples or groups; None if the agent keeps no account of the task's privacy."""
     counted: bool
     """True if the agent counts evaluations."""
     sandboxed: bool

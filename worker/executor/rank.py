@@ -24,7 +24,6 @@ import torch.distributed as dist
 from tessera.shared.telemetry import logging
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.groups import Groups
 from tessera.worker.device_failure import is_device_failure
 from tessera.worker.errors import HiddenFailure
 from tessera.worker.executor import mapped
@@ -149,7 +148,7 @@ class Rank:
         self._scalers: dict[str, torch.amp.GradScaler] = {}
         self._piece_sizes: dict[str, PieceSize] = {}
         self._tokenized: dict[str, tuple[str, Dataset]] = {}
-        self._dataset: tuple[Path, Dataset, Groups | None] | None = None
+        self._dataset: tuple[Path, Dataset] | None = None
         self._folder = home
         self._report = Report()
         self._reported_at = 0.0
@@ -194,11 +193,8 @@ class Rank:
         if given.compute.shard:
             # A model that is kept is whole.
             self._models = ModelCache()
-        dataset, groups = self._read(given.dataset)
-        environment = self._environment(given)
-        if groups:
-            environment.groups[task.dataset] = groups
-        run = TaskRun(environment, task, self._check, given.report, cast("Journal", _Agent(self._ask)))
+        dataset = self._read(given.dataset)
+        run = TaskRun(self._environment(given), task, self._check, given.report, cast("Journal", _Agent(self._ask)))
         blocks = {block.name: block for block in given.blocks}
         fetched = Fetched(
             given.document,
@@ -216,8 +212,8 @@ class Rank:
         if not (fetched.is_whole and self._models.holds(task.run, task.model, fetched.four_bits)):
             require_memory(run, fetched.document, fetched.four_bits)
         account: Any = None
-        if given.private:
-            account = _Agent(self._ask, units=groups.count if groups else dataset.examples)
+        if given.units is not None:
+            account = _Agent(self._ask, units=given.units)
         return execute(run, fetched, dataset, account, self._saving(given))
 
     def _saving(self, given: TaskRecord) -> TrainingCheckpoints | None:
@@ -258,11 +254,11 @@ class Rank:
         if self.ranks.is_first:
             self._ask_alone("keep_scale", {name: float(value) for name, value in state.items()})
 
-    def _read(self, path: Path) -> tuple[Dataset, Groups | None]:
+    def _read(self, path: Path) -> Dataset:
         if self._dataset is None or self._dataset[0] != path:
-            self._dataset = path, *mapped.read(path)
+            self._dataset = path, mapped.read(path)
             self._tokenized.clear()
-        return self._dataset[1], self._dataset[2]
+        return self._dataset[1]
 
     def _write(self, outcome: Outcome) -> None:
         result, arrays = outcome.result, under("moments", outcome.moments)

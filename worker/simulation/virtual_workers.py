@@ -21,6 +21,7 @@ from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
+from tessera.worker.task.execution import Direct
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
@@ -81,7 +82,8 @@ class Workers:
         task = self.coordinator.give(order, shelf)
         runner = TaskRunner(
             coordinator=self.coordinator,
-            datasets={task.dataset: dataset},
+            datasets={task.dataset: dataset.info},
+            executor=Direct({task.dataset: dataset}),
             for_evaluation=frozenset({task.dataset} if central else ()),
             setup=TrainingSetup(self.device),
             vault=self._vault(home),

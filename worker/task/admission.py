@@ -21,11 +21,8 @@ from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.version import install_line
-from tessera.worker.data import augmentation
-from tessera.worker.data.content import content_digest, row_settings
-from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.groups import Groups
-from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
+from tessera.worker.data.dataset_info import DatasetInfo, augments_images
+from tessera.worker.data.overlap import MAX_SHARED, share_of, sketch_of
 from tessera.worker.errors import InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 class Admission:
     """The result of admitting a task."""
 
-    dataset: Dataset
+    dataset: DatasetInfo
     account: PrivacyAccount | None
     """The task's privacy accounting; None without differential privacy."""
     checkpoint: TaskCheckpoint | None
@@ -84,7 +81,7 @@ def admit(run: TaskRun) -> Admission:
     terms = admitted_terms(run) if task.kind == "train" else None
     _check_effect(run)
     groups = run.groups(dataset) if task.kind == "train" else None
-    _check_length(run, groups.count if groups else dataset.examples)
+    _check_length(run, dataset.examples if groups is None else groups)
     if env.inbox:
         _require_approval(run, env.inbox, dataset, groups)
     if allowance := env.allowances.get(task.dataset):
@@ -93,18 +90,18 @@ def admit(run: TaskRun) -> Admission:
     if task.kind != "train":
         return Admission(dataset, None, None)
     checkpoint, held = checkpoint_of(env, task), env.airlock.find(task) if env.airlock else None
-    account = _account(run, groups.count if groups else dataset.examples, *_reserved(checkpoint, held))
+    account = _account(run, dataset.examples if groups is None else groups, *_reserved(checkpoint, held))
     return Admission(dataset, account, checkpoint, terms, held)
 
 
-def _require_own_tokenizer(run: TaskRun, dataset: Dataset) -> None:
+def _require_own_tokenizer(run: TaskRun, dataset: DatasetInfo) -> None:
     """Raise PolicyViolation if the run's tokenizer converts texts of which no example may make the task fail."""
     env, task = run.env, run.task
     silent = task.privacy is not None or task.secure_sums is not None
     if task.kind == "evaluate":
         # Without a rule of privacy, the failure of such an evaluation names no cause.
         silent = env.rounds_figures(task) and (silent or bool(env.privacy_rules(task.dataset)))
-    if silent and dataset.texts and not dataset.texts.of_classes:
+    if silent and dataset.raw_examples:
         # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
         raise PolicyViolation(
             "tokenizer",
@@ -145,22 +142,22 @@ def _require_packable(task: Task) -> None:
         raise TaskFailure("packed-texts", f"the data set {task.dataset!r} is packed (pack = true), and trains {what}")
 
 
-def _require_augmentable(task: Task, dataset: Dataset) -> None:
+def _require_augmentable(task: Task, dataset: DatasetInfo) -> None:
     """Raise TaskFailure or InputMismatch if the examples cannot be changed as the run's training asks."""
-    if not augmentation.is_installed():
+    if not augments_images():
         raise TaskFailure(
             "augmentation-not-installed",
             "the run uses training.augmentation, which needs kornia at the worker: "
             + install_line("augmentation", elsewhere=True),
         )
-    if said := augmentation.misfit(task.training.augmentation, dataset):
+    if said := dataset.augmentation_misfit(task.training.augmentation):
         raise InputMismatch(f"the data set {task.dataset!r} does not take the run's training.augmentation: {said}")
 
 
-def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Groups | None) -> None:
+def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: int | None) -> None:
     """Raise Unapproved unless the run is approved; file a request from its first task."""
     task, trains = run.task, "train" in run.env.kinds
-    measured = dataset.held_out.examples if dataset.held_out and task.held_out else 0
+    measured = dataset.held_out if task.held_out else 0
     examples = dataset.examples if trains or not task.held_out else measured
     party = run.env.sums
     quorum, deadline = task.cohort.quorum, task.cohort.deadline_seconds
@@ -184,8 +181,8 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 read_model(run),
                 examples,
                 run.env.policy,
-                groups=groups.count if groups else None,
-                raw_texts=dataset.texts is not None,
+                groups=groups,
+                raw_texts=dataset.raw_texts,
                 least_in_sum=party.quorum if party else None,
                 weight_in_sum=party.weight if party else 1,
                 rounds_figures=run.env.rounds_figures(task),
@@ -198,7 +195,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
     inbox.require(run.snapshot, make_request, trains=trains)
 
 
-def check_overlap(run: TaskRun, dataset: Dataset) -> None:
+def check_overlap(run: TaskRun, dataset: DatasetInfo) -> None:
     """Raise PolicyViolation if two data sets share examples but not a ledger, and one of them is under a limit, of
     this worker or of another that shares the folder of ledgers.
 
@@ -237,10 +234,9 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
 def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     known = run.env.fingerprints
     if dataset not in known:
-        examples = run.env.datasets[dataset]
-        hashes = hashes_in_order(examples, ledger.hash_key, run.check)
-        run.env.contents[dataset] = content_digest(examples, hashes, row_settings(examples))
-        known[dataset] = distinct(hashes)
+        digests = run.env.executor.digests(run, dataset)
+        run.env.contents[dataset] = digests.content_under(ledger.hash_key)
+        known[dataset] = digests.keyed(ledger.hash_key)
     return known[dataset]
 
 

@@ -29,7 +29,8 @@ from tessera.shared.tensors.hashing import Sink, derive_seed
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.groups import Groups, UngroupedExamples
+from tessera.worker.data.dataset_info import DatasetInfo
+from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.errors import TaskFailure, TrainingDiverged
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
@@ -100,6 +101,17 @@ class Shelf(Protocol):
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path: ...
 
 
+class LoadedData(Protocol):
+    """The data sets of tasks, beside the devices that train on them: in this process, or in others."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the devices, and their number if there are several."""
+
+    def digests(self, run: "TaskRun", dataset: str) -> ExampleDigests:
+        """Return the digests of a data set. Raises TaskFailure and the exceptions of `run.check`."""
+
+
 @dataclass(frozen=True)
 class CachedVersion:
     """A version of which the needed blocks were fetched."""
@@ -113,7 +125,7 @@ class TaskEnvironment:
     """Everything that the tasks of one worker share. `scratch` is a folder for temporary files."""
 
     coordinator: Coordinator
-    datasets: Mapping[str, Dataset]
+    datasets: Mapping[str, DatasetInfo]
     setup: TrainingSetup
     vault: Vault
     shelf: Shelf
@@ -138,8 +150,6 @@ class TaskEnvironment:
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
-    groups: dict[str, Groups] = field(default_factory=dict)
-    """The groups of the examples, by data set, once a run has protected them."""
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()
@@ -176,17 +186,14 @@ class TaskEnvironment:
     """Unit of the durations of tasks that may reveal nothing of an example; 0 for none, as in a simulation."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    executor: LoadedData = None  # type: ignore[assignment]
+    """The execution of tasks. An executor's own environment has none."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 
     @property
     def device(self) -> torch.device:
         return self.setup.device
-
-    @property
-    def device_kind(self) -> str:
-        """The kind of the device that trains, and the number of devices if there are several."""
-        return self.device.type
 
     def privacy_rules(self, dataset: str) -> list[PrivacyFloor | ClientPrivacyFloor | Allowance]:
         """Return the site's rules of privacy for a data set."""
@@ -415,20 +422,18 @@ class TaskRun:
         key, task = self.env.seed_key, self.task
         return task.seed if key is None else mixed_seed(key, task)
 
-    def groups(self, dataset: Dataset) -> Groups | None:
-        """Return the groups of the examples if the task protects them. Raises PolicyViolation for one without."""
-        task, known = self.task, self.env.groups
+    def groups(self, dataset: DatasetInfo) -> int | None:
+        """Return the number of groups if the task protects them. Raises PolicyViolation for examples without one."""
+        task = self.task
         if task.privacy is None or task.privacy.unit != "group":
             return None
-        try:
-            if task.dataset not in known:
-                known[task.dataset] = Groups.of(dataset.groups)
-        except UngroupedExamples as fault:
+        if dataset.ungrouped:
             # Without figures: how many examples have none is exact information about the data.
             raise PolicyViolation(
-                "group", f"the run protects groups of examples (privacy.unit), and in {task.dataset!r} {fault}"
-            ) from None
-        return known[task.dataset]
+                "group",
+                f"the run protects groups of examples (privacy.unit), and in {task.dataset!r} {dataset.ungrouped}",
+            )
+        return dataset.groups
 
     def half(self, model: Model) -> WorkerHalf[Any]:
         """Return the worker's half of the task's method."""

@@ -17,7 +17,10 @@ from tessera.shared.problems import Problem
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array, to_array
+from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset_info import DatasetInfo
+from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.errors import HiddenFailure, Indivisible, InputMismatch, TaskFailure
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.error_feedback import without_feedback
@@ -28,7 +31,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.model_cache import Built
 from tessera.worker.task.tokenize import require_apart, tokenize
 from tessera.worker.task.train import train
-from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.input_mismatch import explained, require_output, require_own_loss
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.ranks import require_summable
@@ -36,6 +39,7 @@ from tessera.worker.training.ranks import require_summable
 if TYPE_CHECKING:
     from tessera.worker.privacy.account import PrivacyAccount
     from tessera.worker.privacy.private_task import Account
+    from tessera.worker.state.checkpoints import TaskCheckpoint
 
 VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
 """Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data, and
@@ -57,6 +61,24 @@ class Outcome:
     """The optimizer's moments, to keep for the run's next round."""
     built: Built | None = None
     """The model, for the next task in this process."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Direct:
+    """The execution of tasks in this process, as `task.runner.Executor` describes it."""
+
+    datasets: Mapping[str, Dataset]
+    kind: str = "cpu"
+
+    def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
+        return digests_of(self.datasets[dataset], run.check)
+
+    def execute(
+        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
+    ) -> Outcome:
+        file = checkpoint and CheckpointFile.of(checkpoint)
+        checkpoints = TrainingCheckpoints(file, run.env.checkpoint_seconds) if file else None
+        return execute(run, fetched, self.datasets[run.task.dataset], account, checkpoints)
 
 
 def execute(
@@ -100,7 +122,7 @@ def execute(
 
 
 def without_step(
-    run: TaskRun, fetched: Fetched, dataset: Dataset, account: PrivacyAccount | None, hidden: HiddenFailure
+    run: TaskRun, fetched: Fetched, dataset: DatasetInfo, account: PrivacyAccount | None, hidden: HiddenFailure
 ) -> Outcome:
     """Return the outcome of a site that learned nothing: the version as it was fetched, and the vault as it was.
 

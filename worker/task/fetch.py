@@ -25,7 +25,7 @@ from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.policy import PolicyViolation, require
 from tessera.worker.governance.run_history import after_restore
@@ -123,7 +123,7 @@ def _vocabulary(run: TaskRun, document: Model) -> str | None:
     return known[file.digest] if file else None
 
 
-def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
+def fetch(run: TaskRun, dataset: DatasetInfo) -> Fetched:
     """Fetch the version's blocks into local files.
 
     Raises PolicyViolation, TaskFailure, InputMismatch, UnsupportedRun, ConfigError, ModelMismatch, Problem.
@@ -141,7 +141,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     vocabulary = _vocabulary(run, document) if dataset.schema.vocabulary else None
     # Then no message may depend on the longest text.
     is_silent = task.privacy is not None or task.sums is not None
-    require_fit(document, task.dataset, dataset, padded=is_silent, vocabulary=vocabulary)
+    require_fit(document, task.dataset, dataset.schema, padded=is_silent, vocabulary=vocabulary)
     if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
@@ -169,7 +169,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
-    tokenizer = _tokenizer_files(run, document) if dataset.texts else {}
+    tokenizer = _tokenizer_files(run, document) if dataset.raw_texts else {}
     state, kept = _fetch_memory(run, manifest), _kept(run)
     return Fetched(document, mapping, manifest, blocks, bases, four_bits, state, kept, tokenizer)
 

@@ -58,7 +58,7 @@ def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
         settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
         data=f"{task.dataset} {env.contents[task.dataset]}",
         libraries=", ".join(f"{name} {version_of(name)}" for name in libraries) + f", tessera {VERSION}",
-        device=" ".join([env.device_kind, *(["base in 4 bits"] if bits else [])]),
+        device=" ".join([env.executor.kind, *(["base in 4 bits"] if bits else [])]),
     )
 
 

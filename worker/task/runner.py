@@ -18,61 +18,45 @@ from tessera.shared.problems import Problem
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
-from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.errors import HiddenFailure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.audit import LEAVING, StateRolledBack
-from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.database import StateError
 from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
-from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.execution import Outcome, execute, without_step
+from tessera.worker.task.environment import Journal, LoadedData, TaskEnvironment, TaskRun
+from tessera.worker.task.execution import Outcome, without_step
 from tessera.worker.task.fetch import Fetched, fetch
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
 from tessera.worker.task.upload import Egress, HeldUpdate
-from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.account import PrivacyAccount
+    from tessera.worker.state.checkpoints import TaskCheckpoint
 
 
-class Executor(Protocol):
-    """The execution of tasks in other processes. `worker.executor` implements it."""
-
-    @property
-    def kind(self) -> str:
-        """The number of the devices, and their kind."""
+class Executor(LoadedData, Protocol):
+    """The execution of tasks: `task.execution.Direct` in this process, or `worker.executor` in others."""
 
     def execute(
-        self,
-        run: TaskRun,
-        fetched: Fetched,
-        dataset: Dataset,
-        account: PrivacyAccount | None,
-        checkpoint: TaskCheckpoint | None,
+        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> Outcome:
-        """Return the outcome that `task.execution.execute` has there. Raises as it does."""
+        """Return the outcome of a task on its data set. Raises as `task.execution.execute` does."""
 
 
 @dataclass(frozen=True)
 class TaskRunner(TaskEnvironment):
-    """Executor of a worker's tasks. The site's rules apply at three gates: before a version is fetched (`admission`),
+    """Runner of a worker's tasks. The site's rules apply at three gates: before a version is fetched (`admission`),
     before data are read (`train`, `evaluate`) and before anything leaves (`upload`)."""
 
-    executor: Executor | None = None
-    """The processes that execute tasks; None executes them in this process, on the device of `setup`."""
-
-    @property
-    def device_kind(self) -> str:
-        return self.executor.kind if self.executor else super().device_kind
+    executor: Executor = None  # type: ignore[assignment]
 
     def run(self, task: Task, check: Check, report: Report) -> HeldUpdate | None:
         """Execute a task; when this returns, the coordinator has accepted the result, or the returned update waits
@@ -115,7 +99,7 @@ class TaskRunner(TaskEnvironment):
             egress = Egress(run, account, checkpoint, admission.terms)
             with spans.span(task.kind):
                 try:
-                    outcome = self._executed(run, fetched, dataset, account, checkpoint)
+                    outcome = self.executor.execute(run, fetched, account, checkpoint)
                 except HiddenFailure as hidden:
                     device_failed = is_device_failure(hidden.__cause__)
                     outcome = without_step(run, fetched, dataset, account, hidden)
@@ -128,21 +112,6 @@ class TaskRunner(TaskEnvironment):
         if outcome.built:
             self.models.keep(outcome.built)
         return held
-
-    def _executed(
-        self,
-        run: TaskRun,
-        fetched: Fetched,
-        dataset: Dataset,
-        account: PrivacyAccount | None,
-        checkpoint: TaskCheckpoint | None,
-    ) -> Outcome:
-        if self.executor:
-            return self.executor.execute(run, fetched, dataset, account, checkpoint)
-        checkpoints = (
-            TrainingCheckpoints(CheckpointFile.of(checkpoint), self.checkpoint_seconds) if checkpoint else None
-        )
-        return execute(run, fetched, dataset, account, checkpoints)
 
     def _sent(self, egress: Egress, fetched: Fetched, outcome: Outcome, result: LocalResult) -> HeldUpdate | None:
         """Submit an update, or return it held for release."""
@@ -220,7 +189,7 @@ class TaskRunner(TaskEnvironment):
             or all(rule is None or rule.unit == "example" for rule in rules)
         ):
             return examples.examples
-        return len(set(examples.groups))
+        return examples.groups
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""

@@ -134,8 +134,9 @@ def _private(
     """Return the private half of the task's training."""
     env, task = run.env, run.task
     resumed = checkpoints.document["private"] if checkpoints and checkpoints.document else None
+    groups = dataset.by_group if task.privacy and task.privacy.unit == "group" else None
     private: PrivateTask = privacy_module("private_task").PrivateTask(
-        account, task, run.groups(dataset), env.noise_key(task), resumed, env.setup.ranks
+        account, task, groups, env.noise_key(task), resumed, env.setup.ranks
     )
     return private
 

@@ -25,6 +25,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.runner import task_runner
 from tests.support.tasks import VIT, images, untrained
 
 MODEL = small_model()
@@ -230,7 +231,7 @@ def runner(folder: Path, worker: ScriptedWorker, data: Dataset) -> TaskRunner:
     home = folder / str(id(worker))
     home.mkdir()
     (name,) = worker.datasets
-    return TaskRunner(
+    return task_runner(
         worker.client,
         {name: data},
         TrainingSetup(torch.device("cpu")),

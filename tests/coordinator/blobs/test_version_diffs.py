@@ -29,6 +29,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, difference_of, small_model, start_run, values
+from tests.support.runner import task_runner
 from tests.support.tasks import CPU, VIT, untrained
 from tests.worker.simulation.test_simulation import images
 
@@ -196,7 +197,7 @@ def test_another_site_sees_none(standing: LiveCoordinator, one_round: tuple[Run,
 def runner_and_run(coordinator: LiveCoordinator, folder: Path, **spec: Any) -> tuple[TaskRunner, ScriptedWorker, Run]:
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 16})
     cache = Cache(folder / "cache", 1 << 24)
-    runner = TaskRunner(
+    runner = task_runner(
         worker.client, {"data": images(0)}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder
     )
     worker.enrol()

@@ -12,7 +12,7 @@ import torch
 from transformers import CLIPImageProcessorPil
 
 from tessera.shared.run_settings import Augmentation
-from tessera.worker.data.augmentation import SeededAugmentation, misfit
+from tessera.worker.data.augmentation import SeededAugmentation
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.image_transforms import OPERATIONS, transform
 from tessera.worker.data.loaders import LoaderProcesses
@@ -192,11 +192,11 @@ def test_values_that_are_not_known_to_be_bytes_are_moved_and_not_recoloured() ->
     values = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 100
     dataset = Dataset({"pixel_values": values, "labels": torch.arange(5)})
     moves = Augmentation(horizontal_flip=1.0, vertical_flip=1.0)
-    assert misfit(moves, dataset) is None
+    assert dataset.info.augmentation_misfit(moves) is None
     (batch,) = Batches(dataset, None, CPU, augmentation=SeededAugmentation(moves, 0))
     assert torch.equal(batch["pixel_values"], values.flip(-1, -2))
     assert "black and white is not known, which hue, rand_augment need" in str(
-        misfit(Augmentation(hue=0.1, rand_augment=1), dataset)
+        dataset.info.augmentation_misfit(Augmentation(hue=0.1, rand_augment=1))
     )
 
 
@@ -212,7 +212,7 @@ def test_values_that_are_not_known_to_be_bytes_are_moved_and_not_recoloured() ->
 def test_inputs_that_are_not_images_are_named(tensors: dict[str, torch.Tensor], said: str) -> None:
     import re  # noqa: PLC0415
 
-    found = misfit(EVERYTHING, Dataset({**tensors, "labels": torch.arange(2)}))
+    found = Dataset({**tensors, "labels": torch.arange(2)}).info.augmentation_misfit(EVERYTHING)
     assert re.search(said, str(found))
 
 

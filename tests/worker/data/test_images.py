@@ -21,9 +21,8 @@ from transformers import CLIPImageProcessorPil
 from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.shared.version import install_line
-from tessera.worker.data.content import content_digest
+from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.overlap import hashes_in_order
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
@@ -122,10 +121,12 @@ def test_an_image_that_is_changed_or_removed_later_is_named(pets: Path) -> None:
 
 def test_the_contents_have_a_digest_without_the_first_image(pets: Path) -> None:
     dataset = opened(folder=pets, size=4, labels=["cat", "dog"], in_memory=False)
-    hashes = hashes_in_order(dataset, b"k" * 32)
-    before = content_digest(dataset, hashes)
+    before = digests_of(dataset)
     (pets / "cat" / "a.png").unlink()
-    assert content_digest(dataset, hashes) != before
+    after = digests_of(dataset)
+    assert after.content != before.content
+    # They were made when the files were found.
+    assert (after.readable == before.readable).all()
 
 
 def test_pixels_are_read_ahead_in_order_and_a_fault_ends_it(pets: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from tessera.worker.data.content import CHECKED, digests_of
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
-from tessera.worker.data.overlap import CHECKED, distinct, hashes_in_order, share_of, sketch_of
+from tessera.worker.data.overlap import share_of, sketch_of
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
@@ -30,6 +31,7 @@ from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.chain_rows import ChainRows
+from tests.support.runner import task_runner
 from tests.worker.privacy.test_private_task import task as task_of
 
 KEY = b"k" * 32
@@ -42,7 +44,7 @@ def images(places: range, labels: int = 0) -> Dataset:
 
 
 def prints(places: range) -> np.ndarray:
-    return distinct(hashes_in_order(images(places), KEY))
+    return digests_of(images(places)).keyed(KEY)
 
 
 def test_a_share_is_exact_for_few_examples_and_close_for_many() -> None:
@@ -63,15 +65,15 @@ def test_a_sketch_holds_what_was_ever_used_and_is_bounded() -> None:
 def test_neither_the_label_nor_what_is_held_out_hides_an_example() -> None:
     other = images(range(50), labels=1)
     other = Dataset(other.rows(torch.arange(25)).tensors, held_out=other.rows(torch.arange(25, 50)))
-    assert (distinct(hashes_in_order(other, KEY)) == prints(range(50))).all()
-    assert not set(hashes_in_order(other, b"o" * 32)) & set(prints(range(50)))
+    assert (digests_of(other).keyed(KEY) == prints(range(50))).all()
+    assert not set(digests_of(other).keyed(b"o" * 32)) & set(prints(range(50)))
 
 
 def of_file(file: Path, first: int, dtype: torch.dtype = torch.int64, group: bool = True) -> np.ndarray:
     """Of 40 texts whose tokens are numbers from `first` on, of 20 patients."""
     made = {"input_ids": torch.arange(first, first + 40, dtype=dtype)[:, None], "labels": torch.zeros(40)}
     save_file({**made, "group": torch.arange(40) // 2} if group else made, file)
-    return distinct(hashes_in_order(load("arrays", {"file": str(file)}, held_out=0.5, key=KEY), KEY))
+    return digests_of(load("arrays", {"file": str(file)}, held_out=0.5, key=KEY)).keyed(KEY)
 
 
 def test_a_group_number_is_not_taken_for_an_example(tmp_path: Path) -> None:
@@ -95,18 +97,21 @@ def test_a_stop_need_not_wait_for_all_examples_to_be_hashed() -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        hashes_in_order(images(range(2 * CHECKED)), KEY, check)
+        digests_of(images(range(2 * CHECKED)), check)
     assert next(checks) == 2
 
 
 BUDGET = {"wards": Allowance(epsilon=3.0, delta=1e-5)}
 
 
+def data_sets() -> dict[str, Dataset]:
+    return {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
+
+
 def runner(folder: Path, shared: dict[str, str] | None = None, **settings: Any) -> TaskRunner:
-    data = {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
-    return TaskRunner(
+    return task_runner(
         None,  # type: ignore[arg-type]  (nothing is fetched or sent)
-        settings.pop("datasets", data), TrainingSetup(torch.device("cpu")), Vault(folder / "vault"),
+        settings.pop("datasets", data_sets()), TrainingSetup(torch.device("cpu")), Vault(folder / "vault"),
         Cache(folder / "cache", 1 << 20), folder,
         ledger=Ledger(folder / "ledger", KEY, shared), **{"allowances": BUDGET, **settings},
     )  # fmt: skip
@@ -149,7 +154,7 @@ def test_another_worker_s_budget_is_not_got_around_by_a_name_of_this_one(
         budgets = {name: BUDGET[name]} if name in BUDGET else {}
         return runner(tmp_path, datasets={name: data[name]}, allowances=budgets)
 
-    data = runner(tmp_path).datasets
+    data = data_sets()
     uses(worker_of(order[0]), order[0])
     with pytest.raises(PolicyViolation, match="have examples in common"):
         uses(worker_of(order[1]), order[1])

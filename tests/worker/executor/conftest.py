@@ -14,7 +14,7 @@ from tests.support import zygote
 
 
 def on_cpus(ranks: int, state: Path) -> ProcessExecutor:
-    return ProcessExecutor(RankSettings(devices=("cpu",) * ranks, threads=1), state)
+    return ProcessExecutor(RankSettings(devices=("cpu",) * ranks, threads=1), state, {})
 
 
 @pytest.fixture

@@ -173,7 +173,9 @@ def divided(
 
     def made(**given: Any) -> TaskRunner:
         given["setup"] = TrainingSetup(torch.device("meta") if executor else CPU, **setup)
-        return runner(**given, executor=executor)
+        if executor:
+            executor.datasets = given["executor"].datasets
+        return runner(**{**given, "executor": executor or given["executor"]})
 
     with monkeypatch.context() as patch:
         patch.setattr(virtual_workers, "TaskRunner", made)

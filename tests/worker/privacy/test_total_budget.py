@@ -26,6 +26,7 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.runner import task_runner
 from tests.worker.cli.test_ledger import config as config  # noqa: PLC0414  (a fixture)
 from tests.worker.governance.test_policy import private
 from tests.worker.governance.test_policy import task as plain_task
@@ -39,7 +40,7 @@ TOTAL = Allowance(epsilon=4.0, delta=1e-5)
 def a_runner(folder: Path, policy: Policy) -> TaskRunner:
     # No task runs, so nothing asks a coordinator.
     setup, cache = TrainingSetup(torch.device("cpu")), Cache(folder / "cache", 1 << 20)
-    return TaskRunner(
+    return task_runner(
         cast("Any", None), {}, setup, Vault(folder / "vault"), cache, folder, policy=policy, ledger=Ledger(folder)
     )
 

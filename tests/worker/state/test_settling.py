@@ -40,6 +40,7 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
+from tests.support.runner import task_runner
 from tests.support.tasks import PLAIN, untrained
 from tests.worker.privacy.test_private_task import PRIVACY, account, spent
 from tests.worker.privacy.test_private_task import task as task_of
@@ -61,7 +62,7 @@ class SiteWithRun:
         data = Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (24,), generator=generator)})
         cache = Cache(folder / "cache", 1 << 24)
         given = (self.worker.client, {"data": data}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder)
-        self.runner = TaskRunner(*given, ledger=self.ledger, audit=self.audit)
+        self.runner = task_runner(*given, ledger=self.ledger, audit=self.audit)
         self.worker.enrol()
         document, start = untrained(VIT, "image-classification", seed=1)
         training = Training(batch_size=8, learning_rate=0.01)

@@ -43,6 +43,7 @@ from tessera.worker.task import environment, secure_sums
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.runner import task_runner
 from tests.support.secure_sums import Disk, Federation, ring_of
 from tests.support.tasks import VIT
 
@@ -117,7 +118,7 @@ class HostileCoordinator:
         place = self.folder / f"{site}-{next(self.numbers)}"
         place.mkdir()
         keys, roster = Keys(self.federation, site), self.federation.roster
-        return TaskRunner(
+        return task_runner(
             cast("Any", self),
             {"data": data()[site]},
             TrainingSetup(torch.device("cpu")),

@@ -12,15 +12,15 @@ import torch
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
-from tessera.worker.data.content import content_digest, row_settings
+from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset, RawTexts
-from tessera.worker.data.overlap import hashes_in_order
 from tessera.worker.data.registry import load
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TaskEnvironment
+from tessera.worker.task.execution import Direct
 from tessera.worker.task.resumption import SETTINGS, checkpoint_of, key_of
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.task_document import task_of
@@ -42,7 +42,9 @@ def task(**more: Any) -> Task:
 def env(tmp_path: Path) -> TaskEnvironment:
     # No task runs, so nothing asks a coordinator.
     setup, cache = TrainingSetup(torch.device("cpu")), Cache(tmp_path / "cache", 1 << 20)
-    made = TaskEnvironment(cast("Any", None), {}, setup, Vault(tmp_path / "vault"), cache, tmp_path)
+    made = TaskEnvironment(
+        cast("Any", None), {}, setup, Vault(tmp_path / "vault"), cache, tmp_path, executor=Direct({})
+    )
     made.contents.update({"wards": "one", "clinics": "two"})
     return made
 
@@ -93,7 +95,7 @@ def test_other_data_another_device_and_other_libraries_are_another_key(
     env: TaskEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = key_of(env, task())
-    on_gpu = replace(env, setup=TrainingSetup(torch.device("cuda")))
+    on_gpu = replace(env, executor=Direct({}, "cuda"))
     assert key_of(on_gpu, task()) == one.model_copy(update={"device": "cuda"})
     env.contents["wards"] = "changed"
     assert key_of(env, task()).data != one.data
@@ -108,7 +110,7 @@ def test_no_checkpoint_is_written_where_the_settings_say_none(env: TaskEnvironme
 
 
 def contents(data: Dataset) -> str:
-    return content_digest(data, hashes_in_order(data, b"k" * 32), row_settings(data))
+    return digests_of(data).content
 
 
 def test_the_contents_of_a_data_set_are_its_examples_their_order_and_their_labels() -> None:

@@ -214,7 +214,7 @@ def test_a_private_task_takes_no_tokenizer_of_the_run_whatever_the_texts_are(
     tmp_path: Path, rows: tuple[str, ...], kind: dict[str, Any]
 ) -> None:
     task = private_task(dataset="notes", **kind)
-    runner = replace(a_runner(tmp_path, Policy()), datasets={"notes": texts(tmp_path, *rows)})
+    runner = replace(a_runner(tmp_path, Policy()), datasets={"notes": texts(tmp_path, *rows).info})
     with pytest.raises(PolicyViolation, match="'notes' takes the run's own tokenizer") as refused:
         admit(TaskRun(runner, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None)))
     assert (refused.value.rule, "in place of 'run'" in refused.value.remedy) == ("tokenizer", True)

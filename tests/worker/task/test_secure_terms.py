@@ -198,7 +198,7 @@ class Trained:
         self.put(canonical(self.terms))
         self.base["sums"] = {"terms": self.terms.digest}
         about = (Keyring(folder / "keys"), self.federation.roster, 3)
-        data = {name: images() for name in ("data", CHANGES["dataset"])}
+        data = {name: images().info for name in ("data", CHANGES["dataset"])}
         self.env = TaskEnvironment(
             Client("http://127.0.0.1:1", "t", patience_seconds=0.1), data, TrainingSetup(torch.device("cpu")),
             Vault(folder / "vault"), self.cache, folder, seed_key=seed_key,
@@ -217,7 +217,7 @@ class Trained:
             run = TaskRun(self.env, task, lambda: None, Report(), journal)
             admission = admit(run)
             fetched = fetch(run, admission.dataset)
-            result, _ = train(run, load(run, fetched), admission.dataset, None)
+            result, _ = train(run, load(run, fetched), images(), None)
         except (PolicyViolation, TaskFailure, ValidationError) as fault:
             return str(fault)
         assert admission.terms
@@ -316,12 +316,12 @@ def test_rows_of_single_tokens_go_into_no_exact_sum_unless_the_site_allows_it(tm
     given = {"model": digest_of(canonical(document)), "plan": Plan(upload=roles("embedding", "head"))}
     run = sender.run(sender.task(**given), canonical(document))
     with pytest.raises(PolicyViolation, match=r"secure_sums\.embeddings: a row of bert.embeddings.position"):
-        fetch(run, images())
+        fetch(run, images().info)
     allowed = replace(sender.env, sums=replace(cast("SumParty", sender.env.sums), embeddings=True))
     # The version is not here.
     for env, changed in ((allowed, {}), (sender.env, {"plan": Plan(upload=roles("head"))})):
         with pytest.raises(Problem):
-            fetch(replace(run, env=env, task=run.task.model_copy(update=changed)), images())
+            fetch(replace(run, env=env, task=run.task.model_copy(update=changed)), images().info)
 
 
 def test_a_site_weighs_by_its_own_settings_and_refuses_terms_in_which_it_would_weigh_less(tmp_path: Path) -> None:

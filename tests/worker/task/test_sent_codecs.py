@@ -13,11 +13,11 @@ from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
+from tests.support.runner import task_runner
 from tests.support.tasks import CPU, VIT, untrained
 from tests.worker.simulation.test_simulation import images
 
@@ -35,7 +35,7 @@ def test_an_update_is_sent_in_the_codec_of_its_run(
     torch.set_num_threads(1)
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 16})
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
-    runner = TaskRunner(worker.client, {"data": images(0)}, TrainingSetup(CPU), vault, cache, tmp_path)
+    runner = task_runner(worker.client, {"data": images(0)}, TrainingSetup(CPU), vault, cache, tmp_path)
     worker.enrol()
     document, start = untrained(WIDE, "image-classification")
     training = Training(optimizer="sgd", momentum=0, learning_rate=0.01, batch_size=8)

@@ -92,6 +92,6 @@ def test_a_task_is_refused_before_data_are_read_if_its_settings_show_the_mismatc
     )
     if padded:
         with pytest.raises(InputMismatch, match=said):
-            require_fit(document, "notes", texts(8, 5), padded=True)
+            require_fit(document, "notes", texts(8, 5).schema, padded=True)
     else:
-        require_fit(document, "notes", texts(8, 5), padded=False)
+        require_fit(document, "notes", texts(8, 5).schema, padded=False)

@@ -187,4 +187,4 @@ def test_batch_normalisation_is_refused_by_the_table_of_blocks(
     half = worker_half(MethodSpec(name="fedavg"), RunInfo((block,), rounds=1, training=training))
     _, _, data = CASES["classes"]
     with pytest.raises(UnsupportedRun, match="batch normalisation") if is_refused else nullcontext():
-        require_divisible(half, [block], data, training, size)
+        require_divisible(half, [block], data.info, training, size)

@@ -43,6 +43,7 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, exported, start_run
+from tests.support.runner import task_runner
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
 from tests.support.variants import variants
@@ -255,7 +256,7 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it_and_s
     )
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
     slept: list[float] = []
-    runner = TaskRunner(
+    runner = task_runner(
         worker.client, data, TrainingSetup(CPU), vault, cache, tmp_path, policy=policy,
         duration_quantum_seconds=64.0, clock=lambda: sum(slept), sleep=slept.append,
     )  # fmt: skip
@@ -302,7 +303,7 @@ def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
     worker.enrol()
     client, found = coordinator.client(), list[Any]()
     for policy, budget in rules:
-        runner = TaskRunner(
+        runner = task_runner(
             worker.client, datasets_of(settings(coordinator, tmp_path / "state")), TrainingSetup(CPU),
             Vault(tmp_path / "vault"), Cache(tmp_path / "cache", 1 << 24), tmp_path, policy=policy, ledger=ledger,
             audit=audit,
@@ -370,7 +371,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
     few = Policy(min_evaluation_examples=6)
-    runner = TaskRunner(
+    runner = task_runner(
         worker.client, {"data": data}, TrainingSetup(CPU), Vault(tmp_path / "vault"), cache, tmp_path, policy=few
     )
     worker.enrol()
@@ -417,7 +418,7 @@ def test_micro_batch_bounds_the_passes_that_measure_a_version_and_that_choose_it
     for micro_batch, seen in sizes.items():
         folder = tmp_path / str(micro_batch)
         setup, cache = TrainingSetup(CPU, micro_batch), Cache(folder / "cache", 1 << 24)
-        runner = TaskRunner(worker.client, {"digits": data}, setup, Vault(folder / "vault"), cache, folder)
+        runner = task_runner(worker.client, {"digits": data}, setup, Vault(folder / "vault"), cache, folder)
         run = begin(client, "safl", Evaluation(sites=True))
 
         def watch(module: torch.nn.Module, args: Any, seen: set[int] = seen) -> None:
@@ -441,7 +442,7 @@ def digits_runner(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunne
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"digits": 16})
     cache = Cache(folder / "cache", 1 << 24)
     worker.enrol()
-    return TaskRunner(
+    return task_runner(
         worker.client, {"digits": data}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder
     ), worker
 

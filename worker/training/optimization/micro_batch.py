@@ -13,7 +13,7 @@ from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Training
-from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.errors import ExampleTooLarge, Indivisible
 from tessera.worker.model.forward import CrossEntropy, label_count, one_for_each
 from tessera.worker.training.batches import Batch
@@ -84,15 +84,15 @@ def pieces_of(
 
 
 def require_divisible(
-    half: WorkerHalf[Any], blocks: Iterable[Block], dataset: Dataset, training: Training, size: MicroBatch
+    half: WorkerHalf[Any], blocks: Iterable[Block], dataset: DatasetInfo, training: Training, size: MicroBatch
 ) -> None:
     """Raise Indivisible, before anything is fetched, if a task's batches would be trained in pieces of `size`
     examples whose losses do not add up to the batch's."""
     if isinstance(size, int):
         batch = min(training.batch_size or dataset.examples, dataset.examples)
         normalises = any(block.tensor.endswith(".running_mean") for block in blocks)
-        several = len(dataset.inputs[LABELS].shape) > 1
-        _require_additive(size, batch, normalises=normalises, by_example=_by_example(half, training, several=several))
+        by_example = _by_example(half, training, several=dataset.several_labels)
+        _require_additive(size, batch, normalises=normalises, by_example=by_example)
 
 
 def require_additive(
