@@ -22,7 +22,7 @@ from tessera.shared.aggregation.server_optimizer import NoOptimizer, OptimizerRu
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, trainable_blocks
-from tessera.shared.model.spec import Modality
+from tessera.shared.model.spec import Head, Lora, Modality
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
@@ -161,6 +161,10 @@ class RunInfo:
     server_optimizer: OptimizerRule = field(default_factory=NoOptimizer)
     external: frozenset[str] = frozenset()
     """The names of the blocks of an external base, which never change."""
+    head: Head | None = None
+    """The model's head."""
+    lora: Lora | None = None
+    """The rank and the scale, `alpha / rank`, of the model's adapters; None without adapters."""
 
     @cached_property
     def trainable(self) -> Selector:

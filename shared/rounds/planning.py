@@ -87,6 +87,8 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         lossy_settings=spec.lossy_settings,
         server_optimizer=spec.server_optimizer,
         external=frozenset(model.external),
+        head=model.head,
+        lora=model.lora,
     )
 
 

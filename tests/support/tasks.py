@@ -96,7 +96,8 @@ class Subject:
         return Model(config=self.config, head=self.head, blocks=self.blocks, prompts=self.prompts, lora=self.lora)
 
     def facts(self, **training: Any) -> RunInfo:
-        return RunInfo(self.blocks, rounds=10, training=Training.model_validate(training))
+        facts = RunInfo(self.blocks, rounds=10, training=Training.model_validate(training))
+        return replace(facts, head=self.head, lora=self.lora)
 
 
 PLAIN = Subject(VIT, "image-classification", images)
@@ -164,7 +165,7 @@ def one_task(
     of it, and its harvest."""
     model = subject.model().to(device)  # type: ignore[arg-type]
     wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
-    facts = RunInfo(block_table(model), rounds=10, training=wanted)
+    facts = RunInfo(block_table(model), rounds=10, training=wanted, head=subject.head, lora=subject.lora)
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)

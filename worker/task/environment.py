@@ -453,6 +453,8 @@ class TaskRun:
             client_privacy=task.client_privacy,
             secure_sums=task.secure_sums is not None,
             external=frozenset(model.external),
+            head=model.head,
+            lora=model.lora,
         )
 
 

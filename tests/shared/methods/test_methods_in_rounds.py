@@ -8,23 +8,27 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.spec import Lora, Model, Prompts
 from tessera.shared.problems import Invalid
-from tessera.shared.rounds.planning import begun, plans_of, run_facts
+from tessera.shared.rounds.planning import begun, plans_of, run_facts, task_of
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.training.progress import Report
+from tests.support.task_document import NO_DIGEST
 from tests.support.tasks import (
     ADAPTED,
     DEEP,
@@ -281,6 +285,15 @@ def test_no_mean_of_what_sites_keep_is_computed_from_rounded_steps(
     assert f"{next(iter(run))} rounds those that the coordinator reads" in refusal(spec_of(method, {}, run), PLAIN)
     assert not refusal(spec_of(method, {off: 0}, run), PLAIN)
     assert not refusal(spec_of(method, {}, {"codec": "bits+zstd"}), PLAIN)
+
+
+def test_both_halves_know_the_scale_of_adapters() -> None:
+    model, spec, version = ADAPTED.document(), spec_of("lora"), VersionRef(number=0, digest=NO_DIGEST)
+    order: Any = {"task_id": "t", "token": 1, "kind": "train", "held_out": False, "run": "r", "number": 1, "seed": 0}
+    task = task_of(spec, Plan(), version, **order, lease_seconds=60.0)
+    at_the_site = TaskRun(cast("Any", None), task, lambda: None, Report(), cast("Any", None)).facts(model)
+    known = run_facts(spec, model)
+    assert (at_the_site.lora, at_the_site.head) == (known.lora, known.head) == (ADAPTED.lora, ADAPTED.head)
 
 
 SENT = {"codec": "delta+int8+zstd"}
