@@ -17,7 +17,7 @@ from torch import Tensor
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, Dataset, RowsOnDisk, schema_of
-from tessera.worker.data.readers.token_file import MASK
+from tessera.worker.data.readers.tokens import MASK
 from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
 

@@ -2,7 +2,6 @@
 
 import mmap
 import shutil
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from tessera.worker.state.atomic_files import TEMPORARY, written_whole
 
 T = TypeVar("T")
 
-DAMAGED = (ValueError, LookupError, struct.error)
+DAMAGED = (ValueError, LookupError)
 """The errors of readers of a damaged file."""
 
 

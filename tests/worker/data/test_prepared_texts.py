@@ -14,11 +14,11 @@ import datasets
 import pytest
 import torch
 from pyarrow import parquet
-from safetensors import safe_open
 
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.schemes import Iid
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import Prepared, mapped
+from tessera.worker.data.readers.arrow_rows import written_rows
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 from tests.support.cli import forked
@@ -181,32 +181,35 @@ def test_every_table_is_mapped_from_arrow(tmp_path: Path, bert: str, kind: str) 
         of(dataset)
 
 
-def test_tokens_are_a_safetensors_file_of_all_texts_without_padding(tmp_path: Path) -> None:
+def test_tokens_are_a_table_of_datasets_without_padding(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("text\nthe cat\nthe cat sat\n")
     plain = plain_tokenizer(tmp_path / "plain", ("the", "cat", "sat"))
     options = {"file": str(tmp_path / "notes.csv"), "tokenizer": str(plain), "head": "causal-lm"}
     load("text", options, prepared=Prepared(tmp_path / "state"))
     (file,) = (tmp_path / "state").glob("tokens-*")
-    with safe_open(file, "numpy") as stored:
-        assert stored.get_tensor("tokens").tolist() == [[2], [3], [1], [2], [3], [4], [1]]
-        assert stored.get_tensor("lengths").tolist() == [3, 4]
-        about = json.loads(stored.metadata()["about"])
+    # Columns of usual values take no room.
+    rows = {"input_ids": [[2, 3, 1], [2, 3, 4, 1]], "attention_mask": [None, None]}
+    assert datasets.Dataset.from_file(str(file))[:] == rows
     truncation = {"texts": 2, "cut": 0, "longest": 4, "limit": 128, "lost": 0.0, "most": 1 << 20}
-    assert about == {"unknown": 0.0, "truncation": truncation, "columns": ["input_ids"], "longest": 4}
+    notes = {"unknown": 0.0, "truncation": truncation, "columns": ["input_ids"], "longest": 4}
+    assert written_rows(mapped(file)).notes == notes
 
 
-def test_each_text_counts_once_where_columns_turn_out_to_be_needed(tmp_path: Path, bert: str) -> None:
-    # Pairs have token types, so that the first 512 texts are converted again.
-    rows = [f"{'fox' if number < 512 else 'dog'},the,0\n" for number in range(600)]
+def test_pairs_have_token_types_in_some_batches_alone(tmp_path: Path, bert: str) -> None:
+    # The first 512 texts are a batch of their own, without a second text.
+    rows = [f"{'fox' if number < 512 else 'dog'},{'' if number < 512 else 'the'},0\n" for number in range(600)]
     (tmp_path / "pairs.csv").write_text("text,other,label\n" + "".join(rows))
     options = {"file": str(tmp_path / "pairs.csv"), "tokenizer": bert, "second_text": "other"}
-    assert load("text", options).report.unknown_tokens == 512 / (2 * 600)
+    dataset = load("text", {**options, "in_memory": False})
+    # [CLS] fox [SEP] [SEP], and [CLS] dog [SEP] the [SEP].
+    batch = dataset.read(torch.tensor([599, 0]))
+    assert batch["token_type_ids"].tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0]]
+    assert dataset.report.unknown_tokens == 512 / (512 + 2 * 88)
 
 
 FULL = """
 import json, resource, signal, sys
 from pathlib import Path
-from tessera.worker.data.dataset import DataError
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
 options, folder = json.loads(sys.argv[1]), Path(sys.argv[2])

@@ -16,6 +16,7 @@ from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
@@ -27,10 +28,10 @@ from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, RowsOnDisk, schema_of
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.readers.arrow_rows import write_rows, written_rows
 from tessera.worker.data.readers.class_labels import LISTED, Numbering, combinations
 from tessera.worker.data.readers.table_files import TableOptions
 from tessera.worker.data.readers.tables import DataTable, Files, digest_of, disk_full, read_table, table_name
-from tessera.worker.data.readers.token_file import MASK, Piece, TokenFile, TokenRows, write_tokens
 from tessera.worker.data.readers.tokenizer import (
     MAX_TOKENS,
     RUN,
@@ -42,10 +43,11 @@ from tessera.worker.data.readers.tokenizer import (
     tokenized_here,
     tokenizer_of,
 )
+from tessera.worker.data.readers.tokens import MASK, Piece, TokenRows, token_batches
 from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
 
-FORMAT = 2
+FORMAT = 3
 """The number of the way in which texts become tokens, which is part of their files' names."""
 MAX_IN_MEMORY = 1 << 26
 """Bytes of the tokens' tensors up to which they are kept in memory if `in_memory` is unset."""
@@ -150,49 +152,40 @@ def _converted(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Dataset:
     """Return the data set that `text` describes from raw texts: all of a table, or some for a run's tokenizer."""
-    counts = TokenCounts(tokenizer, texts)
+    counts, notes = TokenCounts(tokenizer, texts), dict[str, Any]()
 
-    def begin() -> Iterator[Piece]:
-        counts.restart()
-        return _checked(options, table, texts, pieces(tokenizer, texts, counts))
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from token_batches(_checked(options, table, texts, pieces(tokenizer, texts, counts)), notes)
+        notes.update(unknown=counts.unknown(), truncation=asdict(counts.truncation()))
 
-    def about() -> dict[str, object]:
-        return {"unknown": counts.unknown(), "truncation": asdict(counts.truncation())}
-
-    write = partial(write_tokens, pieces=begin, about=about)
     rows = hashlib.sha256(np.asarray(texts.numbers).tobytes()).hexdigest()[:16]
     same = f"{_tokens_name(options, table)}-{rows}-"
-    name = f"{same}{digest_of(identity_of(tokenizer))}.safetensors"
+    name = f"{same}{digest_of(identity_of(tokenizer))}.arrow"
     try:
-        tokens = prepared.file(name, write, TokenFile)
+        tokens = prepared.file(name, lambda file: write_rows(file, batches(), notes), written_rows)
     except OSError as fault:
         raise disk_full("file", f"the texts of {table.where}", fault) from fault
     prepared.clear(lambda other: other == name or not other.startswith(same))
-    per_token: dict[str, str | None] = {name: name for name in tokens.about["columns"]}
-    if MASK not in tokenizer.model_input_names:
-        per_token.pop(MASK, None)
-    else:
-        per_token.setdefault(MASK, None)
+    notes = dict(tokens.notes)
+    masks = {MASK} & set(tokenizer.model_input_names)
+    columns = {name: name for name in [*masks, *notes["columns"]] if name != MASK or masks}
     if options.head == "causal-lm":
-        per_token[LABELS] = IDS
-    padding = padding_of(tokenizer, texts, per_token)
-    if LABELS in per_token:
+        columns[LABELS] = IDS
+    padding = padding_of(tokenizer, texts, columns)
+    if LABELS in columns:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    width, places = tokens.about["longest"], torch.arange(len(tokens))
+    width, places = notes["longest"], torch.arange(len(tokens))
     on_disk = {
         name: RowsOnDisk(
-            TokenRows(tokens, table.check, name, column, padding.values[name], width),
-            places,
-            (width,),
-            torch.int64,
+            TokenRows(tokens, table.check, column, padding.values[name], width), places, (width,), torch.int64
         )
-        for name, column in per_token.items()
+        for name, column in columns.items()
     }
     tensors = {} if LABELS in on_disk else dataset.tensors
     report = replace(
         dataset.report,
-        unknown_tokens=tokens.about["unknown"],
-        truncation=Truncation(**tokens.about["truncation"]),
+        unknown_tokens=notes["unknown"],
+        truncation=Truncation(**notes["truncation"]),
         no_end=texts.with_end and tokenizer.eos_token_id is tokenizer.sep_token_id is None,
     )
     made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)

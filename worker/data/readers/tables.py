@@ -10,14 +10,13 @@ import errno
 import hashlib
 import importlib
 import json
-import mmap
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, BinaryIO, NamedTuple, get_args
@@ -35,6 +34,7 @@ from tessera.shared.near_names import composed, nearest
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.groups import Repeated, group_name, is_identifier, is_unnamed, repeated
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
+from tessera.worker.data.readers.arrow_rows import ArrowRows, plain, plain_type, write_rows, written_rows
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
 from tessera.worker.data.readers.table_files import Separator, TableFiles, is_saved, saved_split, table_files
@@ -47,7 +47,7 @@ MAX_CELL_CHARACTERS = 1 << 24
 into memory."""
 JSON_CELLS = {b"tessera.cells": b"json"}
 """The metadata of a table of JSON lines, whose cells are text in JSON."""
-FORMAT = 4
+FORMAT = 5
 """The number of the way in which tables are converted, which is part of their files' names."""
 EXCEL = re.compile('"?sep=.?"?[;,|\t]*\r?$', re.IGNORECASE | re.MULTILINE)
 """The line that names the separator of a CSV file to Excel."""
@@ -61,34 +61,6 @@ class Columns(NamedTuple):
     """A function from a column's name to its values."""
     classes: Mapping[str, tuple[str, ...]] = {}
     """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
-
-
-class ArrowRows:
-    """The rows of memory-mapped Arrow streams, one after another."""
-
-    def __init__(self, maps: Sequence[mmap.mmap]) -> None:
-        """Read the batches' places. Raises ArrowException for a damaged file."""
-        self._maps = maps
-        self._batches = [batch for each in self._maps for batch in pa.ipc.open_stream(pa.py_buffer(each))]
-        self._starts = np.cumsum([0, *map(len, self._batches)])
-        self.schema: pa.Schema = pa.ipc.open_stream(pa.py_buffer(self._maps[0])).schema
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def values(self, name: str, rows: NDArray[np.int64]) -> list[Any]:
-        """Return a column's values in these rows."""
-        found: list[Any] = [None] * len(rows)
-        of_batches = np.searchsorted(self._starts, rows, side="right") - 1
-        for batch in np.unique(of_batches).tolist():
-            places = np.flatnonzero(of_batches == batch)
-            cells = _plain(self._batches[batch].column(name)).take(pa.array(rows[places] - self._starts[batch]))
-            for place, value in zip(places.tolist(), cells.to_pylist(), strict=True):
-                found[place] = value
-        # Pages that were read would count as this process's memory until they are needed elsewhere.
-        for each in self._maps:
-            each.madvise(mmap.MADV_DONTNEED)
-        return found
 
 
 def _columns(rows: ArrowRows, features: Mapping[str, Any] | None, check: Callable[[], None]) -> Columns:
@@ -278,42 +250,14 @@ def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
 def _in_plain_types(file: str, columns: Sequence[str] | None, copy: Path) -> str:
     """Return the file, or a copy of these columns if `datasets` cannot read their types."""
     schema = parquet.read_schema(file)
-    kinds = [(each.name, _plain_type(each.type)) for each in schema if columns is None or each.name in columns]
+    kinds = [(each.name, plain_type(each.type)) for each in schema if columns is None or each.name in columns]
     if all(schema.field(name).type == kind for name, kind in kinds):
         return file
     written = pa.schema(kinds, schema.metadata)
     with parquet.ParquetWriter(copy, written) as writer:
         for batch in parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE, columns=columns):
-            writer.write_batch(pa.record_batch([_plain(batch.column(name)) for name in written.names], written))
+            writer.write_batch(pa.record_batch([plain(batch.column(name)) for name in written.names], written))
     return str(copy)
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the same values that every function of Arrow takes: without views and runs."""
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    if pa.types.is_binary_view(kind):
-        return pa.large_binary()
-    if pa.types.is_run_end_encoded(kind):
-        return _plain_type(kind.value_type)
-    if pa.types.is_dictionary(kind):
-        of_values = _plain_type(kind.value_type)
-        return kind if of_values == kind.value_type else of_values
-    if pa.types.is_struct(kind):
-        return pa.struct([(each.name, _plain_type(each.type)) for each in kind])
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_plain_type(kind.value_type), kind.list_size)
-    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(_plain_type(kind.value_type))
-    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
-        return pa.list_(_plain_type(kind.value_type))
-    return kind
-
-
-def _plain(cells: pa.Array) -> pa.Array:
-    kind = _plain_type(cells.type)
-    # Arrow cannot cast runs, and casts some nested views to invalid arrays.
-    return cells if kind == cells.type else pa.array(cells.to_pylist(), kind)
 
 
 def _require_same_classes(first: pa.Schema, schema: pa.Schema, file: str) -> None:
@@ -551,7 +495,7 @@ def read_table(
         digest = digest_of([FORMAT, content, *filter(None, [separator])])
         if reader:
             write = partial(_convert, reader, files, prepared)
-            rows = prepared.file(table_name(digest), write, lambda made: ArrowRows([made]))
+            rows = prepared.file(table_name(digest), write, written_rows)
         else:
             rows = ArrowRows(list(map(mapped, stored)))
         names, bytes_of = _bytes_of(reader, [str(file) for file in stored], rows.schema)
@@ -613,11 +557,7 @@ def _convert(reader: Reader, files: Sequence[Path], prepared: Prepared, file: Bi
     """Write the rows as one Arrow stream."""
     # Without a folder, the library would keep a copy of the site's data in a home folder.
     with TemporaryDirectory(prefix="tessera-", dir=prepared.scratch) as cache:
-        batches = reader([str(file) for file in files], cache)
-        first = next(batches)
-        with pa.ipc.new_stream(pa.PythonFile(file, "w"), first.schema) as writer:
-            for batch in chain([first], batches):
-                writer.write_batch(batch)
+        write_rows(file, reader([str(file) for file in files], cache))
 
 
 def _require_same(option: str, stamps: Mapping[Path, Stamp]) -> None:

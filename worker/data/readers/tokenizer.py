@@ -23,7 +23,7 @@ from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.worker.data.dataset import Dataset, Padding, RawTexts
 from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.readers.pretrained import load_pretrained
-from tessera.worker.data.readers.token_file import DEFAULTS, MASK, Piece
+from tessera.worker.data.readers.tokens import MASK, USUAL, Piece
 from tessera.worker.errors import DataError, in_short
 
 MAX_TOKENS = 1 << 20
@@ -127,14 +127,14 @@ def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, counts: TokenCou
     for first in range(0, len(texts.first), AT_ONCE):
         some = _some(texts, slice(first, first + AT_ONCE))
         encoded = _called(tokenizer, some, padding=False, **counts.cut_settings)
-        rows = {name: values for name, values in encoded.items() if name in (IDS, *DEFAULTS)}
+        rows = {name: values for name, values in encoded.items() if name in (IDS, *USUAL)}
         whole = counts.whole(some, np.array(list(map(len, rows[IDS])), np.int64))
         for row, ids in enumerate(rows[IDS] if end is not None else ()):
             if ids[-1:] != [end]:
                 whole[row] += 1
                 if whole[row] <= counts.limit:
                     for name, values in rows.items():
-                        values[row].append(end if name == IDS else DEFAULTS[name])
+                        values[row].append(end if name == IDS else USUAL[name])
         lengths = np.array(list(map(len, rows[IDS])), np.int64)
         columns = {name: np.fromiter(chain.from_iterable(values), np.int64) for name, values in rows.items()}
         if texts.by_word:
@@ -233,10 +233,6 @@ class TokenCounts:
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         self._unknown = None if unknown in ends else unknown
         self._special = [other for other in tokenizer.all_special_ids if other != unknown]
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was counted."""
         self._unknowns = self._of_text = 0
         self._texts = self._cut = self._tokens = self._lost = self._longest = 0
 

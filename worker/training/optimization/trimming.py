@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.dataset import LABELS, Dataset, Padding
-from tessera.worker.data.readers.token_file import MASK
+from tessera.worker.data.readers.tokens import MASK
 from tessera.worker.model.forward import IGNORED, evaluation_mode
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.training.context import LocalTaskContext

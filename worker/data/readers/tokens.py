@@ -1,0 +1,72 @@
+"""Texts as tokens in a file of Arrow rows, of which a batch reads its own.
+
+Each text is a list of int32 in each of the tokenizer's columns: `input_ids`, and others, which are null where all of
+a batch's texts have the usual value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tessera.shared.model.dataset_schema import IDS
+from tessera.worker.data.readers.arrow_rows import ArrowRows
+
+MASK = "attention_mask"
+USUAL = {MASK: 1, "token_type_ids": 0}
+"""The usual values of columns."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some texts as tokens."""
+
+    lengths: NDArray[np.int64]  # [texts]
+    columns: Mapping[str, NDArray[np.int64]]  # [tokens of all texts] each
+
+
+def token_batches(pieces: Iterable[Piece], notes: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+    """Yield texts as rows. Note the `columns` with unusual values, and the `longest` text, in tokens."""
+    columns, longest = {IDS}, 0
+    for piece in pieces:
+        offsets = pa.array(np.append(0, piece.lengths.cumsum()), pa.int32())
+        cells = {}
+        for name, values in piece.columns.items():
+            cells[name] = pa.ListArray.from_arrays(offsets, pa.array(values, pa.int32()))
+            if name in USUAL and (values == USUAL[name]).all():
+                cells[name] = pa.nulls(len(piece.lengths), cells[name].type)
+            else:
+                columns.add(name)
+        longest = max(longest, int(piece.lengths.max()))
+        notes.update(columns=sorted(columns), longest=longest)
+        yield pa.record_batch(cells)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The function that reads one of the model's inputs, int64 [texts, width], padded."""
+
+    tokens: ArrowRows
+    check: Callable[[], None]
+    """A function that raises DataError if the tokens are no longer those of the table."""
+    column: str
+    padding: int
+    width: int
+
+    def __call__(self, places: Sequence[int]) -> Tensor:
+        self.check()
+        chosen = np.array(places, np.int64)
+        rows = np.full((len(chosen), self.width), self.padding, np.int64)
+        cells = [each for _, each in self.tokens.cells(self.column, chosen)]
+        for (at, ids), found in zip(self.tokens.cells(IDS, chosen), cells, strict=True):
+            real, of_batch = np.arange(self.width) < np.diff(ids.offsets)[:, None], rows[at]
+            of_batch[real] = USUAL[self.column] if found.null_count else found.flatten()
+            rows[at] = of_batch
+        return torch.from_numpy(rows)
