@@ -1,9 +1,10 @@
-"""Values of examples that are read from a table when they are needed."""
+"""Values of examples that are read from a table when they are needed. Loaders import this module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -42,3 +43,23 @@ class Cells(Sequence[T], Generic[T]):
     def mapped(self, change: Callable[[T], U]) -> Cells[U]:
         """Return what the function makes of each value."""
         return Cells(lambda rows: list(map(change, self.read(rows))), self.rows)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ByteCells:
+    """The cells of one column of several files, one after the other: bytes, or records with bytes."""
+
+    column: str
+    files: Sequence[Path]
+    begins: NDArray[np.int64]
+    """The first row of each file, and the number of all rows."""
+    read: Callable[[NDArray[np.int64]], list[Any]]
+    """A function from numbers of rows to their cells. Raises DataError."""
+    all_bytes: bool
+    """True if every cell is known to contain bytes."""
+    group_bytes: int = 0
+    """The size of the largest part of a file that is read for one cell."""
+
+    def file_of(self, row: int) -> Path:
+        """Return the file that contains a row."""
+        return self.files[int(np.searchsorted(self.begins, row, side="right")) - 1]

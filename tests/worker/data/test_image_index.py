@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from pathlib import Path
@@ -18,10 +17,11 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import Prepared, mapped
 from tessera.worker.data.readers import image_index
-from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
-from tessera.worker.data.readers.pictures import PictureFiles, Pictures, PixelReader, Prepare, Resized
+from tessera.worker.data.readers.arrow_rows import ArrowRows
+from tessera.worker.data.readers.byte_cells import byte_cells
+from tessera.worker.data.readers.pictures import Pictures, PixelReader, Prepare, Resized
 from tessera.worker.data.registry import load, streamed
 from tessera.worker.errors import DataError
 from tests.support.pretrained import picture
@@ -201,7 +201,7 @@ def test_cells_are_read_by_row_and_one_group_is_kept(
 ) -> None:
     contents = held(scans, 10)
     pq.write_table(pa.table({"image": contents, "label": [0] * 10}), tmp_path / "a.parquet", row_group_size=4)
-    cells = ParquetCells([str(tmp_path / "a.parquet")], "image")
+    read = byte_cells([tmp_path / "a.parquet"], None)["image"].read
     reads: list[int] = []
     reading = pq.ParquetFile.read_row_group
 
@@ -210,15 +210,12 @@ def test_cells_are_read_by_row_and_one_group_is_kept(
         return reading(self, group, *given, **more)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
-    assert [cells[row] for row in (0, 3, 9, 8, 2)] == [contents[row] for row in (0, 3, 9, 8, 2)]
+    assert read(np.array([0, 3, 9, 8, 2])) == [contents[row] for row in (0, 3, 9, 8, 2)]
     assert reads == [0, 2, 0]
-    assert cells[3:6] == contents[3:6]
-    with pytest.raises(IndexError):
-        cells[10]
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(DataError, match=r"row 5: .*a\.parquet cannot be read any more"):
         # As in a loader, which opens the files anew.
-        copy.copy(cells)[5]
+        pickle.loads(pickle.dumps(read))(np.array([5]))  # noqa: S301
 
 
 def test_table_of_images_changed_later_is_named(scans: Path, tmp_path: Path) -> None:
@@ -233,15 +230,15 @@ def test_arrow_cells_with_nulls_are_not_all_bytes(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     for name, cells in (("full", [b"a", b"b"]), ("lacking", [b"a", None])):
         datasets.Dataset(pa.table({"image": cells})).save_to_disk(str(tmp_path / name))
-        files = sorted(map(str, (tmp_path / name).glob("*.arrow")))
-        assert ArrowCells(files, "image").all_bytes() == (name == "full")
+        files = sorted((tmp_path / name).glob("*.arrow"))
+        assert byte_cells(files, ArrowRows([*map(mapped, files)]))["image"].all_bytes == (name == "full")
 
 
 # ---------------------------------------------------------------- memory
 
 
 def reader_of(scans: Path, prepare: Prepare) -> PixelReader:
-    found = PictureFiles.of(scans, [f"{place % 2}/{place:02}.png" for place in range(COUNT)])
+    found = Pictures.of(scans, [f"{place % 2}/{place:02}.png" for place in range(COUNT)])
     return PixelReader(found, found.stamps(), "RGB", prepare, (4, 4, 3))
 
 

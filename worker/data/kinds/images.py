@@ -40,7 +40,6 @@ from tessera.worker.data.groups import (
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.absent_files import in_its_form
-from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import combinations, numbered
 from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.image_index import INDEX_FILE, PixelInputs, inputs_of
@@ -49,9 +48,9 @@ from tessera.worker.data.readers.pictures import (
     DICOM,
     SUFFIXES,
     DicomReader,
-    PictureFiles,
     Pictures,
     is_dicom,
+    path_in,
 )
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
@@ -166,7 +165,7 @@ def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
     in_folder = listed.labels[0] == "folder"
     by_header = f'Set group = "{PATIENT}".' if in_folder else remedy
     headers = repeated(f"{PATIENT} in the images' headers", inputs.groups, by_header)
-    keys = map(os.fsdecode, pictures.keys.tolist()) if isinstance(pictures, PictureFiles) else ()
+    keys = map(os.fsdecode, filter(None, pictures.paths.tolist()))
     remedy = f"Set group = '{PERSON_IN_PATH}', or a pattern of your own, if it is." if in_folder else remedy
     paths = in_paths((person_of(PERSON_IN_PATH, key) for key in keys), remedy)
     return [*listed.report.ungrouped, *filter(None, [headers, paths])]
@@ -177,7 +176,6 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
     # Of a table that has changed since.
     prepared.clear(lambda name: name in (INDEX_FILE, table_name(table.digest)))
     pictures = _pictures(table, options)
-    cells = pictures.cells if isinstance(pictures, PictureCells) else None
     ignored, without_row = _beside(table, pictures, options)
     return _Listed(
         pictures,
@@ -189,7 +187,7 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
             ignored_files=by_suffix(ignored),
             passed_over=table.passed_over,
             without_row=without_row,
-            group_bytes=cells.group_bytes if isinstance(cells, ParquetCells) else 0,
+            group_bytes=pictures.cells.group_bytes if pictures.cells else 0,
             ungrouped=table.ungrouped(options.group, options.image, options.label),
         ),
     )
@@ -200,23 +198,23 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     them. Raises DataError if a row has neither."""
     values = table.cells("image", options.image)
     if cells := table.byte_cells(options.image):
-        return PictureCells(cells, table.folder, table.where, _dicom_reader(options))
+        return Pictures.in_cells(table.folder, cells, table.where, _dicom_reader(options))
     paths = [path_in(value) for value in values]
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
     there = (in_its_form(table.folder, path) for path in paths if path)
-    return PictureFiles.of(table.folder, there, _dicom_reader(options))
+    return Pictures.of(table.folder, there, _dicom_reader(options))
 
 
 def _beside(table: DataTable, pictures: Pictures, options: ImagesOptions) -> tuple[list[Path], list[str]]:
     """Return the files in folders of tables that are no images, and the images without a row in these folders and in
     those of the table's images."""
-    paths = pictures.paths if isinstance(pictures, PictureCells) else pictures.keys
-    if paths is None:
+    paths = list(filter(None, pictures.paths.tolist()))
+    if not paths:
         return list(table.other_files), []
     real = cache(os.path.realpath)
     listed: dict[str, set[str]] = {}
-    for path in filter(None, paths.tolist()):
+    for path in paths:
         folder, name = os.path.split(os.path.join(str(table.folder), os.fsdecode(path)))  # noqa: PTH118
         listed.setdefault(str(real(folder)), set()).add(name)
     for top in filter(Path.is_dir, options.file or ()):
@@ -296,7 +294,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
     labels = ("folder", where, [parts[depth - 1] for parts in steps])
     return _Listed(
-        PictureFiles.of(folder, files, _dicom_reader(options)),
+        Pictures.of(folder, files, _dicom_reader(options)),
         labels,
         options.labels,
         domains,

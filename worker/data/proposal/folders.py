@@ -11,7 +11,7 @@ from tessera.worker.data.proposal.class_names import add_class_names
 from tessera.worker.data.proposal.model_inputs import add_pixels
 from tessera.worker.data.proposal.options import SAMPLE, Proposal
 from tessera.worker.data.readers.data_folders import foreign
-from tessera.worker.data.readers.pictures import GROUP, SUFFIXES, PictureFiles
+from tessera.worker.data.readers.pictures import GROUP, SUFFIXES, Pictures
 from tessera.worker.data.readers.table_files import SPLITS
 from tessera.worker.data.readers.tables import READERS
 from tessera.worker.errors import DataError
@@ -61,7 +61,7 @@ def add_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     add_class_names(proposal, spelt, source)
     some = files[:: -(-len(files) // SAMPLE)]
     _add_group(proposal, files, [folder / file for file in some])
-    add_pixels(proposal, PictureFiles.of(folder, map(str, some)), processor)
+    add_pixels(proposal, Pictures.of(folder, map(str, some)), processor)
 
 
 def _add_group(proposal: Proposal, files: Sequence[Path], looked_at: Sequence[Path]) -> None:

@@ -8,7 +8,7 @@ from PIL import Image
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.kinds.images import dicom_reader
 from tessera.worker.data.proposal.options import Proposal
-from tessera.worker.data.readers.pictures import FORMATS, UNREADABLE, PictureFiles, inaccessible, is_dicom
+from tessera.worker.data.readers.pictures import FORMATS, UNREADABLE, Pictures, inaccessible, is_dicom
 from tessera.worker.data.readers.tokenizer import Some, tokenizer_of
 from tessera.worker.errors import DataError
 
@@ -20,14 +20,14 @@ USUAL_SIDE, MAX_OWN_SIDE = 224, 512
 """Pixels: the side of the usual input of vision models, and the largest side that images keep."""
 
 
-def add_pixels(proposal: Proposal, pictures: PictureFiles, processor: str | None) -> None:
+def add_pixels(proposal: Proposal, pictures: Pictures, processor: str | None) -> None:
     """Add the options that turn images into numbers, from the headers of some images."""
     if processor is not None:
         proposal.add("processor", processor, "the image processor that you named")
         return
     sizes, modes = set(), set()
     for place in range(len(pictures)):
-        picture = pictures[place]
+        picture = Path(pictures.name(place))
         try:
             with _opened(picture) as image:
                 sizes.add(image.size)

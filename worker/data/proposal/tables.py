@@ -18,7 +18,7 @@ from tessera.worker.data.proposal.columns import (
 from tessera.worker.data.proposal.model_inputs import add_max_length, add_pixels, number_of_words
 from tessera.worker.data.proposal.options import SAMPLE, Proposal, refuse
 from tessera.worker.data.readers.class_labels import LISTED, class_name
-from tessera.worker.data.readers.pictures import PictureFiles
+from tessera.worker.data.readers.pictures import Pictures
 from tessera.worker.data.readers.table_files import Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
 from tessera.worker.data.readers.tokenizer import RUN
@@ -68,7 +68,7 @@ def add_table(
     if image is not None:
         cells = table.cells("image", image)[:SAMPLE]
         paths = (cell for cell in cells if isinstance(cell, str))
-        add_pixels(proposal, PictureFiles.of(table.folder, paths), processor)
+        add_pixels(proposal, Pictures.of(table.folder, paths), processor)
         add_texts_of_classes(proposal, tokenizer)
         return
     refuse(f"{path} is a table of texts", processor=processor)

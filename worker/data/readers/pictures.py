@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
-from tessera.worker.data.readers.absent_files import near_file
+from tessera.worker.data.cells import ByteCells
+from tessera.worker.data.readers.absent_files import in_its_form, near_file
 from tessera.worker.errors import DataError
 
 AT_ONCE = 16
@@ -66,71 +67,88 @@ Prepare = Callable[[list[Image.Image]], dict[str, Tensor]]
 """A function from opened images to a model's inputs, [images, ...] each."""
 
 
-class Pictures(Protocol):
-    """Images by place. They are arrays rather than lists, of which every loader would make a copy of its own."""
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Images by place, in files of their own or in the cells of a table. They are arrays rather than lists, of which
+    every loader would make a copy of its own."""
+
+    folder: Path
+    paths: NDArray[np.bytes_]
+    """The path of each image, from the folder; empty for an image in a cell."""
+    dicom: DicomReader | None = None
+    """The reader of DICOM files, or None if they are not read."""
+    cells: ByteCells | None = None
+    where: str = ""
+    """The table of the cells, for people."""
+
+    @classmethod
+    def of(cls, folder: Path, names: Iterable[str], dicom: DicomReader | None = None) -> Self:
+        """Return the images in these files, whose paths begin at the folder."""
+        return cls(folder, _encoded(names), dicom)
+
+    @classmethod
+    def in_cells(cls, folder: Path, cells: ByteCells, where: str, dicom: DicomReader | None = None) -> Self:
+        """Return the images in the cells of a table, of which some may be paths instead. Raises DataError."""
+        count = int(cells.begins[-1])
+        if cells.all_bytes:
+            return cls(folder, np.zeros(count, "S1"), dicom, cells, where)
+        # One by one, since each may be large.
+        written = (path_in(cells.read(np.array([row]))[0]) for row in range(count))
+        return cls(folder, _encoded(in_its_form(folder, path or "") for path in written), dicom, cells, where)
 
     @property
     def source(self) -> str:
-        """The folder or the files that contain the images."""
-
-    @property
-    def dicom(self) -> DicomReader | None:
-        """The reader of DICOM files, or None if they are not read."""
+        """The folder or the column that contains the images."""
+        return "\n".join([*map(str, self.cells.files), self.cells.column]) if self.cells else str(self.folder)
 
     @property
     def keys(self) -> NDArray[Any]:
         """The name of each image within the source, [images]."""
+        return np.arange(len(self)) if self.cells else self.paths
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.paths)
 
     def __getitem__(self, place: int) -> Picture:
         """Return an image's path or bytes. Raises DataError."""
+        if path := self._path(place):
+            return path
+        cell = self.cells.read(np.array([place]))[0] if self.cells else None
+        content = cell.get("bytes") if isinstance(cell, dict) else cell
+        if isinstance(content, bytes) and content:
+            return content
+        raise BrokenImage(f"image: row {place} of {self.where} has neither a path nor an image's bytes")
+
+    def _path(self, place: int) -> Path | None:
+        return self.folder / os.fsdecode(self.paths[place]) if self.paths[place] else None
 
     def name(self, place: int) -> str:
         """Return the name of an image for people: its path, if it has one."""
-
-    def named(self, place: int) -> tuple[Path, str]:
-        """Return the folder at which an image's path begins, and the path as it is written."""
+        return str(self._path(place) or f"the image in row {place} of {self.where}")
 
     def stamp(self, place: int) -> Stamp:
         """Return the stamp of the file that contains an image, or zeros if it is not there."""
+        return stamp_of(self._path(place) or (self.cells.file_of(place) if self.cells else self.folder))
 
     def stamps(self) -> NDArray[np.int64]:
         """Return the stamp of each image, int64 [images, 2]."""
-
-
-@dataclass(frozen=True, eq=False)
-class PictureFiles:
-    """Images in files of their own: `keys`, bytes [images], are paths from the folder `source`."""
-
-    source: str
-    keys: NDArray[np.bytes_]
-    dicom: DicomReader | None = None
-
-    @classmethod
-    def of(cls, folder: Path, names: Iterable[str], dicom: DicomReader | None = None) -> Self:
-        return cls(str(folder), np.array([os.fsencode(name) for name in names], np.bytes_), dicom)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, place: int) -> Path:
-        return Path(self.source, os.fsdecode(self.keys[place]))
-
-    def name(self, place: int) -> str:
-        return str(self[place])
-
-    def named(self, place: int) -> tuple[Path, str]:
-        return Path(self.source), os.fsdecode(self.keys[place])
-
-    def stamp(self, place: int) -> Stamp:
-        return stamp_of(self[place])
-
-    def stamps(self) -> NDArray[np.int64]:
-        folder = os.fsencode(self.source)
+        folder, found = os.fsencode(self.folder), np.zeros((len(self), 2), np.int64)
+        if self.cells:
+            found[:] = np.repeat([*map(stamp_of, self.cells.files)], np.diff(self.cells.begins), axis=0)
         # Without an object for each path: there may be millions.
-        found = [stamp_of(os.path.join(folder, key)) for key in self.keys.tolist()]  # noqa: PTH118
-        return np.array(found, np.int64).reshape(-1, 2)
+        for place in np.flatnonzero(self.paths).tolist():
+            found[place] = stamp_of(os.path.join(folder, self.paths[place]))  # noqa: PTH118
+        return found
+
+
+def _encoded(paths: Iterable[str]) -> NDArray[np.bytes_]:
+    return np.array([os.fsencode(path) for path in paths], np.bytes_)
+
+
+def path_in(cell: object) -> str | None:
+    """Return a cell's path, or that in a record without bytes."""
+    path = cell.get("path") if isinstance(cell, dict) and not cell.get("bytes") else cell
+    return path if isinstance(path, str) else None
 
 
 def stamp_of(path: bytes | Path) -> Stamp:
@@ -177,7 +195,7 @@ def content_of(pictures: Pictures, place: int) -> bytes:
 
 def inaccessible(pictures: Pictures, place: int, fault: OSError | ValueError) -> DataError:
     """Return the error for an image whose file cannot be opened, with the remedy for the cause."""
-    path = Path(pictures.name(place))
+    path, written = Path(pictures.name(place)), os.fsdecode(pictures.paths[place])
     reason, number = reason_of(fault), fault.errno if isinstance(fault, OSError) else None
     if number in (errno.EACCES, errno.EPERM):
         remedy = "let the worker's user read the file and search the folders above it"
@@ -187,10 +205,10 @@ def inaccessible(pictures: Pictures, place: int, fault: OSError | ValueError) ->
         remedy = "check the disk or the file server, and try again"
     elif path.is_symlink():
         remedy = f"it is a link to {path.readlink()}, where no file is: restore that file, or remove the link"
-    elif near := near_file(*pictures.named(place), SUFFIXES | DICOM):
+    elif near := near_file(pictures.folder, written, SUFFIXES | DICOM):
         remedy = f"the name {near[1]}: write it as in {str(near[0])!r}"
     else:
-        remedy = f"restore the file, or correct its path, which begins at {pictures.named(place)[0]}"
+        remedy = f"restore the file, or correct its path, which begins at {pictures.folder}"
     return DataError(f"image: {path} cannot be read: {reason}; {remedy}")
 
 

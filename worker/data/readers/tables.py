@@ -31,11 +31,11 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from tessera.shared.near_names import composed, nearest
-from tessera.worker.data.cells import Cells
+from tessera.worker.data.cells import ByteCells, Cells
 from tessera.worker.data.groups import Repeated, group_name, is_identifier, is_unnamed, repeated
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
-from tessera.worker.data.readers.arrow_rows import ArrowRows, plain, plain_type, write_rows, written_rows
-from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
+from tessera.worker.data.readers.arrow_rows import ArrowRows, write_rows, written_rows
+from tessera.worker.data.readers.byte_cells import byte_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
 from tessera.worker.data.readers.table_files import Separator, TableFiles, is_saved, saved_split, table_files
 from tessera.worker.errors import DataChanged, DataError, in_short
@@ -241,7 +241,7 @@ def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
             raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
         _require_same_classes(first, schema, Path(file).name)
     # Images are not converted, but read from these files.
-    cells = parquet_cells(files)
+    cells = byte_cells([*map(Path, files)], None)
     others = [name for name in first.names if name not in cells] or None
     plain = [_in_plain_types(file, others, Path(cache, f"{place}.parquet")) for place, file in enumerate(files)]
     yield from _cached(_library().Dataset.from_parquet(plain, cache_dir=cache, columns=others))
@@ -250,14 +250,43 @@ def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
 def _in_plain_types(file: str, columns: Sequence[str] | None, copy: Path) -> str:
     """Return the file, or a copy of these columns if `datasets` cannot read their types."""
     schema = parquet.read_schema(file)
-    kinds = [(each.name, plain_type(each.type)) for each in schema if columns is None or each.name in columns]
+    kinds = [(each.name, _plain_type(each.type)) for each in schema if columns is None or each.name in columns]
     if all(schema.field(name).type == kind for name, kind in kinds):
         return file
     written = pa.schema(kinds, schema.metadata)
     with parquet.ParquetWriter(copy, written) as writer:
         for batch in parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE, columns=columns):
-            writer.write_batch(pa.record_batch([plain(batch.column(name)) for name in written.names], written))
+            writer.write_batch(pa.record_batch([_plain(batch.column(name)) for name in written.names], written))
     return str(copy)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the same values that every function of Arrow takes: without views and runs."""
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_run_end_encoded(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_dictionary(kind):
+        of_values = _plain_type(kind.value_type)
+        return kind if of_values == kind.value_type else of_values
+    if pa.types.is_struct(kind):
+        return pa.struct([(each.name, _plain_type(each.type)) for each in kind])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    return kind
+
+
+def _plain(cells: pa.Array) -> pa.Array:
+    """Return the same cells in their plain type."""
+    kind = _plain_type(cells.type)
+    # Arrow cannot cast runs, and casts some nested views to invalid arrays.
+    return cells if kind == cells.type else pa.array(cells.to_pylist(), kind)
 
 
 def _require_same_classes(first: pa.Schema, schema: pa.Schema, file: str) -> None:
@@ -498,7 +527,8 @@ def read_table(
             rows = prepared.file(table_name(digest), write, written_rows)
         else:
             rows = ArrowRows(list(map(mapped, stored)))
-        names, bytes_of = _bytes_of(reader, [str(file) for file in stored], rows.schema)
+        bytes_of = byte_cells(stored, None if reader else rows) if reader in (None, _parquet) else {}
+        names = parquet.read_schema(stored[0]).names if reader is _parquet else rows.schema.names
         _require_distinct(names)
     except DataError:
         raise
@@ -510,16 +540,6 @@ def read_table(
     check = partial(_require_same, option, stamps)
     columns = _columns(rows, features, check)._replace(names=names)
     return DataTable(files, columns, listed.others, listed.passed_over, len(rows), digest, check, bytes_of)
-
-
-def _bytes_of(
-    reader: Reader | None, files: Sequence[str], schema: pa.Schema
-) -> tuple[Sequence[str], Mapping[str, ByteCells]]:
-    """Return the names of all columns, and the cells of those of bytes."""
-    if reader is _parquet:
-        return parquet.read_schema(files[0]).names, parquet_cells(files)
-    kinds = {field.name: field.type for field in schema} if reader is None else {}
-    return schema.names, {name: ArrowCells(files, name) for name, kind in kinds.items() if holds_bytes(kind)}
 
 
 def table_name(digest: str) -> str:
