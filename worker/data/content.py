@@ -52,8 +52,8 @@ def content_digest(dataset: Dataset, hashes: Array, settings: bytes = b"") -> st
     fail by one example.
     """
     digest = hashlib.sha256(as_bytes(hashes))
-    first = {name: _first(stored) for name, stored in dataset.on_disk.items()}
-    places = {f"{name} places": stored.places for name, stored in dataset.on_disk.items()}
+    first = {name: _first(stored) for name, stored in dataset.inputs.items() if isinstance(stored, RowsOnDisk)}
+    places = {f"{name} places": dataset.on_disk.places for name in first if dataset.on_disk}
     tensors = {**dataset.tensors, **dataset.common, **first, **places}
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())

@@ -41,9 +41,14 @@ class Padding:
     width: int
     values: Mapping[str, int]
 
-    def fill(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor, [examples, tokens], padded to `width` tokens."""
-        return pad(tensor, (0, self.width - tensor.shape[1]), value=self.values[name])
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with those of texts, [examples, tokens], padded to `width` tokens."""
+        return {
+            name: pad(tensor, (0, self.width - tensor.shape[1]), value=self.values[name])
+            if name in self.values
+            else tensor
+            for name, tensor in tensors.items()
+        }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,57 +92,82 @@ class RawTexts:
         return replace(self, **chosen)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class RowsOnDisk:
-    """An input, [examples, ...], whose rows are read for each batch, so that memory does not grow with them."""
+Rows = dict[str, Tensor]
+"""The inputs of some examples, by name."""
 
-    read: Callable[[Sequence[int]], Tensor]
-    """A function from places in the file or folder to the rows there. Raises DataError."""
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TableOnDisk:
+    """Examples whose rows are read for each batch, so that memory does not grow with them."""
+
+    transform: Callable[[Sequence[int]], Rows]
+    """A function from places in the table to the inputs of the rows there. Raises DataError."""
     places: Tensor
     """The place of each example, int64 [examples]."""
-    row: tuple[int, ...]
-    """The shape of a row."""
-    dtype: torch.dtype
-    finish: Callable[[Tensor], Tensor] | None = None
-    """The conversion of what `read` returns to rows of this shape and dtype, on any device; None if it returns them.
-    Bytes of pixels are converted where the model is, so that a quarter is copied."""
+    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    """The shape and the dtype of a row of each input."""
+    finish: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """The conversion of what `transform` returns to rows of this shape and dtype, on any device, by input. Bytes of
+    pixels are converted where the model is, so that a quarter is copied."""
     in_loaders: bool = False
     """True if reading takes so long that loaders do it, if the worker has any."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.places), *self.row)
+    def __getitem__(self, index: Tensor) -> Rows:
+        return self.finished(self.read(index))
 
-    def __getitem__(self, index: Tensor) -> Tensor:
-        return self.finished(self.read(self.places[index].tolist()))
+    def read(self, index: Tensor) -> Rows:
+        """Return the rows at these places as `transform` makes them, which may be none."""
+        return {name: rows[: len(index)] for name, rows in self.transform(self.some(index).tolist()).items()}
 
-    def finished(self, rows: Tensor) -> Tensor:
-        """Return what `read` returned as rows of the declared shape and dtype, on the same device."""
-        return rows if self.finish is None else self.finish(rows)
+    def some(self, index: Tensor) -> Tensor:
+        """Return the places of these examples, or of any one if there are none: a rank may have no row of a batch."""
+        return self.places[index] if len(index) else self.places[:1]
 
-    def chosen(self, index: Tensor) -> RowsOnDisk:
+    def finished(self, rows: Rows) -> Rows:
+        """Return the rows with these inputs in the declared shape and dtype, on the same device."""
+        return {name: self.finish[name](tensor) if name in self.finish else tensor for name, tensor in rows.items()}
+
+    def chosen(self, index: Tensor) -> TableOnDisk:
         """Return the rows at these places, without reading them."""
         return replace(self, places=self.places[index])
 
-    def padded(self, name: str, padding: Padding) -> RowsOnDisk:
+    def padded(self, padding: Padding) -> TableOnDisk:
         """Return the rows of texts padded further."""
-        return replace(self, read=partial(_padded, self.read, name, padding), row=(padding.width,))
+        kinds = {
+            name: ((padding.width,) if name in padding.values else row, dtype)
+            for name, (row, dtype) in self.kinds.items()
+        }
+        return replace(self, transform=partial(_padded, self.transform, padding), kinds=kinds)
 
 
-def _padded(read: Callable[[Sequence[int]], Tensor], name: str, padding: Padding, places: Sequence[int]) -> Tensor:
-    return padding.fill(name, read(places))
+def _padded(transform: Callable[[Sequence[int]], Rows], padding: Padding, places: Sequence[int]) -> Rows:
+    return padding.fill(transform(places))
 
 
-Rows = dict[str, Tensor]
-"""The inputs of some examples, by name."""
+@dataclass(frozen=True, eq=False, repr=False)
+class RowsOnDisk:
+    """One input of a table on disk, [examples, ...]."""
+
+    table: TableOnDisk
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.table.places), *self.table.kinds[self.name][0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.kinds[self.name][1]
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        return self.table[index][self.name]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Request:
     """Rows to read together."""
 
-    places: Mapping[str, NDArray[np.int64]]
-    """The places of the rows, by input."""
+    places: NDArray[np.int64]
     change: Callable[[Rows], Rows] | None = None
     """A conversion of what was read."""
 
@@ -149,14 +179,14 @@ class Loaders(Protocol):
         """Begin to import what they need."""
 
     def read(
-        self, readers: Mapping[str, Callable[[Sequence[int]], Tensor]], requests: Iterable[Request]
+        self, transform: Callable[[Sequence[int]], Rows], requests: Iterable[Request]
     ) -> Iterator[Rows | DataError]:
-        """Yield what the readers return for each request, or a reader's error, in their order."""
+        """Yield what the transform of a table returns for each request, or its error, in their order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Examples: each tensor is one of the model's keyword inputs, [examples, ...], and so is each of `on_disk`.
+    """Examples: each tensor is one of the model's keyword inputs, [examples, ...], and so is each input `on_disk`.
 
     `common` is part of every batch: the texts of a contrastive model's classes, `input_ids` [classes, tokens].
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
@@ -180,13 +210,15 @@ class Dataset:
     texts: RawTexts | None = None
     report: LoadReport = field(default_factory=LoadReport)
     schema: DatasetSchema = field(default_factory=DatasetSchema)
-    on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
+    on_disk: TableOnDisk | None = None
     loaders: Loaders | None = None
     """The processes that read the rows `in_loaders`; None reads them in this process."""
     normalization: Normalized | None = None
     """The conversion of bytes to `pixel_values`, if it is known: augmentation changes bytes."""
     pack: bool = False
     """True if tasks put several of these documents into a row (`worker.data.packing`)."""
+    share: tuple[int, int] = (0, 1)
+    """A rank's number and the number of ranks. Each reads every such row of a batch, and perhaps none."""
 
     def __post_init__(self) -> None:
         if LABELS not in self.inputs:
@@ -209,12 +241,17 @@ class Dataset:
     @property
     def inputs(self) -> dict[str, Tensor | RowsOnDisk]:
         """Everything that has a row for each example, in memory or on disk."""
-        return {**self.tensors, **self.on_disk}
+        return {**self.tensors, **self._rows_on_disk}
+
+    @cached_property
+    def _rows_on_disk(self) -> dict[str, RowsOnDisk]:
+        # The same objects each time, by which features of images are kept.
+        return {name: RowsOnDisk(self.on_disk, name) for name in self.on_disk.kinds} if self.on_disk else {}
 
     @property
-    def for_loaders(self) -> dict[str, RowsOnDisk]:
-        """The inputs that loaders read; none without loaders."""
-        return {name: rows for name, rows in self.on_disk.items() if rows.in_loaders and self.loaders}
+    def in_loaders(self) -> bool:
+        """True if loaders read the rows on disk."""
+        return bool(self.loaders and self.on_disk and self.on_disk.in_loaders)
 
     @property
     def examples(self) -> int:
@@ -299,10 +336,10 @@ class Dataset:
 
     def _identity(self, place: int, dtype: torch.dtype | None) -> bytes:
         digest = hashlib.sha256()
-        for name, values in sorted(self.inputs.items()):
+        for name, values in sorted(self.read(torch.tensor([place])).items()):
             if name == LABELS:
                 continue
-            row = values[torch.tensor([place])][0].to(dtype).contiguous()
+            row = values[0].to(dtype).contiguous()
             digest.update(f"{name} {row.dtype} {list(row.shape)};".encode())
             digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
         return digest.digest()
@@ -319,7 +356,7 @@ class Dataset:
             texts=self.texts and self.texts.rows(index),
             report=self.report,
             schema=self.schema,
-            on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
+            on_disk=self.on_disk and self.on_disk.chosen(index),
             loaders=self.loaders,
             normalization=self.normalization,
             pack=self.pack,
@@ -327,22 +364,19 @@ class Dataset:
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Return the inputs of the examples at the places `index`. Raises DataError for unreadable files."""
-        return {name: values[index] for name, values in self.inputs.items()}
+        memory = {name: tensor[index] for name, tensor in self.tensors.items()}
+        return memory | (self.on_disk[index] if self.on_disk else {})
 
     def in_memory(self) -> Dataset:
         """Return the examples with everything in memory. Raises DataError."""
-        everything = torch.arange(self.examples)
-        read = {name: stored[everything] for name, stored in self.on_disk.items()}
-        return replace(self, tensors={**self.tensors, **read}, on_disk={})
+        return replace(self, tensors=self.read(torch.arange(self.examples)), on_disk=None) if self.on_disk else self
 
     def padded(self) -> Dataset:
         """Return the examples with texts padded to the maximal length, so that no shape reveals the longest text."""
         if self.padding is None:
             return self
-        known = self.padding.values
-        tensors = {n: self.padding.fill(n, t) if n in known else t for n, t in self.tensors.items()}
-        on_disk = {n: rows.padded(n, self.padding) if n in known else rows for n, rows in self.on_disk.items()}
-        return replace(self, tensors=tensors, on_disk=on_disk, padding=None)
+        on_disk = self.on_disk and self.on_disk.padded(self.padding)
+        return replace(self, tensors=self.padding.fill(self.tensors), on_disk=on_disk, padding=None)
 
     def placeholder(self, examples: int, end: int | None = None, words: Sequence[int] = (0, 1)) -> dict[str, Tensor]:
         """Return synthetic examples that depend only on the shapes and dtypes of these.
@@ -384,7 +418,8 @@ class Dataset:
         """Return the places of the examples of each batch, int64 [batch], as `batches` describes them."""
         count = self.examples
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        return torch.split(order, batch_size or count)[skip:]
+        rank, ranks = self.share
+        return [rows[rank::ranks] for rows in torch.split(order, batch_size or count)[skip:]]
 
 
 def _pixels(pixels: Tensor | RowsOnDisk, *, from_bytes: bool) -> Pixels:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,7 +33,7 @@ from tessera.worker.data.augmentation import SeededAugmentation, augmented
 from tessera.worker.data.dataset import Dataset, Request, Rows
 from tessera.worker.errors import DataError, LoaderFailed
 
-Reader = Callable[[Sequence[int]], Tensor]
+Transform = Callable[[Sequence[int]], Rows]
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def _attempts(
 ) -> Iterator[Rows | DataError]:
     """Yield the inputs of the examples at each of these places, or a reader's error, read ahead where that takes
     long. Raises LoaderFailed."""
-    if dataset.for_loaders:
+    if dataset.in_loaders:
         return read_by_loaders(dataset, order, augmentation)
     here = (attempt(dataset, rows, augmentation) for rows in order)
     return _ahead(here) if dataset.on_disk or augmentation else here
@@ -131,7 +131,8 @@ def attempt(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | N
 def read_here(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows:
     """Return the inputs of the examples at the places `rows`, without those common to all, read by this thread.
     Raises DataError."""
-    return augmented(augmentation, dataset, rows, _read(dataset, rows))
+    read = _in_memory(dataset, rows) | (dataset.on_disk.read(rows) if dataset.on_disk else {})
+    return augmented(augmentation, dataset, rows, read)
 
 
 def read_apart(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> tuple[Rows, Tensor]:
@@ -149,22 +150,18 @@ def read_by_loaders(
 ) -> Iterator[Rows | DataError]:
     """Yield the inputs of the examples at each of these places, without those common to all, or a reader's error.
     Raises LoaderFailed."""
-    if dataset.loaders is None:
-        raise ValueError("the data set has no loaders")
-    loaded = dataset.for_loaders
-    readers = {name: stored.read for name, stored in loaded.items()}
+    if dataset.loaders is None or dataset.on_disk is None:
+        raise ValueError("no loaders read the data set")
+    some = dataset.on_disk.some
     requests = (
-        Request(
-            {name: stored.places[rows].numpy() for name, stored in loaded.items()},
-            augmentation.of(dataset, rows) if augmentation else None,
-        )
-        for rows in parts
+        Request(some(rows).numpy(), augmentation.of(dataset, rows) if augmentation else None) for rows in parts
     )
-    for rows, read in zip(parts, dataset.loaders.read(readers, requests), strict=True):
+    for rows, read in zip(parts, dataset.loaders.read(dataset.on_disk.transform, requests), strict=True):
         if isinstance(read, DataError):
             yield read
         else:
-            yield {**augmented(augmentation, dataset, rows, _read(dataset, rows, loaded)), **read}
+            found = {name: tensor[: len(rows)] for name, tensor in read.items()}
+            yield {**augmented(augmentation, dataset, rows, _in_memory(dataset, rows)), **found}
 
 
 def read_in_pieces(
@@ -180,19 +177,13 @@ def read_in_pieces(
         yield fault or {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
 
 
-def _read(dataset: Dataset, rows: Tensor, besides: Collection[str] = ()) -> Rows:
-    """Return the inputs of some examples as they are read, in this process, besides some."""
-    stored = {name: each for name, each in dataset.on_disk.items() if name not in besides}
-    memory = {name: tensor[rows] for name, tensor in dataset.tensors.items()}
-    return memory | {name: each.read(each.places[rows].tolist()) for name, each in stored.items()}
+def _in_memory(dataset: Dataset, rows: Tensor) -> Rows:
+    return {name: tensor[rows] for name, tensor in dataset.tensors.items()}
 
 
 def finished(dataset: Dataset, batch: Rows) -> Rows:
     """Return a batch of `stream` with its rows on disk converted to the model's inputs, on the device of each."""
-    return {
-        name: dataset.on_disk[name].finished(tensor) if name in dataset.on_disk else tensor
-        for name, tensor in batch.items()
-    }
+    return dataset.on_disk.finished(batch) if dataset.on_disk else batch
 
 
 def _ahead(batches: Iterator[T]) -> Iterator[T]:
@@ -215,7 +206,7 @@ class LoaderProcesses:
         """Make `count` loaders when they are needed. `pinned` memory is copied to a GPU without a wait."""
         self.count = count
         self.pinned = pinned
-        self._readers: dict[str, Reader] = {}
+        self._transform: Transform | None = None
         self._sampler = _Sampler()
         self._loader: DataLoader[Any] | None = None
         self._alive: Connection | None = None
@@ -233,17 +224,15 @@ class LoaderProcesses:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def read(self, readers: Mapping[str, Reader], requests: Iterable[Request]) -> Iterator[Rows | DataError]:
-        """Yield what the readers return for each request, or a reader's error, in their order. A pass that begins
-        ends the one before. Raises LoaderFailed."""
+    def read(self, transform: Transform, requests: Iterable[Request]) -> Iterator[Rows | DataError]:
+        """Yield what the transform of a table returns for each request, or its error, in their order. A pass that
+        begins ends the one before. Raises LoaderFailed."""
         self._pass += 1
         this = self._pass
-        if self._readers.keys() != readers.keys() or any(
-            self._readers[name] is not readers[name] for name in readers
-        ):
+        if self._transform is not transform:
             self.close()
-            self._readers = dict(readers)
-        batches = self._begin(requests)
+            self._transform = transform
+        batches = self._begin(transform, requests)
         while this == self._pass:
             batch = self._next(batches)
             if batch is None:
@@ -259,7 +248,7 @@ class LoaderProcesses:
             self._alive.close()
         self._alive = None
 
-    def _begin(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def _begin(self, transform: Transform, requests: Iterable[Request]) -> Iterator[Any]:
         self._sampler.requests = list(requests)
         if self._loader:
             try:
@@ -267,16 +256,16 @@ class LoaderProcesses:
             except (RuntimeError, OSError, EOFError):
                 # One has ended, or still reads a batch of a pass that was left.
                 self.close()
-        return self._start()
+        return self._start(transform)
 
-    def _start(self) -> Iterator[Any]:
+    def _start(self, transform: Transform) -> Iterator[Any]:
         self.prepare()
         context = multiprocessing.get_context("forkserver")
         ends, self._alive = context.Pipe(duplex=False)
         # It warns of more loaders than processors, which may wait for a disk.
         with warnings.catch_warnings(action="ignore"):
             self._loader = DataLoader(
-                _Rows(self._readers),
+                _Rows(transform),
                 batch_sampler=self._sampler,  # type: ignore[arg-type]  # any batches of indices
                 num_workers=self.count,
                 collate_fn=_as_it_is,
@@ -336,13 +325,13 @@ class _Sampler:
 class _Rows(MapDataset[Any]):
     """The data set of a loader: rows by requests."""
 
-    def __init__(self, readers: Mapping[str, Reader]) -> None:
-        self._readers = readers
+    def __init__(self, transform: Transform) -> None:
+        self._transform = transform
 
     def __getitems__(self, request: Request) -> Rows | DataError:
         """Return the rows, or the error, which torch would wrap in a stack of lines."""
         try:
-            rows = {name: reader(request.places[name].tolist()) for name, reader in self._readers.items()}
+            rows = self._transform(request.places.tolist())
         except DataError as fault:
             return fault
         return request.change(rows) if request.change else rows

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import AT_ONCE
-from tessera.worker.data.dataset import LABELS, Dataset, RowsOnDisk, schema_of
+from tessera.worker.data.dataset import LABELS, Dataset, Padding, Rows, TableOnDisk, schema_of
 from tessera.worker.data.readers.tokens import MASK
 from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
@@ -26,52 +26,46 @@ POSITIONS = "position_ids"
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The function that reads one of the inputs of packed rows, int64 [rows, width]."""
+    """The transform of documents to the inputs of packed rows, int64 [rows, width] each."""
 
     documents: Dataset
     starts: NDArray[np.int64]
     """The first document of each row, and the number of all documents, [rows + 1]."""
     width: int
-    name: str
 
-    def __call__(self, places: Sequence[int]) -> Tensor:
+    def __call__(self, places: Sequence[int]) -> dict[str, Tensor]:
         documents = [np.arange(self.starts[place], self.starts[place + 1]) for place in places]
-        index = torch.from_numpy(np.concatenate(documents))
-        ids, labels = (self.documents.inputs[name][index] for name in (IDS, LABELS))
-        real = _real(self.documents, index)
+        read = self.documents.read(torch.from_numpy(np.concatenate(documents)))
+        real, shape = _real(self.documents.padding, read), (len(places), self.width)
         padding = self.documents.padding
-        rows = torch.full((len(places), self.width), padding.values[IDS] if padding and self.name == IDS else IGNORED)
-        if self.name == POSITIONS:
-            # What follows the last document of a row is like a document too.
-            rows[:] = torch.arange(self.width)
+        ids = torch.full(shape, padding.values[IDS] if padding else 0)
+        labels = torch.full(shape, IGNORED)
+        # What follows the last document of a row is like a document too.
+        positions = torch.arange(self.width).repeat(len(places), 1)
         place, of_row = 0, np.repeat(np.arange(len(places)), [len(each) for each in documents])
         for number, row in enumerate(of_row.tolist()):
             place = 0 if number == 0 or row != of_row[number - 1] else place
-            tokens = ids[number][real[number]]
+            tokens = read[IDS][number][real[number]]
             end = place + len(tokens)
-            if self.name == IDS:
-                rows[row, place:end] = tokens
-            elif self.name == POSITIONS:
-                rows[row, place:] = torch.arange(self.width - place)
-                rows[row, end:] = torch.arange(self.width - end)
-            else:
-                # A row's token predicts the next one, and no document the beginning of another.
-                rows[row, place + 1 : end] = labels[number][real[number]][1:]
+            ids[row, place:end] = tokens
+            positions[row, place:] = torch.arange(self.width - place)
+            positions[row, end:] = torch.arange(self.width - end)
+            # A row's token predicts the next one, and no document the beginning of another.
+            labels[row, place + 1 : end] = read[LABELS][number][real[number]][1:]
             place = end
-        return rows
+        return {IDS: ids, POSITIONS: positions, LABELS: labels}
 
 
-def _real(documents: Dataset, index: Tensor) -> Tensor:
+def _real(padding: Padding | None, documents: Rows) -> Tensor:
     """Return which positions of documents hold a token and no padding, bool [documents, width].
 
     Labels do not show it: they may leave out a question, which the answer needs.
     """
-    if MASK in documents.inputs:
-        return documents.inputs[MASK][index] != 0
-    ids, labels = (documents.inputs[name][index] for name in (IDS, LABELS))
+    if MASK in documents:
+        return documents[MASK] != 0
     # A text may contain the padding's token, often its last one, which then has a label.
-    assert documents.padding is not None  # noqa: S101  (as `packed` requires)
-    known = (ids != documents.padding.values[IDS]) | (labels != IGNORED)
+    assert padding is not None  # noqa: S101  (as `packed` requires)
+    known = (documents[IDS] != padding.values[IDS]) | (documents[LABELS] != IGNORED)
     return known.flip(1).cummax(dim=1).values.flip(1)
 
 
@@ -87,7 +81,7 @@ def packed(dataset: Dataset) -> Dataset:
     starts, filled = [0], 0
     for first in range(0, dataset.examples, AT_ONCE):
         index = torch.arange(first, min(first + AT_ONCE, dataset.examples))
-        lengths = _real(dataset, index).sum(dim=1)
+        lengths = _real(dataset.padding, dataset.read(index)).sum(dim=1)
         for document, length in enumerate(lengths.tolist(), first):
             if filled + length > width:
                 starts.append(document)
@@ -95,21 +89,9 @@ def packed(dataset: Dataset) -> Dataset:
             filled += length
     rows = np.array([*starts, dataset.examples])
     # What rows are made of alone, since a process of another device gets it.
-    needed = (IDS, LABELS, MASK)
-    documents = Dataset(
-        {name: tensor for name, tensor in dataset.tensors.items() if name in needed},
-        padding=dataset.padding,
-        on_disk={name: stored for name, stored in dataset.on_disk.items() if name in needed},
-    )
-    on_disk = {
-        name: RowsOnDisk(PackedRows(documents, rows, width, name), torch.arange(len(starts)), (width,), torch.int64)
-        for name in (IDS, POSITIONS, LABELS)
-    }
-    made = Dataset(
-        {},
-        report=dataset.report,
-        schema=schema_of(on_disk, dict.fromkeys(on_disk, (width,))),
-        on_disk=on_disk,
-        held_out=dataset.held_out and packed(dataset.held_out),
-    )
+    documents = Dataset(dataset.tensors, padding=dataset.padding, on_disk=dataset.on_disk)
+    kinds = dict.fromkeys((IDS, POSITIONS, LABELS), ((width,), torch.int64))
+    table = TableOnDisk(PackedRows(documents, rows, width), torch.arange(len(starts)), kinds)
+    made = Dataset({}, report=dataset.report, on_disk=table, held_out=dataset.held_out and packed(dataset.held_out))
+    made = replace(made, schema=schema_of(made.inputs, dict.fromkeys(made.inputs, (width,))))
     return made if dataset.on_disk else replace(made.in_memory(), held_out=made.held_out)

@@ -59,7 +59,7 @@ def load(
     if not report.contradictions:
         report = replace(report, relabelled=len(dataset.contradictions()))
     dataset = replace(dataset, loaders=loaders, report=report)
-    if loaders and dataset.for_loaders:
+    if loaders and dataset.in_loaders:
         loaders.prepare()
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)

@@ -5,7 +5,7 @@ import hmac
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,7 +26,6 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.executor import mapped
 from tessera.worker.executor.sharding import bytes_here, gathered, keep_shard, shard
-from tessera.worker.executor.shared_dataset import SharedDataset
 from tessera.worker.model.build import read_block
 from tessera.worker.model.forward import forward, label_count
 from tessera.worker.task.heartbeat import Stopped
@@ -59,7 +58,7 @@ class Group:
     def __init__(self, folder: Path, key: bytes) -> None:
         self._folder, self._key = folder, key
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._shared: WeakKeyDictionary[Dataset, SharedDataset] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[Dataset, Dataset] = WeakKeyDictionary()
         self.alone = False
         """True while the first rank computes something for all."""
         self.sharded = False
@@ -100,7 +99,7 @@ class Group:
         # Loaders go on while their data set is the same.
         self._dataset = dataset
         if dataset not in self._shared:
-            self._shared[dataset] = SharedDataset.of(dataset, self.rank, self.size)
+            self._shared[dataset] = replace(dataset, share=(self.rank, self.size))
         return self._shared[dataset]
 
     def examples(self, count: int) -> int:

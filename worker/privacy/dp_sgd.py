@@ -184,7 +184,7 @@ class NoisyGradients:
         self._device = local.setup.device
         self._ranks = local.setup.ranks
         self._augmentation = augmentation_of(local.training, 0)
-        self._by_loaders = bool(dataset.for_loaders)
+        self._by_loaders = dataset.in_loaders
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self._device)
         """Number of examples whose gradients are not finite, or that have none. It stays on the device until the
         end."""

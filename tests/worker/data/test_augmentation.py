@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.image_transforms import OPERATIONS, transform
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
-from tessera.worker.executor.shared_dataset import SharedDataset
 from tessera.worker.training.batches import Batches
 from tests.support.scans import write_scans
 
@@ -176,7 +176,7 @@ def test_each_rank_has_the_augmented_rows_that_one_process_has(scans: Path, rank
     dataset = opened(scans)
     whole = pixels(dataset)
     for rank in range(ranks):
-        share = pixels(SharedDataset.of(dataset, rank, ranks))
+        share = pixels(replace(dataset, share=(rank, ranks)))
         assert same(share, [batch[rank::ranks] for batch in whole])
 
 

@@ -273,7 +273,8 @@ def test_loader_copies_few_bytes_for_each_image_and_the_worker_keeps_no_object(t
         rows = "".join("0/a-usual-name.png,0\n" for _ in range(count))
         (tmp_path / "list.csv").write_text("image,label\n" + rows)
         dataset = opened(tmp_path / "list.csv", None)
-        sizes.append(len(pickle.dumps(dataset.on_disk["pixel_values"].read)))
+        assert dataset.on_disk
+        sizes.append(len(pickle.dumps(dataset.on_disk.transform)))
         part = dataset.rows(torch.arange(count // 2))
         assert all(isinstance(each.sources, np.ndarray) for each in (dataset, part))
     # A path of 18 bytes, and two numbers of 8.

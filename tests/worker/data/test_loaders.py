@@ -117,9 +117,9 @@ import time, torch
 from tessera.worker.data.dataset import Request
 from tessera.worker.data.loaders import LoaderProcesses
 loaders = LoaderProcesses(2)
-requests = [Request({"numbers": torch.tensor([place]).numpy()}) for place in range(9)]
-batches = loaders.read({"numbers": torch.tensor}, requests)
-assert [int(batch["numbers"]) for batch in batches] == list(range(9))
+requests = [Request(torch.tensor([place]).numpy()) for place in range(9)]
+# The inputs are called as the places.
+assert [list(batch) for batch in loaders.read(dict.fromkeys, requests)] == [[place] for place in range(9)]
 print(*[process.pid for process in loaders._loader._iterator._workers], flush=True)
 time.sleep(600)
 """

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from tessera.worker.data.content import CHECKED, digests_of
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.overlap import share_of, sketch_of
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
@@ -32,6 +32,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.chain_rows import ChainRows
 from tests.support.runner import task_runner
+from tests.support.tables import on_disk
 from tests.worker.privacy.test_private_task import task as task_of
 
 KEY = b"k" * 32
@@ -287,7 +288,7 @@ def test_a_ledger_under_a_limit_that_cannot_be_relied_on_stops_every_task(tmp_pa
 # ---------------------------------------------------------------- examples that cannot be read
 
 
-def on_disk(unreadable: set[int], first: int = 0) -> Dataset:
+def on_broken_disk(unreadable: set[int], first: int = 0) -> Dataset:
     """20 examples in a file of which some rows cannot be read."""
 
     def read(places: Sequence[int]) -> torch.Tensor:
@@ -295,17 +296,16 @@ def on_disk(unreadable: set[int], first: int = 0) -> Dataset:
             raise DataError("the file was removed")
         return torch.tensor(places, dtype=torch.float32)[:, None] + first
 
-    rows = RowsOnDisk(read, torch.arange(20), (1,), torch.float32)
-    return Dataset({"labels": torch.zeros(20, dtype=torch.int64)}, on_disk={"pixel_values": rows})
+    return on_disk({"labels": torch.zeros(20, dtype=torch.int64)}, read, (1,))
 
 
 @pytest.mark.parametrize("unreadable", [{0}, {7, 8}, set(range(20))])
 def test_no_example_that_cannot_be_read_stops_a_task(tmp_path: Path, unreadable: set[int]) -> None:
-    made = runner(tmp_path, datasets={"wards": on_disk(unreadable)})
+    made = runner(tmp_path, datasets={"wards": on_broken_disk(unreadable)})
     uses(made, "wards")
     # It does not resume a task that began with other examples, and nothing else depends on it.
-    assert made.contents["wards"] != runner_contents(tmp_path / "whole", on_disk(set()))
-    assert made.contents["wards"] == runner_contents(tmp_path / "same", on_disk(unreadable))
+    assert made.contents["wards"] != runner_contents(tmp_path / "whole", on_broken_disk(set()))
+    assert made.contents["wards"] == runner_contents(tmp_path / "same", on_broken_disk(unreadable))
     assert len(made.fingerprints["wards"]) == 20 - len(unreadable)
 
 
@@ -316,10 +316,10 @@ def runner_contents(folder: Path, data: Dataset) -> str:
 
 
 def test_examples_that_cannot_be_read_are_not_like_each_other(tmp_path: Path) -> None:
-    data = {"wards": on_disk({0, 7}), "again": on_disk({0, 7}, first=100)}
+    data = {"wards": on_broken_disk({0, 7}), "again": on_broken_disk({0, 7}, first=100)}
     made = runner(tmp_path, datasets=data)
     uses(made, "wards")
     uses(made, "again")
     # 18 of 20 can be compared.
     with pytest.raises(PolicyViolation, match="have examples in common"):
-        uses(runner(tmp_path, datasets={"others": on_disk({0, 7})}, allowances={}), "others")
+        uses(runner(tmp_path, datasets={"others": on_broken_disk({0, 7})}, allowances={}), "others")

@@ -152,7 +152,7 @@ def test_another_process_reads_packed_rows_from_the_files(tmp_path: Path) -> Non
     rows = packed(load("text", given, prepared=Prepared(tmp_path / "state")))
     mapped.write(tmp_path / "rows", mapped.plain(rows))
     there, index = mapped.read(tmp_path / "rows"), torch.tensor([2, 0])
-    assert there.on_disk.keys() == {"input_ids", "position_ids", "labels"}
+    assert there.on_disk.kinds.keys() == {"input_ids", "position_ids", "labels"}
     assert all(torch.equal(there.read(index)[name], tensor) for name, tensor in rows.read(index).items())
 
 

@@ -77,7 +77,8 @@ def test_tokens_on_disk_give_the_batches_of_those_in_memory(
     kept, stored = (
         load("text", {**options, "in_memory": memory}, part=part, held_out=0.4, key=b"k") for memory in (True, False)
     )
-    assert stored.on_disk.keys() == {"input_ids", "attention_mask"} | (
+    assert stored.on_disk
+    assert stored.on_disk.kinds.keys() == {"input_ids", "attention_mask"} | (
         {"labels"} if head in ("words", "language") else {"token_type_ids"} if head == "pairs" else set()
     )
     assert not kept.on_disk

@@ -14,7 +14,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
 from tessera.worker.compute import Compute
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
@@ -36,6 +36,7 @@ from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.atomic_files import WriteFailed
 from tessera.worker.training.progress import Report
 from tests.support.pretrained import bert_tokenizer
+from tests.support.tables import on_disk
 
 TASK = Task.model_validate(
     {
@@ -142,9 +143,9 @@ def test_a_data_set_arrives_with_what_it_holds_out_and_gets_loaders_of_its_new_p
 
 
 def test_a_reader_that_no_process_can_send_is_refused(tmp_path: Path) -> None:
-    stored = RowsOnDisk(lambda places: torch.zeros(len(places)), torch.arange(3), (), torch.float32)
+    data = on_disk({"labels": torch.arange(3)}, lambda places: torch.zeros(len(places)), ())
     with pytest.raises(AttributeError, match="lambda"):
-        handed(Dataset({"labels": torch.arange(3)}, on_disk={"x": stored}), tmp_path)
+        handed(data, tmp_path)
 
 
 def sentences(folder: Path, prepared: Prepared) -> Dataset:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource
-from tessera.worker.data.dataset import Dataset, Padding, RowsOnDisk
+from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.errors import DataError, InputMismatch
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -21,6 +21,7 @@ from tessera.worker.privacy.bounded_figures import SQUARES, STEP, BoundedSums, N
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import OneRank
 from tests.support.duals import dual, pairs
+from tests.support.tables import on_disk
 from tests.support.tasks import PLAIN
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -233,8 +234,7 @@ def test_an_example_that_cannot_be_read_is_wrong_and_fails_nothing() -> None:
             raise DataError("a file is gone")
         return images[torch.tensor(places)]
 
-    stored = RowsOnDisk(read, torch.arange(EXAMPLES), (1, 8, 8), torch.float32)
-    found = sums_of(context, Dataset({"labels": data.tensors["labels"]}, on_disk={"pixel_values": stored}))
+    found = sums_of(context, on_disk({"labels": data.tensors["labels"]}, read, (1, 8, 8)))
     whole = sums_of(context, data)
     assert found.misses == 1
     assert 0 <= float(whole.right_and_loss[0] - found.right_and_loss[0]) <= 1

@@ -25,7 +25,7 @@ from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import DataError
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -43,6 +43,7 @@ from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.tables import on_disk
 
 DIGEST = f"sha256:{'0' * 64}"
 TOKENS = 64
@@ -210,9 +211,8 @@ def test_examples_with_words_or_classes_that_the_model_lacks_are_told_before_the
     context, data = version(vocab_size=127), texts(present=True)
     data.tensors["labels"][2] = 2
     ids = data.tensors["input_ids"]
-    stored = RowsOnDisk(ids.__getitem__, torch.arange(EXAMPLES), (TOKENS,), ids.dtype)
     others = {name: tensor for name, tensor in data.tensors.items() if name != "input_ids"}
-    for each in (data, replace(data, tensors=others, on_disk={"input_ids": stored})):
+    for each in (data, on_disk(others, ids.__getitem__, (TOKENS,), "input_ids", ids.dtype)):
         known = known_examples(context, each, each.placeholder(1))
         assert known.tolist() == [row not in (2, PLACE) for row in range(EXAMPLES)]
 
@@ -294,8 +294,7 @@ class OnDisk:
 
 def stored_but(data: Dataset, gone: int) -> Dataset:
     ids = data.tensors["input_ids"]
-    stored = RowsOnDisk(OnDisk(ids, gone), torch.arange(len(ids)), (TOKENS,), ids.dtype)
-    return replace(data, tensors={"labels": data.tensors["labels"]}, on_disk={"input_ids": stored})
+    return on_disk({"labels": data.tensors["labels"]}, OnDisk(ids, gone), (TOKENS,), "input_ids", ids.dtype)
 
 
 def test_an_example_that_cannot_be_read_any_more_has_no_part_in_a_choice() -> None:

@@ -17,6 +17,7 @@ from tessera.worker.data import loaders as module
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.data.loaders import LoaderProcesses
+from tessera.worker.data.readers.pictures import PixelReader
 from tessera.worker.data.registry import load
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.pieces import GroupSampling
@@ -34,6 +35,12 @@ CHANGES = {"horizontal_flip": 0.5, "crop": [0.3, 1.0]}
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
     return write_scans(tmp_path / "scans", COUNT, classes=3, shape=(8, 8))
+
+
+def pictures_of(data: Dataset) -> Any:
+    assert data.on_disk
+    assert isinstance(data.on_disk.transform, PixelReader)
+    return data.on_disk.transform.pictures
 
 
 def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any) -> Dataset:
@@ -79,7 +86,7 @@ def test_image_that_cannot_be_read_any_more_counts_as_zero_with_loaders_too(
 ) -> None:
     data, rows = opened(scans, processes), torch.arange(COUNT)
     (scans / "1" / "01.png").unlink()
-    gone = next(place for place in range(COUNT) if data.on_disk["pixel_values"].read.pictures[place].name == "01.png")
+    gone = next(place for place in range(COUNT) if pictures_of(data)[place].name == "01.png")
     expected = sums(data, rows[rows != gone])
     assert length(expected) > 0.1
     assert difference(sums(data, rows), expected) == pytest.approx(0, abs=1e-6)
@@ -92,7 +99,7 @@ def test_image_that_cannot_be_read_any_more_is_an_empty_batch_of_a_choice(
     data = opened(scans, processes if by_loaders else None)
     whole = list(ReadableBatches(data, 16, torch.device("cpu")))
     assert [len(batch["labels"]) for batch in whole] == [16, 16, 8]
-    gone = data.on_disk["pixel_values"].read.pictures[20]
+    gone = pictures_of(data)[20]
     gone.unlink()
     found = list(ReadableBatches(data, 16, torch.device("cpu")))
     # The second batch is read one by one.

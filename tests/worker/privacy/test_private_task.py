@@ -24,7 +24,7 @@ from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.run_settings import Privacy
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import DataError
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
@@ -45,6 +45,7 @@ from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.chain_rows import ChainRows
+from tests.support.tables import on_disk
 from tests.support.task_document import task_of
 from tests.support.tasks import (
     ADAPTED,
@@ -279,9 +280,8 @@ def test_an_example_that_cannot_be_read_any_more_adds_nothing() -> None:
             raise DataError("gone")
         return pixels[list(places)]
 
-    stored = RowsOnDisk(read, torch.arange(len(pixels)), tuple(pixels.shape[1:]), pixels.dtype)
-    on_disk = Dataset({"labels": data.tensors["labels"]}, on_disk={"pixel_values": stored})
-    noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, on_disk)
+    stored = on_disk({"labels": data.tensors["labels"]}, read, pixels.shape[1:])
+    noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, stored)
     others = torch.tensor([row for row in range(10) if row != 3])
     assert difference(noisy.sums(torch.arange(10)), noisy.sums(others)) == pytest.approx(0, abs=1e-6)
     assert length(noisy.sums(others)) > 0.1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.privacy.noise import NoiseSource
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.errors import DataError
 from tessera.worker.privacy import dp_sgd, per_example_grads
@@ -22,6 +22,7 @@ from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.sampling import sampling
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
+from tests.support.tables import on_disk
 from tests.worker.privacy.test_private_task import (
     GPT2,
     KEY,
@@ -76,8 +77,7 @@ def odd_images(row: int, kind: str) -> Dataset:
             raise DataError("gone")
         return pixels[list(places)]
 
-    stored = RowsOnDisk(read, torch.arange(len(pixels)), tuple(pixels.shape[1:]), pixels.dtype)
-    return Dataset({"labels": labels}, on_disk={"pixel_values": stored})
+    return on_disk({"labels": labels}, read, pixels.shape[1:])
 
 
 ODD_PIXELS = {"not a number": torch.nan, "infinite": torch.inf, "overflowing": 3e38}

@@ -27,12 +27,13 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.registry import FOLDERS, methods
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate
 from tessera.worker.simulation.virtual_sites import Holding, VirtualSites
 from tests.support.coordinator import refusing
+from tests.support.tables import on_disk
 from tests.support.tasks import VIT
 
 NAMES = ("east", "north", "south", "west")
@@ -545,19 +546,17 @@ def test_a_folder_does_not_go_on_with_other_data_of_the_same_size(model: Weights
 def test_the_content_of_a_site_is_what_results_depend_on() -> None:
     labels = {"labels": torch.tensor([0, 1])}
 
-    def rows(*values: float) -> RowsOnDisk:
-        pixels = torch.tensor([[value] for value in values])
-        return RowsOnDisk(lambda places: pixels[places], torch.arange(2), (1,), torch.float32)
+    def stored(*values: float) -> Dataset:
+        return on_disk(labels, torch.tensor([[value] for value in values]).__getitem__, (1,))
 
     texts = Dataset(labels, sources=[b"a", b"b"])
-    on_disk = Dataset(labels, on_disk={"pixel_values": rows(1.0, 2.0)})
     different = [
         texts,
         replace(texts, sources=[b"a", b"c"]),
         replace(texts, sources=np.array([[97], [99]], np.uint8), tensors={"labels": torch.tensor([1, 1])}),
         replace(texts, pack=True),
-        on_disk,
-        replace(on_disk, on_disk={"pixel_values": rows(1.0, 3.0)}),
+        stored(1.0, 2.0),
+        stored(1.0, 3.0),
     ]
     assert len({Holding.of(data).content for data in different}) == len(different)
     assert Holding.of(replace(texts, sources=np.array([[97], [98]], np.uint8))) == Holding.of(texts)

@@ -32,7 +32,6 @@ from tessera.shared.methods.registry import methods, worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
@@ -43,6 +42,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.randomness import generator_states, set_generator_states
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.tables import on_disk
 from tests.support.tasks import PLAIN, QUICK, Subject, images, one_task, subject_of
 
 KEY = CheckpointKey(
@@ -241,13 +241,10 @@ def test_rows_on_disk_that_trained_before_are_not_read_again(tmp_path: Path) -> 
         read.extend(places)
         return data.tensors["pixel_values"][list(places)]
 
-    on_disk = Dataset(
-        {"labels": data.tensors["labels"]},
-        on_disk={"pixel_values": RowsOnDisk(rows, torch.arange(24), (1, 8, 8), torch.float32)},
-    )
+    stored = on_disk({"labels": data.tensors["labels"]}, rows, (1, 8, 8))
 
     def train(**more: Any) -> tuple[Any, LocalResult]:
-        return one_task("fedavg", dataset=on_disk, epochs=2, **more)
+        return one_task("fedavg", dataset=stored, epochs=2, **more)
 
     _, undisturbed = train()
     read.clear()

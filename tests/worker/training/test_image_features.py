@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.selectors import NOTHING
 from tessera.shared.model.spec import Prompts
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -32,6 +32,7 @@ from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.optimization import image_features
 from tessera.worker.training.optimization.image_features import ImageFeatures, images_once
 from tests.support.duals import dual, pairs
+from tests.support.tables import on_disk
 from tests.support.tasks import CPU, PROMPTED, one_task
 from tests.support.variants import variants
 
@@ -291,8 +292,8 @@ def test_images_on_disk_are_read_once() -> None:
         read.extend(places)
         return data.tensors["pixel_values"][torch.tensor(places)]
 
-    pixels = RowsOnDisk(reader, torch.arange(EXAMPLES), (3, 8, 8), torch.float32)
-    stored = replace(data, tensors={"labels": data.tensors["labels"]}, on_disk={"pixel_values": pixels})
+    pixels = on_disk({"labels": data.tensors["labels"]}, reader, (3, 8, 8)).on_disk
+    stored = replace(data, tensors={"labels": data.tensors["labels"]}, on_disk=pixels)
     model, kept = made(), ImageFeatures()
     for _ in range(2):
         with once(model, kept, stored) as places:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import AT_ONCE
-from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, RowsOnDisk, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, TableOnDisk, schema_of
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.arrow_rows import write_rows, written_rows
@@ -174,14 +174,13 @@ def _converted(
     padding = padding_of(tokenizer, texts, columns)
     if LABELS in columns:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    width, places = notes["longest"], torch.arange(len(tokens))
-    on_disk = {
-        name: RowsOnDisk(
-            TokenRows(tokens, table.check, column, padding.values[name], width), places, (width,), torch.int64
-        )
-        for name, column in columns.items()
-    }
-    tensors = {} if LABELS in on_disk else dataset.tensors
+    width = notes["longest"]
+    on_disk = TableOnDisk(
+        TokenRows(tokens, table.check, columns, padding.values, width),
+        torch.arange(len(tokens)),
+        dict.fromkeys(columns, ((width,), torch.int64)),
+    )
+    tensors = {} if LABELS in columns else dataset.tensors
     report = replace(
         dataset.report,
         unknown_tokens=notes["unknown"],
@@ -194,7 +193,7 @@ def _converted(
     shapes = {name: (padding.width,) if len(tensor.shape) > 1 else () for name, tensor in declared.items()}
     inputs = schema_of(declared, shapes).inputs
     made = replace(made, schema=dataset.schema.model_copy(update={"inputs": inputs}))
-    small = len(tokens) * width * 8 * len(on_disk) <= MAX_IN_MEMORY
+    small = len(tokens) * width * 8 * len(columns) <= MAX_IN_MEMORY
     return made.in_memory() if (small if options.in_memory is None else options.in_memory) else made
 
 

@@ -42,30 +42,29 @@ class ArrowRows:
         found: Mapping[str, Any] = json.loads((self._end or {})[_NOTES])
         return found
 
-    def cells(self, name: str, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], pa.Array]]:
-        """Yield a column's cells in these rows by batch, with the places of the batch's rows among `rows`.
-
-        The cells are copies: the pages of the files are given back at the end. They would count as this process's
-        memory until they are needed elsewhere.
-        """
-        yield from ((places, column.take(pa.array(at))) for places, column, at in self._chosen(name, rows))
+    def cells(self, names: Sequence[str], rows: NDArray[np.int64]) -> Iterator[tuple[Any, ...]]:
+        """Yield, by batch, the places of the batch's rows among `rows`, and the cells of these columns, copied."""
+        for places, batch, at in self._chosen(rows):
+            yield places, *(batch.column(name).take(pa.array(at)) for name in names)
 
     def values(self, name: str, rows: NDArray[np.int64]) -> list[Any]:
         """Return a column's values in these rows."""
         found: list[Any] = [None] * len(rows)
-        for places, column, at in self._chosen(name, rows):
+        for places, batch, at in self._chosen(rows):
             # One by one, since Arrow cannot take rows of all its types.
+            column = batch.column(name)
             for place, row in zip(places.tolist(), at.tolist(), strict=True):
                 found[place] = column[row].as_py()
         return found
 
     def _chosen(
-        self, name: str, rows: NDArray[np.int64]
-    ) -> Iterator[tuple[NDArray[np.int64], pa.Array, NDArray[np.int64]]]:
+        self, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch, NDArray[np.int64]]]:
         of_batches = np.searchsorted(self._starts, rows, side="right") - 1
         for batch in np.unique(of_batches).tolist():
             places = np.flatnonzero(of_batches == batch)
-            yield places, self._batches[batch].column(name), rows[places] - self._starts[batch]
+            yield places, self._batches[batch], rows[places] - self._starts[batch]
+        # Pages that were read would count as this process's memory until they are needed elsewhere.
         for each in self._maps:
             each.madvise(mmap.MADV_DONTNEED)
 

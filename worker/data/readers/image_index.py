@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
-from tessera.worker.data.dataset import RowsOnDisk
+from tessera.worker.data.dataset import TableOnDisk
 from tessera.worker.data.groups import group_name, is_unnamed
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
@@ -54,7 +54,7 @@ class PixelInputs:
     """The inputs of the images that can be read."""
 
     tensors: Mapping[str, Tensor]
-    on_disk: Mapping[str, RowsOnDisk]
+    on_disk: TableOnDisk | None
     digests: NDArray[np.uint8]
     """The SHA-256 of each image's file or bytes, [images, 32]."""
     places: NDArray[np.int64]
@@ -168,12 +168,12 @@ def inputs_of(
     unreadable = verification.reasons(options.max_unreadable)
     places = np.flatnonzero(index.known)
     chosen = places if unreadable else slice(None)
-    on_disk = {}
+    on_disk = None
     if not stays:
         reader = PixelReader(pictures, index.stamps, options.mode, preparation.prepare, tuple(raw.shape[1:]))
-        on_disk[PIXELS] = RowsOnDisk(
-            reader, torch.from_numpy(places), shapes[PIXELS], pixels.dtype, preparation.finish, in_loaders=True
-        )
+        finish = {PIXELS: preparation.finish} if preparation.finish else {}
+        kinds = {PIXELS: (shapes[PIXELS], pixels.dtype)}
+        on_disk = TableOnDisk(reader, torch.from_numpy(places), kinds, finish, in_loaders=True)
     tensors = {name: torch.from_numpy(values[chosen]) for name, values in index.inputs.items()}
     groups = [digest.tobytes() if digest.any() else b"" for digest in index.groups[chosen]] if pictures.dicom else ()
     partly_read = int(index.more_frames.sum())

@@ -335,9 +335,9 @@ class PixelReader:
     row: tuple[int, ...]
     """The shape of one image's pixels."""
 
-    def __call__(self, places: Sequence[int]) -> Tensor:
+    def __call__(self, places: Sequence[int]) -> dict[str, Tensor]:
         parts = [self._read(places[first : first + AT_ONCE]) for first in range(0, len(places), AT_ONCE)]
-        return torch.cat(parts)
+        return {PIXELS: torch.cat(parts)}
 
     def _read(self, places: Sequence[int]) -> Tensor:
         images = []

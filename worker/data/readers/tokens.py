@@ -51,22 +51,24 @@ def token_batches(pieces: Iterable[Piece], notes: dict[str, Any]) -> Iterator[pa
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The function that reads one of the model's inputs, int64 [texts, width], padded."""
+    """The transform of texts as tokens to the model's inputs, int64 [texts, width] each, padded."""
 
     tokens: ArrowRows
     check: Callable[[], None]
     """A function that raises DataError if the tokens are no longer those of the table."""
-    column: str
-    padding: int
+    columns: Mapping[str, str]
+    """The column of each input."""
+    padding: Mapping[str, int]
     width: int
 
-    def __call__(self, places: Sequence[int]) -> Tensor:
+    def __call__(self, places: Sequence[int]) -> dict[str, Tensor]:
         self.check()
-        chosen = np.array(places, np.int64)
-        rows = np.full((len(chosen), self.width), self.padding, np.int64)
-        cells = [each for _, each in self.tokens.cells(self.column, chosen)]
-        for (at, ids), found in zip(self.tokens.cells(IDS, chosen), cells, strict=True):
-            real, of_batch = np.arange(self.width) < np.diff(ids.offsets)[:, None], rows[at]
-            of_batch[real] = USUAL[self.column] if found.null_count else found.flatten()
-            rows[at] = of_batch
-        return torch.from_numpy(rows)
+        shape, chosen = (len(places), self.width), np.array(places, np.int64)
+        rows = {name: np.full(shape, self.padding[name], np.int64) for name in self.columns}
+        for at, *cells in self.tokens.cells([IDS, *self.columns.values()], chosen):
+            real = np.arange(self.width) < np.diff(cells[0].offsets)[:, None]
+            for (name, column), found in zip(self.columns.items(), cells[1:], strict=True):
+                of_batch = rows[name][at]
+                of_batch[real] = USUAL[column] if found.null_count else found.flatten()
+                rows[name][at] = of_batch
+        return {name: torch.from_numpy(values) for name, values in rows.items()}

@@ -126,10 +126,10 @@ def images_once(
         return BaseModelOutputWithPooling(features.new_empty(0), features)
 
     tensors = {**data.tensors, PIXELS: torch.arange(data.examples)}
-    on_disk = {name: rows for name, rows in data.on_disk.items() if name != PIXELS}
+    # Classes are in memory, which `_is_constant` requires.
     tower.forward = look_up
     try:
-        yield replace(data, tensors=tensors, on_disk=on_disk)
+        yield replace(data, tensors=tensors, on_disk=None)
     finally:
         del tower.forward
 
@@ -140,6 +140,7 @@ def _is_constant(model: PreTrainedModel, head: Head, data: Dataset, changed: Col
     if (
         head != "contrastive"
         or data.inputs.keys() != {PIXELS, LABELS}
+        or LABELS not in data.tensors
         or (prompts and "vision" in prompts.transforms)
     ):
         return False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
-from tessera.worker.executor.shared_dataset import SharedDataset
+from tessera.worker.data.dataset import Dataset
+from tests.support.tables import on_disk
 
 EXAMPLES = 10
 
@@ -19,8 +20,7 @@ def read(places: Sequence[int]) -> Tensor:
 
 
 def dataset() -> Dataset:
-    stored = RowsOnDisk(read, torch.arange(EXAMPLES) + 100, (2,), torch.float32)
-    return Dataset({"labels": torch.arange(EXAMPLES)}, on_disk={"pixel_values": stored})
+    return on_disk({"labels": torch.arange(EXAMPLES)}, read, (2,), first=100)
 
 
 def order() -> torch.Generator:
@@ -29,7 +29,7 @@ def order() -> torch.Generator:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_each_row_of_a_batch_is_one_rank_s_and_some_ranks_have_none(ranks: int) -> None:
-    shares = [[*SharedDataset.of(dataset(), rank, ranks).batches(4, order())] for rank in range(ranks)]
+    shares = [[*replace(dataset(), share=(rank, ranks)).batches(4, order())] for rank in range(ranks)]
     for number, batch in enumerate(dataset().batches(4, order())):
         parts = [share[number] for share in shares]
         rows = [row for part in parts for row in part["labels"].tolist()]
