@@ -54,7 +54,7 @@ def test_saved_folder_is_read_with_the_names_of_its_classes(tmp_path: Path) -> N
     table = read_table("file", (saved(tmp_path / "notes", rows().select([2, 1])),))
     assert texts(table) == ["a cat", "the dog"]
     assert table.column("label", "label") == ["benign", "malignant"]
-    assert table.columns.classes == {"label": ("benign", "malignant")}
+    assert table.classes == {"label": ("benign", "malignant")}
 
 
 def test_number_of_a_class_in_a_table_means_its_name_there(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_other_separator_is_refused_rather_than_read_as_one_column(
 
 def test_separator_in_a_quoted_name_is_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text('"text, in short"\nthe cat\n')
-    assert read_table("file", (tmp_path / "notes.csv",)).columns.names == ["text, in short"]
+    assert read_table("file", (tmp_path / "notes.csv",)).names == ["text, in short"]
 
 
 def test_separator_of_another_table_than_csv_is_refused(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_types_that_arrow_cannot_take_rows_of_are_read(tmp_path: Path) -> None:
     with pa.ipc.new_stream(stream, rows.schema) as writer:
         writer.write_table(rows)
     for table in (read_table("file", (tmp_path / "a.parquet",)), read_table("file", (tmp_path / "saved",))):
-        for name in table.columns.names:
+        for name in table.names:
             assert table.column("text", name) == rows.column(name).to_pylist()
 
 

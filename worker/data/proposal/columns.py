@@ -39,11 +39,11 @@ def text_column(table: DataTable) -> str | None:
 
 def label_column(table: DataTable, others: set[str | None]) -> str | None:
     """Return the column with a usual name of classes, or the only one whose type lists them; none of `others`."""
-    names = [name for name in table.columns.names if name not in others]
+    names = [name for name in table.names if name not in others]
     for usual in LABEL_NAMES:
         if found := [name for name in names if plain(name) == usual]:
             return found[0]
-    if len(own := [name for name in names if name in table.columns.classes]) == 1:
+    if len(own := [name for name in names if name in table.classes]) == 1:
         return own[0]
     return None
 
@@ -66,7 +66,7 @@ def require_texts(proposal: Proposal, table: DataTable, text: str) -> None:
 
 def shown_columns(table: DataTable) -> str:
     """Return the names of a table's columns for a message."""
-    return ", ".join(table.columns.names[:20])
+    return ", ".join(table.names[:20])
 
 
 def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[object], bool]) -> str | None:
@@ -74,7 +74,7 @@ def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[o
 
     Reading the column names the values that do not fit; a single such value must not turn images into texts.
     """
-    names = [name for name in table.columns.names if name not in table.columns.classes]
+    names = [name for name in table.names if name not in table.classes]
     cells = {name: table.cells(what, name)[:SAMPLE] for name in names}
     fitting = [name for name in names if 2 * sum(map(fits, cells[name])) > len(cells[name])]
     by_plain = {plain(name): name for name in reversed(fitting)}

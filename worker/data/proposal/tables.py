@@ -59,7 +59,7 @@ def add_table(
     if split is not None:
         proposal.add("split", split, "the split that you named")
     if separator is not None:
-        why = f"the only separator with which the first rows have equally many columns, {len(table.columns.names)}"
+        why = f"the only separator with which the first rows have equally many columns, {len(table.names)}"
         proposal.add("separator", separator, why)
     if image is not None:
         proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
@@ -94,8 +94,8 @@ def _unusual_separator(path: Path, split: str | None) -> Separator | None:
 def _add_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None) -> None:
     """Add the options of the column of labels, and for texts the head that follows from it."""
     label = label or label_column(table, {image, text})
-    if label is None and (image or len(table.columns.names) > 1):
-        few = [name for name in table.columns.names if name not in (image, text) and has_few_values(table, name)]
+    if label is None and (image or len(table.names) > 1):
+        few = [name for name in table.names if name not in (image, text) and has_few_values(table, name)]
         likely = f" ({', '.join(few)} {'have' if len(few) > 1 else 'has'} few values)" if few else ""
         raise DataError(
             f"{table.where} has no obvious column of classes among {shown_columns(table)}: name it with "
@@ -157,8 +157,8 @@ def _add_group(proposal: Proposal, table: DataTable, image: str | None, text: st
     """Add the column of patients or subjects by its name, or ask about columns of identities that repeat."""
     label = proposal.options.get("label")
     used = (image, text, label if isinstance(label, str) else None)
-    persons = [name for name in table.columns.names if name not in used and is_person(name)]
-    groups = [name for name in table.columns.names if plain(name) == "group"]
+    persons = [name for name in table.names if name not in used and is_person(name)]
+    groups = [name for name in table.names if plain(name) == "group"]
     if found := sorted(persons, key=lambda name: not plain(name).startswith("pat")) or groups:
         proposal.add(
             "group", found[0], "rows with an equal value in this column are held out together: the patient's"

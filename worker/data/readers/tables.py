@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, BinaryIO, NamedTuple, get_args
+from typing import Annotated, Any, BinaryIO, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -53,39 +53,6 @@ EXCEL = re.compile('"?sep=.?"?[;,|\t]*\r?$', re.IGNORECASE | re.MULTILINE)
 """The line that names the separator of a CSV file to Excel."""
 UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Columns(NamedTuple):
-    names: Sequence[str]
-    values: Callable[[str], Cells[Any]]
-    """A function from a column's name to its values."""
-    classes: Mapping[str, tuple[str, ...]] = {}
-    """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
-
-
-def _columns(rows: ArrowRows, features: Mapping[str, Any] | None, check: Callable[[], None]) -> Columns:
-    """Return the columns, with the names of classes in place of numbers: `features` are the columns' types, if the
-    file does not have them. `check` runs before each reading."""
-    classes = _class_names_by_column(_features(rows.schema) if features is None else features)
-    of_json = JSON_CELLS.items() <= (rows.schema.metadata or {}).items()
-    everything = np.arange(len(rows))
-
-    def values(name: str) -> Cells[Any]:
-        def read(places: NDArray[np.int64]) -> list[Any]:
-            check()
-            try:
-                return rows.values(name, places)
-            except pa.ArrowException as fault:
-                raise DataError(
-                    f"file: column {name!r} cannot be read: {in_short(fault)}; save it as text"
-                ) from fault
-
-        cells: Cells[Any] = Cells(read, everything)
-        if of_json:
-            return cells.mapped(lambda cell: None if cell is None else json.loads(cell))
-        return cells.mapped(lambda value: _class_names(value, classes[name])) if name in classes else cells
-
-    return Columns(rows.schema.names, values, classes)
 
 
 def _features(schema: pa.Schema) -> Mapping[str, Any]:
@@ -230,7 +197,7 @@ def _widths(file: Path, separator: str, rows: int) -> set[int]:
         return set()
 
 
-def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
+def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:  # noqa: ARG001 (it needs none)
     if not any(parquet.read_metadata(file).num_rows for file in files):
         raise ValueError(EMPTY)
     first = parquet.read_schema(files[0])
@@ -241,52 +208,15 @@ def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
             raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
         _require_same_classes(first, schema, Path(file).name)
     # Images are not converted, but read from these files.
-    cells = byte_cells([*map(Path, files)], None)
-    others = [name for name in first.names if name not in cells] or None
-    plain = [_in_plain_types(file, others, Path(cache, f"{place}.parquet")) for place, file in enumerate(files)]
-    yield from _cached(_library().Dataset.from_parquet(plain, cache_dir=cache, columns=others))
-
-
-def _in_plain_types(file: str, columns: Sequence[str] | None, copy: Path) -> str:
-    """Return the file, or a copy of these columns if `datasets` cannot read their types."""
-    schema = parquet.read_schema(file)
-    kinds = [(each.name, _plain_type(each.type)) for each in schema if columns is None or each.name in columns]
-    if all(schema.field(name).type == kind for name, kind in kinds):
-        return file
-    written = pa.schema(kinds, schema.metadata)
-    with parquet.ParquetWriter(copy, written) as writer:
-        for batch in parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE, columns=columns):
-            writer.write_batch(pa.record_batch([_plain(batch.column(name)) for name in written.names], written))
-    return str(copy)
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the same values that every function of Arrow takes: without views and runs."""
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    if pa.types.is_binary_view(kind):
-        return pa.large_binary()
-    if pa.types.is_run_end_encoded(kind):
-        return _plain_type(kind.value_type)
-    if pa.types.is_dictionary(kind):
-        of_values = _plain_type(kind.value_type)
-        return kind if of_values == kind.value_type else of_values
-    if pa.types.is_struct(kind):
-        return pa.struct([(each.name, _plain_type(each.type)) for each in kind])
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_plain_type(kind.value_type), kind.list_size)
-    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(_plain_type(kind.value_type))
-    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
-        return pa.list_(_plain_type(kind.value_type))
-    return kind
-
-
-def _plain(cells: pa.Array) -> pa.Array:
-    """Return the same cells in their plain type."""
-    kind = _plain_type(cells.type)
-    # Arrow cannot cast runs, and casts some nested views to invalid arrays.
-    return cells if kind == cells.type else pa.array(cells.to_pylist(), kind)
+    others = [name for name in first.names if name not in byte_cells([*map(Path, files)], None)] or None
+    for file in files:
+        for batch in parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE, columns=others):
+            kinds = pa.schema([first.field(name) for name in batch.schema.names], first.metadata)
+            if batch.schema.equals(kinds):
+                yield batch.replace_schema_metadata(first.metadata)
+            else:
+                # Names of classes may be written as text in one file and as numbers in another.
+                yield from _library().table.table_cast(pa.Table.from_batches([batch]), kinds).to_batches()
 
 
 def _require_same_classes(first: pa.Schema, schema: pa.Schema, file: str) -> None:
@@ -389,18 +319,24 @@ class DataTable:
     """The rows of one or several files, or of a folder that `datasets` saved."""
 
     files: tuple[Path, ...]
-    columns: Columns
+    rows: ArrowRows
+    names: Sequence[str]
+    classes: Mapping[str, tuple[str, ...]]
+    """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
     other_files: Sequence[Path]
     """The files in folders of shards that are no tables."""
     passed_over: Mapping[str, int]
     """The number of files and folders there that systems and programs left, by name."""
-    examples: int
     digest: str
     """A digest of the files' paths, sizes and times of change, and of the separator that an option names."""
     check: Callable[[], None]
     """A function that raises DataError if a file has changed."""
     bytes_of: Mapping[str, ByteCells]
     """The columns of bytes, such as images, whose cells are read from the files one by one."""
+
+    @property
+    def examples(self) -> int:
+        return len(self.rows)
 
     @property
     def where(self) -> str:
@@ -410,22 +346,33 @@ class DataTable:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
         own = self.own_name(name)
         if own is None:
-            near = nearest(name, self.columns.names)
-            there = f"did you mean `{near}`?" if near else f"its columns are {', '.join(self.columns.names[:20])}"
+            near = nearest(name, self.names)
+            there = f"did you mean `{near}`?" if near else f"its columns are {', '.join(self.names[:20])}"
             raise DataError(f"{option}: {self.where} has no column {name!r}; {there}")
-        if own in self.bytes_of:
-            return Cells(self.bytes_of[own].read, np.arange(self.examples))
-        return self.columns.values(own)
+        read = self.bytes_of[own].read if own in self.bytes_of else partial(self._values, own)
+        return Cells(read, np.arange(self.examples))
+
+    def _values(self, name: str, places: NDArray[np.int64]) -> list[Any]:
+        """Return a column's values in some rows, with the names of classes in place of numbers."""
+        self.check()
+        try:
+            values = self.rows.values(name, places)
+        except pa.ArrowException as fault:
+            raise DataError(f"file: column {name!r} cannot be read: {in_short(fault)}; save it as text") from fault
+        if JSON_CELLS.items() <= (self.rows.schema.metadata or {}).items():
+            return [None if cell is None else json.loads(cell) for cell in values]
+        classes = self.classes.get(name)
+        return [_class_names(value, classes) for value in values] if classes else values
 
     def own_name(self, name: str) -> str | None:
         """Return the table's name of a column; None if there is none. Spaces around a name and its Unicode form do
         not count, unless that leaves several."""
-        like = [own for own in self.columns.names if composed(own).strip() == composed(name).strip()]
+        like = [own for own in self.names if composed(own).strip() == composed(name).strip()]
         return name if name in like else like[0] if len(like) == 1 else None
 
     def class_names(self, name: str) -> tuple[str, ...] | None:
         """Return the names of a column's classes, if its type lists them."""
-        return self.columns.classes.get(self.own_name(name) or name)
+        return self.classes.get(self.own_name(name) or name)
 
     def byte_cells(self, name: str) -> ByteCells | None:
         """Return the cells of a column of bytes; None for a column of another type."""
@@ -471,7 +418,7 @@ class DataTable:
     def ungrouped(self, group: str | None, *others: str | None) -> list[Repeated]:
         """Return the columns but these that identify persons by their names, and repeat; none if there is a group."""
         used = {self.own_name(other) for other in others if other}
-        names = [] if group else [name for name in self.columns.names if name not in used and is_identifier(name)]
+        names = [] if group else [name for name in self.names if name not in used and is_identifier(name)]
         found = (
             repeated(f"column {name!r}", self.cells("group", name), f"Set group = {json.dumps(name)} if it is.")
             for name in names
@@ -538,8 +485,8 @@ def read_table(
             raise
         raise _unreadable(option, files[0], fault) from fault
     check = partial(_require_same, option, stamps)
-    columns = _columns(rows, features, check)._replace(names=names)
-    return DataTable(files, columns, listed.others, listed.passed_over, len(rows), digest, check, bytes_of)
+    classes = _class_names_by_column(_features(rows.schema) if features is None else features)
+    return DataTable(files, rows, names, classes, listed.others, listed.passed_over, digest, check, bytes_of)
 
 
 def table_name(digest: str) -> str:
