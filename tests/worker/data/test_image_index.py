@@ -249,7 +249,7 @@ def test_batch_of_any_size_is_converted_in_parts_with_the_same_bits(scans: Path)
         together.append(len(images))
         return Resized(4, 4)(images)
 
-    pixels = reader_of(scans, noted)(range(COUNT))
+    pixels = reader_of(scans, noted)(range(COUNT))["pixel_values"]
     assert together == [16, 16, 8]
     whole = [Image.open(scans / str(place % 2) / f"{place:02}.png").convert("RGB") for place in range(COUNT)]
     assert torch.equal(pixels, Resized(4, 4)(whole)["pixel_values"])

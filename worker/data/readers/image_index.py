@@ -46,7 +46,7 @@ THREADS = 8
 SHOWN = 3
 """Number of unreadable images that a message describes."""
 DIGEST_BYTES = 32
-INDEX_FILE, INDEX_FORMAT = "images.npz", 3
+INDEX_FILE, INDEX_FORMAT = "images.npz", 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,29 +69,25 @@ class PixelInputs:
 
 @dataclass(eq=False)
 class _Index:
-    """The findings about each picture: arrays with one row for each."""
+    """The findings about each picture."""
 
-    keys: NDArray[Any]
-    stamps: NDArray[np.int64]
-    known: NDArray[np.bool_]
-    """True for a picture that was read with this stamp. Only for it are the rows below filled."""
-    digests: NDArray[np.uint8]
-    groups: NDArray[np.uint8]
-    """Digests of the groups in DICOM headers, [images, 32]; zeros without one."""
-    more_frames: NDArray[np.bool_]
-    """True for a file with pages or frames after the first."""
-    inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """Inputs that stay in memory."""
+    rows: NDArray[Any]
+    """The key and the stamp of each picture; whether it is `known`, since it was read with this stamp; and only then
+    the digests of its file and of the group in its DICOM header, zeros without one, and whether it has more frames
+    than the first."""
+    inputs: dict[str, NDArray[Any]]
+    """Inputs that stay in memory, with one row for each picture."""
 
     @classmethod
     def of(cls, pictures: Pictures, stamps: NDArray[np.int64], sample: Mapping[str, Tensor]) -> Self:
         """Return the index of pictures of which nothing is known. `sample` has the inputs to keep of an image."""
-        count = len(pictures)
+        count, keys, digest = len(pictures), pictures.keys, (np.uint8, DIGEST_BYTES)
+        kinds = [("key", keys.dtype), ("stamp", np.int64, 2), ("known", "?"), ("digest", *digest), ("group", *digest)]
+        rows = np.zeros(count, [*kinds, ("more_frames", "?")])
+        rows["key"], rows["stamp"] = keys, stamps
         # Filled in place, so that a large data set is not in memory twice.
         inputs = {name: one.new_zeros((count, *one.shape[1:])).numpy() for name, one in sample.items()}
-        digests, groups = np.zeros((2, count, DIGEST_BYTES), np.uint8)
-        known, more_frames = (np.zeros(count, np.bool_) for _ in range(2))
-        return cls(pictures.keys, stamps, known, digests, groups, more_frames, inputs)
+        return cls(rows, inputs)
 
     def adopt(self, file: Path, terms: str) -> bool:
         """Take over what the index in a file, made on the same terms, knows of pictures that have not changed.
@@ -100,20 +96,19 @@ class _Index:
         """
         try:
             with file.open("rb") as content, np.load(content, allow_pickle=False) as stored:
-                if str(stored["terms"]) != terms or not len(stored["keys"]):
+                known = stored["rows"]
+                if str(stored["terms"]) != terms or not len(known):
                     return False
-                order = np.argsort(stored["keys"], kind="stable")
-                places = np.searchsorted(stored["keys"], self.keys, sorter=order)
-                rows = order[np.minimum(places, len(order) - 1)]
-                same = stored["known"][rows] & (stored["keys"][rows] == self.keys)
-                same &= (stored["stamps"][rows] == self.stamps).all(axis=1)
-                self.digests[same] = stored["digests"][rows[same]]
-                self.groups[same] = stored["groups"][rows[same]]
-                self.more_frames[same] = stored["more_frames"][rows[same]]
+                order = np.argsort(known["key"], kind="stable")
+                places = np.searchsorted(known["key"], self.rows["key"], sorter=order)
+                chosen = order[np.minimum(places, len(order) - 1)]
+                found = known[chosen]
+                same = found["known"] & (found["key"] == self.rows["key"])
+                same &= (found["stamp"] == self.rows["stamp"]).all(axis=1)
                 for name, values in self.inputs.items():
-                    values[same] = stored[_INPUT + name][rows[same]]
-                self.known = same
-                return bool(same.all()) and len(order) == len(self.keys)
+                    values[same] = stored[_INPUT + name][chosen[same]]
+                self.rows[same] = found[same]
+                return bool(same.all()) and len(order) == len(self.rows)
         except (OSError, ValueError, LookupError, EOFError, BadZipFile):
             return False
 
@@ -123,17 +118,7 @@ class _Index:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Names of files may identify patients.
         with written_whole(file, mode=0o600) as opened_file:
-            np.savez(
-                opened_file,
-                terms=np.array(terms),
-                keys=self.keys,
-                stamps=self.stamps,
-                known=self.known,
-                digests=self.digests,
-                groups=self.groups,
-                more_frames=self.more_frames,
-                **inputs,
-            )
+            np.savez(opened_file, terms=np.array(terms), rows=self.rows, **inputs)
 
 
 _INPUT = "input "
@@ -166,18 +151,20 @@ def inputs_of(
     verification = _Verification(pictures, options.mode, preparation if converts else None, shapes, index)
     verification.run(NOT_KEPT if stays else prepared, _terms(pictures, options, preparation))
     unreadable = verification.reasons(options.max_unreadable)
-    places = np.flatnonzero(index.known)
-    chosen = places if unreadable else slice(None)
+    places = np.flatnonzero(index.rows["known"])
+    chosen = index.rows[places]
     on_disk = None
     if not stays:
-        reader = PixelReader(pictures, index.stamps, options.mode, preparation.prepare, tuple(raw.shape[1:]))
+        reader = PixelReader(pictures, stamps, options.mode, preparation.prepare, tuple(raw.shape[1:]))
         finish = {PIXELS: preparation.finish} if preparation.finish else {}
         kinds = {PIXELS: (shapes[PIXELS], pixels.dtype)}
         on_disk = TableOnDisk(reader, torch.from_numpy(places), kinds, finish, in_loaders=True)
-    tensors = {name: torch.from_numpy(values[chosen]) for name, values in index.inputs.items()}
-    groups = [digest.tobytes() if digest.any() else b"" for digest in index.groups[chosen]] if pictures.dicom else ()
-    partly_read = int(index.more_frames.sum())
-    return PixelInputs(tensors, on_disk, index.digests[chosen], places, unreadable, groups, partly_read)
+    kept_rows = places if unreadable else slice(None)
+    tensors = {name: torch.from_numpy(values[kept_rows]) for name, values in index.inputs.items()}
+    groups = [digest.tobytes() if digest.any() else b"" for digest in chosen["group"]] if pictures.dicom else ()
+    # A copy, without the keys.
+    digests = np.ascontiguousarray(chosen["digest"])
+    return PixelInputs(tensors, on_disk, digests, places, unreadable, groups, int(chosen["more_frames"].sum()))
 
 
 def _require_files(pictures: Pictures, stamps: NDArray[np.int64]) -> None:
@@ -221,7 +208,7 @@ class _Verification:
         Raises DataError of a processor."""
         file = prepared.folder and prepared.folder / INDEX_FILE
         complete = file is not None and self.index.adopt(file, terms)
-        unknown = np.flatnonzero(~self.index.known)
+        unknown = np.flatnonzero(~self.index.rows["known"])
         pieces = [unknown[begin : begin + AT_ONCE].tolist() for begin in range(0, len(unknown), AT_ONCE)]
         # Opened images may be large, and those to convert are open together.
         threads = 1 if self.preparation else min(THREADS, os.cpu_count() or 1)
@@ -244,11 +231,11 @@ class _Verification:
             except DataError as fault:
                 self.unreadable[place] = fault
                 continue
+            row = self.index.rows[place]
             if not is_unnamed(group := group_name(image.info.get(GROUP, ""))):
-                self.index.groups[place] = np.frombuffer(hashlib.sha256(group).digest(), np.uint8)
-            self.index.known[place] = True
-            self.index.digests[place] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
-            self.index.more_frames[place] = has_more_frames(content)
+                row["group"] = np.frombuffer(hashlib.sha256(group).digest(), np.uint8)
+            row["digest"] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
+            row["known"], row["more_frames"] = True, has_more_frames(content)
             if self.preparation:
                 images.append(image)
                 read.append(place)
