@@ -23,7 +23,7 @@ TRANSFORMS = "tessera.worker.data.image_transforms"
 
 @dataclass(frozen=True)
 class SeededAugmentation:
-    """An augmentation of which the seed and an example's place in its data set decide how that example is changed."""
+    """An augmentation whose seed and an example's place in its data set decide the changes of that example."""
 
     settings: Augmentation
     seed: int
@@ -71,5 +71,5 @@ def augmentation_of(training: Training, seed: int) -> SeededAugmentation | None:
 
 
 def augmented(augmentation: SeededAugmentation | None, dataset: Dataset, rows: Tensor, read: Rows) -> Rows:
-    """Return what was read of the examples at the places `rows`, augmented if there is an augmentation."""
+    """Return the inputs `read` of the examples at the places `rows`, augmented if there is an augmentation."""
     return augmentation.of(dataset, rows)(read) if augmentation else read

@@ -41,7 +41,7 @@ class Cells(Sequence[T], Generic[T]):
         return replace(self, rows=self.rows[index])
 
     def mapped(self, change: Callable[[T], U]) -> Cells[U]:
-        """Return what the function makes of each value."""
+        """Return the function's result for each value."""
         return Cells(lambda rows: list(map(change, self.read(rows))), self.rows)
 
 

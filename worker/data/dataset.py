@@ -42,7 +42,7 @@ class Padding:
     values: Mapping[str, int]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors with those of texts, [examples, tokens], padded to `width` tokens."""
+        """Return tensors, of which texts, [examples, tokens], are padded to `width` tokens."""
         return {
             name: pad(tensor, (0, self.width - tensor.shape[1]), value=self.values[name])
             if name in self.values
@@ -107,7 +107,7 @@ class TableOnDisk:
     kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     """The shape and the dtype of a row of each input."""
     finish: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """The conversion of what `transform` returns to rows of this shape and dtype, on any device, by input. Bytes of
+    """The conversion of the transform's result to rows of this shape and dtype, on any device, by input. Bytes of
     pixels are converted where the model is, so that a quarter is copied."""
     in_loaders: bool = False
     """True if reading takes so long that loaders do it, if the worker has any."""
@@ -169,19 +169,19 @@ class Request:
 
     places: NDArray[np.int64]
     change: Callable[[Rows], Rows] | None = None
-    """A conversion of what was read."""
+    """A conversion of the rows."""
 
 
 class Loaders(Protocol):
     """Processes that read rows on disk. `worker.data.loaders` implements it."""
 
     def prepare(self) -> None:
-        """Begin to import what they need."""
+        """Begin to import the modules of loaders."""
 
     def read(
         self, transform: Callable[[Sequence[int]], Rows], requests: Iterable[Request]
     ) -> Iterator[Rows | DataError]:
-        """Yield what the transform of a table returns for each request, or its error, in their order."""
+        """Yield the result of a table's transform for each request, or its error, in their order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -291,7 +291,7 @@ class Dataset:
 
     def contradictions(self) -> list[tuple[int, int]]:
         """Return the place of the first example of a content, and that of another with another class, once for each
-        further class. Examples of which the source is a digest are compared."""
+        further class. Examples whose source is a digest are compared."""
         classes = self.classes
         if classes is None or not isinstance(self.sources, np.ndarray):
             return []
@@ -444,8 +444,8 @@ def schema_of(
 ) -> DatasetSchema:
     """Return the schema of these tensors.
 
-    `shapes` are for one example. They, the number of classes, and the classes' names in order are what the settings
-    fix; names give the number too.
+    `shapes` are for one example. The settings fix them, the number of classes, and the classes' names in order; names
+    give the number too.
     """
     inputs = {
         name: TensorSchema(dtype=str(tensor.dtype).removeprefix("torch."), shape=shapes.get(name))

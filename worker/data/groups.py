@@ -50,7 +50,7 @@ class Repeated(NamedTuple):
 
 
 def is_unnamed(group: bytes) -> bool:
-    """Return whether an example's group is missing."""
+    """Return True if an example's group is missing."""
     return group.strip().lower() in UNNAMED
 
 
@@ -65,18 +65,18 @@ def plain(column: str) -> str:
 
 
 def is_person(column: str) -> bool:
-    """Return whether the name of a column is that of a patient's or a subject's identity."""
+    """Return True if a column is named like the identity of a patient or a subject."""
     return bool(PERSON.fullmatch(plain(column)))
 
 
 def is_identifier(column: str) -> bool:
-    """Return whether the name of a column is that of a person, or of something that is one person's."""
+    """Return True if a column is named like the identity of a person, or of a thing that belongs to one person."""
     words, name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", column.strip()).lower(), plain(column)
     return is_person(column) or (name not in NO_PERSON and bool(_RECORD.fullmatch(name) or _IDENTIFIER.search(words)))
 
 
 def repeated(what: str, values: Iterable[object], remedy: str) -> Repeated | None:
-    """Return how often values repeat, missing ones left out; None if none does, or if all are the same."""
+    """Return the repetitions of values except missing ones; None if none repeats, or if all are the same."""
     given = (value if isinstance(value, bytes) else str(value).encode(errors="replace") for value in values)
     hashes = np.fromiter((hash(value) for value in given if not is_unnamed(value)), np.int64)
     distinct = len(np.unique(hashes))
@@ -84,12 +84,12 @@ def repeated(what: str, values: Iterable[object], remedy: str) -> Repeated | Non
 
 
 def in_paths(persons: Iterable[bytes], remedy: str = "") -> Repeated | None:
-    """Return how often the persons repeat that `PERSON_IN_PATH` finds in images' paths; None if none does."""
+    """Return the repetitions of persons that `PERSON_IN_PATH` finds in images' paths; None if none repeats."""
     return repeated("the number after `patient`, `subject` or `case` in the images' paths", persons, remedy)
 
 
 def person_of(pattern: str, path: str) -> bytes:
-    """Return what the group of a pattern matches in an image's path; empty if the pattern does not match."""
+    """Return the match of a pattern's group in an image's path; empty if the pattern does not match."""
     found = re.search(pattern, composed(path))
     return group_name(found[1] or "") if found else b""
 
@@ -144,7 +144,7 @@ class Groups:
     def drawn(self, groups: Tensor, most: int, seed: int) -> list[Tensor]:
         """Return the places of at most `most` members of each of these groups, drawn by `seed`.
 
-        Which members of a group are drawn depends on its own members alone. Privacy holds for any choice: the seed
+        The drawn members of a group depend on its own members alone. Privacy holds for any choice: the seed
         need not be secret.
         """
         return [self._drawn(group, most, seed) for group in groups.tolist()]

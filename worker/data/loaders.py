@@ -121,7 +121,7 @@ def _attempts(
 
 
 def attempt(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows | DataError:
-    """Return what `read_here` does, or a reader's error."""
+    """Return the inputs of `read_here`, or a reader's error."""
     try:
         return read_here(dataset, rows, augmentation)
     except DataError as fault:
@@ -136,8 +136,8 @@ def read_here(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation |
 
 
 def read_apart(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> tuple[Rows, Tensor]:
-    """Return what `read_here` does, read one by one, and which of the examples can be read, bool [examples]. Another
-    one of them is in the place of one that cannot; without any, there are no inputs."""
+    """Return the inputs of `read_here`, read one by one, and the mask of readable examples, bool [examples]. A
+    readable example takes the place of an unreadable one; without any, there are no inputs."""
     found = [attempt(dataset, row, augmentation) for row in torch.split(rows, 1)]
     good = [each for each in found if not isinstance(each, DataError)]
     readable = torch.tensor([not isinstance(each, DataError) for each in found])
@@ -187,7 +187,7 @@ def finished(dataset: Dataset, batch: Rows) -> Rows:
 
 
 def _ahead(batches: Iterator[T]) -> Iterator[T]:
-    """Yield the batches, each read while the one before it is used."""
+    """Yield the batches, each read while the batch before it is used."""
     with ThreadPoolExecutor(1, "reading") as pool:
         coming = pool.submit(next, batches, None)
         while (batch := coming.result()) is not None:
@@ -225,8 +225,8 @@ class LoaderProcesses:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def read(self, transform: Transform, requests: Iterable[Request]) -> Iterator[Rows | DataError]:
-        """Yield what the transform of a table returns for each request, or its error, in their order. A pass that
-        begins ends the one before. Raises LoaderFailed."""
+        """Yield the result of a table's transform for each request, or its error, in their order. A pass that
+        begins ends the previous pass. Raises LoaderFailed."""
         self._pass += 1
         this = self._pass
         if self._transform is not transform:
@@ -291,7 +291,7 @@ class LoaderProcesses:
             try:
                 return next(batches, None)
             except (RuntimeError, OSError, EOFError) as fault:
-                # Of a loader that ended, what it had read may be lost on the way too.
+                # A batch that a loader read before it ended may be lost too.
                 waited += LOOK_SECONDS
                 if "timed out" not in str(fault) or waited >= PATIENCE_SECONDS:
                     self.close()

@@ -40,7 +40,7 @@ class PackedRows:
         padding = self.documents.padding
         ids = torch.full(shape, padding.values[IDS] if padding else 0)
         labels = torch.full(shape, IGNORED)
-        # What follows the last document of a row is like a document too.
+        # The padding after a row's last document counts as another document.
         positions = torch.arange(self.width).repeat(len(places), 1)
         place, of_row = 0, np.repeat(np.arange(len(places)), [len(each) for each in documents])
         for number, row in enumerate(of_row.tolist()):
@@ -57,7 +57,7 @@ class PackedRows:
 
 
 def _real(padding: Padding | None, documents: Rows) -> Tensor:
-    """Return which positions of documents hold a token and no padding, bool [documents, width].
+    """Return the mask of positions that hold a token of a document rather than padding, bool [documents, width].
 
     Labels do not show it: they may leave out a question, which the answer needs.
     """
@@ -88,7 +88,7 @@ def packed(dataset: Dataset) -> Dataset:
                 filled = 0
             filled += length
     rows = np.array([*starts, dataset.examples])
-    # What rows are made of alone, since a process of another device gets it.
+    # Tokens alone: processes of other devices get the whole table.
     documents = Dataset(dataset.tensors, padding=dataset.padding, on_disk=dataset.on_disk)
     kinds = dict.fromkeys((IDS, POSITIONS, LABELS), ((width,), torch.int64))
     table = TableOnDisk(PackedRows(documents, rows, width), torch.arange(len(starts)), kinds)

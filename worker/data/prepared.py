@@ -51,7 +51,7 @@ class Prepared:
         return self.folder
 
     def file(self, name: str, write: Callable[[BinaryIO], None], read: Callable[[mmap.mmap], T]) -> T:
-        """Return what `read` makes of the file of this name, mapped. `write` fills it if it is not there or damaged.
+        """Return the result of `read` for the file of this name, mapped. `write` fills a missing or damaged file.
 
         Raises OSError, and the exceptions of `write`, after which no file is left.
         """

@@ -21,7 +21,7 @@ from tessera.worker.data.prepared import Prepared, mapped
 from tessera.worker.data.readers import image_index
 from tessera.worker.data.readers.arrow_rows import ArrowRows
 from tessera.worker.data.readers.byte_cells import byte_cells
-from tessera.worker.data.readers.pictures import Pictures, PixelReader, Prepare, Resized
+from tessera.worker.data.readers.pictures import Pictures, PixelReader, Prepare, Resizing
 from tessera.worker.data.registry import load, streamed
 from tessera.worker.errors import DataError
 from tests.support.pretrained import picture
@@ -247,12 +247,12 @@ def test_batch_of_any_size_is_converted_in_parts_with_the_same_bits(scans: Path)
 
     def noted(images: list[Image.Image]) -> dict[str, torch.Tensor]:
         together.append(len(images))
-        return Resized(4, 4)(images)
+        return Resizing(4, 4)(images)
 
     pixels = reader_of(scans, noted)(range(COUNT))["pixel_values"]
     assert together == [16, 16, 8]
     whole = [Image.open(scans / str(place % 2) / f"{place:02}.png").convert("RGB") for place in range(COUNT)]
-    assert torch.equal(pixels, Resized(4, 4)(whole)["pixel_values"])
+    assert torch.equal(pixels, Resizing(4, 4)(whole)["pixel_values"])
 
 
 def test_processor_that_pads_to_the_largest_image_is_refused_in_any_part_of_a_batch(scans: Path) -> None:

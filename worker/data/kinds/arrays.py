@@ -72,7 +72,7 @@ def _require_floating_point(pixels: Tensor) -> None:
 
 
 def _unusable(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield what nothing can be learnt from. It is no error, since a private task must not fail by one example."""
+    """Yield faults of values. They are not errors, since a private task must not fail by one example."""
     for name, tensor in sorted(tensors.items()):
         wrong: list[int] = []
         for first, part in _pieces(tensor):
@@ -84,8 +84,8 @@ def _unusable(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _classes(labels: Tensor) -> Tensor:
-    """Return which labels can be classes, bool, of the same shape; -100, which the loss leaves out, can be a token's
-    label."""
+    """Return the mask of labels that can be classes, bool, of the same shape. A token's label may be -100, which the
+    loss leaves out."""
     if labels.is_floating_point():
         return labels.isfinite()
     possible = (labels >= 0) & (labels < MAX_CLASSES)
@@ -98,7 +98,7 @@ def _largest(pixels: Tensor) -> float:
 
 
 def _schema(tensors: Mapping[str, Tensor]) -> DatasetSchema:
-    """Return what does not depend on the examples: not the length of texts, which may be that of the longest."""
+    """Return the schema without lengths of texts, which may depend on the longest example."""
     shapes = {name: tuple(t.shape[1:]) for name, t in tensors.items() if name == PIXELS or t.ndim == 1}
     try:
         return schema_of(tensors, shapes)

@@ -160,7 +160,7 @@ class _Listed:
 
 
 def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
-    """Return what is probably one person's in several images: in columns, headers and paths."""
+    """Return the names in columns, headers and paths that are probably a person's, and repeat."""
     pictures, remedy = listed.pictures, "If it is, add a column with the patient to the table, and name it in group."
     in_folder = listed.labels[0] == "folder"
     by_header = f'Set group = "{PATIENT}".' if in_folder else remedy
@@ -208,7 +208,7 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
 
 def _beside(table: DataTable, pictures: Pictures, options: ImagesOptions) -> tuple[list[Path], list[str]]:
     """Return the files in folders of tables that are no images, and the images without a row in these folders and in
-    those of the table's images."""
+    the folders of the table's images."""
     paths = list(filter(None, pictures.paths.tolist()))
     if not paths:
         return list(table.other_files), []
@@ -304,7 +304,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
 
 
 def _groups_of_paths(folder: Path, names: Sequence[str], pattern: str) -> Cells[bytes]:
-    """Return what the pattern's group matches in each path. Raises DataError if it does not match one."""
+    """Return the match of the pattern's group in each path. Raises DataError if it does not match one."""
     groups = [person_of(pattern, name.replace(os.sep, "/")) for name in names]
     if lacking := [name for name, group in zip(names, groups, strict=True) if not group]:
         raise DataError(
@@ -315,7 +315,7 @@ def _groups_of_paths(folder: Path, names: Sequence[str], pattern: str) -> Cells[
 
 
 def is_dicom_image(path: Path) -> bool:
-    """Return whether a file is DICOM, and not a DICOMDIR, which lists the files of a medium."""
+    """Return True if a file is DICOM, and not a DICOMDIR, which lists the files of a medium."""
     return path.name.upper() != "DICOMDIR" and is_dicom(path)
 
 

@@ -132,7 +132,7 @@ def _readable(table: DataTable, column: Iterable[Any]) -> Iterator[Any]:
 
 
 def _over_in_words(texts: RawTexts, most: int) -> Truncation:
-    """Return how many texts have more words than tokens are kept."""
+    """Return the number of texts with more words than the most tokens."""
     counted = [sum(len(part.split()) for part in text) for text in texts.parts()]
     return Truncation(len(counted), sum(words > most for words in counted), max(counted, default=0), most)
 
@@ -188,7 +188,7 @@ def _converted(
         no_end=texts.with_end and tokenizer.eos_token_id is tokenizer.sep_token_id is None,
     )
     made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
-    # Without token types, which are left out or not by what the texts are.
+    # Without token types: pairs of texts alone have them.
     declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
     shapes = {name: (padding.width,) if len(tensor.shape) > 1 else () for name, tensor in declared.items()}
     inputs = schema_of(declared, shapes).inputs

@@ -3,7 +3,7 @@
 part = { scheme = "dirichlet", count = 4, alpha = 0.1, index = 0 }
 
 Each algorithm gives `count` disjoint sets of rows that together are all rows, [rows of a site] each and ascending,
-none of them empty, and the same ones for the same seed. Each raises ValueError for what cannot be divided so.
+none of them empty, and the same sets for the same seed. Each raises ValueError if the rows cannot be divided so.
 """
 
 from __future__ import annotations

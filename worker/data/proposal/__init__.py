@@ -1,4 +1,4 @@
-"""A table `[datasets.NAME]` for a folder or a file, proposed from what it contains, with a reason for each option."""
+"""A table `[datasets.NAME]` for a folder or a file, proposed from its content, with a reason for each option."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def propose(
     text: str | None = None,
     label: str | None = None,
 ) -> Proposal:
-    """Return the options for the data at a path. Raises DataError for what a person has to decide.
+    """Return the options for the data at a path. Raises DataError if a person has to decide.
 
     `text` and `label` name columns of a table of texts; otherwise the values of the columns decide.
     """

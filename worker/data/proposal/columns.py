@@ -49,7 +49,7 @@ def label_column(table: DataTable, others: set[str | None]) -> str | None:
 
 
 def has_few_values(table: DataTable, name: str) -> bool:
-    """Return whether the first rows have few values in a column, as classes do."""
+    """Return True if the first rows have few values in a column, as classes do."""
     return 1 < len(set(map(str, table.cells("label", name)[:SAMPLE]))) <= MAX_FEW
 
 
@@ -112,7 +112,7 @@ def _refuse_names_of_images(table: DataTable, columns: Sequence[str]) -> None:
 
 
 def _is_long(texts: Sequence[object]) -> bool:
-    """Return whether texts have three words on average, unlike names and dates."""
+    """Return True if texts have three words on average, unlike names and dates."""
     return sum(map(number_of_words, texts)) >= 3 * len(texts)
 
 
@@ -127,7 +127,7 @@ def _is_image(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a value is text, or a list of words."""
+    """Return True if a value is text, or a list of words."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(word, str) for word in value)
     return isinstance(value, str)

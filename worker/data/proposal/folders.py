@@ -18,7 +18,7 @@ from tessera.worker.errors import DataError
 
 
 def add_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:
-    """Add the options for a folder, in which these files were found. Raises DataError for what a person decides."""
+    """Add the options for a folder, in which these files were found. Raises DataError if a person has to decide."""
     images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
     files = images or sorted(file for file in found if is_dicom_image(folder / file))
     if not files:

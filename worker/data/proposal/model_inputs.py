@@ -9,7 +9,7 @@ from tessera.worker.data.cells import Cells
 from tessera.worker.data.kinds.images import dicom_reader
 from tessera.worker.data.proposal.options import Proposal
 from tessera.worker.data.readers.pictures import FORMATS, UNREADABLE, Pictures, inaccessible, is_dicom
-from tessera.worker.data.readers.tokenizer import Some, tokenizer_of
+from tessera.worker.data.readers.tokenizer import TextSlice, tokenizer_of
 from tessera.worker.errors import DataError
 
 LENGTHS = 4096
@@ -65,7 +65,7 @@ def add_max_length(proposal: Proposal, texts: Cells[Any], tokenizer: str | None)
     else:
         by_word = isinstance(some[0], list)
         loaded = tokenizer_of("tokenizer", tokenizer, by_word=by_word)
-        lengths = Some(some if by_word else list(map(str, some)), by_word=by_word).lengths(loaded)
+        lengths = TextSlice(some if by_word else list(map(str, some)), by_word=by_word).lengths(loaded)
         # A language model's text has a token for its end.
         needed, unit, most = max(lengths) + 1, "tokens", min(most, loaded.model_max_length)
     longest = f"the longest of {len(lengths)} texts that were looked at has {max(lengths)} {unit}"
@@ -73,8 +73,8 @@ def add_max_length(proposal: Proposal, texts: Cells[Any], tokenizer: str | None)
     if needed > most:
         over = sum(length > most for length in lengths)
         proposal.warnings.append(
-            f"{longest}, and {over} have more than max_length, {most}, beyond which they are cut off. Set it to what "
-            "the model takes and memory allows; `tessera data show` counts what is lost."
+            f"{longest}, and {over} have more than max_length, {most}, beyond which they are cut off. Set it as "
+            "high as the model and memory allow; `tessera data show` counts what is lost."
         )
 
 

@@ -38,7 +38,7 @@ def add_table(
     text: str | None,
     label: str | None,
 ) -> None:
-    """Add the options for the table at a path. Raises DataError for what a person has to decide."""
+    """Add the options for the table at a path. Raises DataError if a person has to decide."""
     separator = None if is_saved(path) else _unusual_separator(path, split)
     table = read_table("file", (path,), split, separator=separator)
     text, label = (_own_name(table, *each) for each in (("text", text), ("label", label)))

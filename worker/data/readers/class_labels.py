@@ -37,7 +37,7 @@ Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_CLASSES), 
 
 
 Absent = Names | Literal["any"]
-"""The names of classes of which a site has no example."""
+"""The names of classes without an example at a site."""
 
 
 def class_name(value: object) -> str | None:

@@ -25,7 +25,7 @@ FOREIGN = (
 )
 """Patterns of such names, in lower case. Names that begin with a dot are foreign, too."""
 ONE_FOR_EACH = ("._*", ":2e*", "synophoto_thumb_*")
-"""Those of which there is a file for each image."""
+"""Patterns that match a file for each image."""
 _FOREIGN = re.compile("|".join(f"({translate(pattern)})" for pattern in FOREIGN))
 
 

@@ -22,7 +22,7 @@ from tessera.worker.errors import DataError, in_short
 
 GREY = ("MONOCHROME1", "MONOCHROME2")
 COLOURS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
-"""The values of PhotometricInterpretation of which pydicom makes RGB."""
+"""The values of PhotometricInterpretation that pydicom converts to RGB."""
 
 FUNCTIONAL_GROUPS = {
     "PixelValueTransformationSequence": ("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept"),
@@ -141,7 +141,7 @@ def _grey(name: str, values: Values, header: Header, window: Window | None) -> V
 
 
 def _padding(values: Values, header: Header) -> Values:
-    """Return which stored values, bool [height, width], stand for pixels outside of the image."""
+    """Return the mask of stored values that stand for pixels outside of the image, bool [height, width]."""
     value = header.get("PixelPaddingValue")
     if value is None:
         return np.zeros(values.shape, np.bool_)
@@ -183,7 +183,7 @@ def _windowed(name: str, values: Values, header: Header, window: Window | None, 
         low, high = float(inside.min()), float(inside.max())
     else:
         try:
-            # What is far outside shows the range that windows are mapped to.
+            # Values far outside show the range that windows are mapped to.
             low, high = apply_windowing(np.array([-1e30, 1e30]), header)
             values = apply_windowing(values, header)
         except ValueError as fault:

@@ -64,7 +64,7 @@ class PixelInputs:
     groups: Sequence[bytes]
     """A digest of the group in each image's DICOM header; empty without one."""
     partly_read: int
-    """The number of images of which only the first page or frame is read."""
+    """The number of images with pages or frames after the first, which are not read."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class _Index:
 
     @classmethod
     def of(cls, pictures: Pictures, stamps: NDArray[np.int64], sample: Mapping[str, Tensor]) -> Self:
-        """Return the index of pictures of which nothing is known. `sample` has the inputs to keep of an image."""
+        """Return the index of unknown pictures. `sample` has the inputs to keep of an image."""
         count, keys, digest = len(pictures), pictures.keys, (np.uint8, DIGEST_BYTES)
         kinds = [("key", keys.dtype), ("stamp", np.int64, 2), ("known", "?"), ("digest", *digest), ("group", *digest)]
         rows = np.zeros(count, [*kinds, ("more_frames", "?")])
@@ -90,9 +90,9 @@ class _Index:
         return cls(rows, inputs)
 
     def adopt(self, file: Path, terms: str) -> bool:
-        """Take over what the index in a file, made on the same terms, knows of pictures that have not changed.
+        """Copy the rows of unchanged pictures from the index in a file, if it was made on the same terms.
 
-        Return whether it had every picture and no other. A file that is missing or damaged counts as empty.
+        Return True if it had every picture and no other. A file that is missing or damaged counts as empty.
         """
         try:
             with file.open("rb") as content, np.load(content, allow_pickle=False) as stored:
@@ -203,9 +203,7 @@ class _Verification:
     """The faults of the images that cannot be read, by place."""
 
     def run(self, prepared: Prepared, terms: str) -> None:
-        """Fill the index with what the one that was prepared knows, and from the images, and keep it.
-
-        Raises DataError of a processor."""
+        """Fill the index from the prepared one and from the images, and keep it. Raises DataError of a processor."""
         file = prepared.folder and prepared.folder / INDEX_FILE
         complete = file is not None and self.index.adopt(file, terms)
         unknown = np.flatnonzero(~self.index.rows["known"])
@@ -245,7 +243,7 @@ class _Verification:
                 self.index.inputs[name][read] = values.numpy()
 
     def reasons(self, share: float) -> Sequence[str]:
-        """Return what is wrong with each damaged image. Raises DataError if they are more than a share, or if others
+        """Return the fault of each damaged image. Raises DataError if they are more than a share, or if others
         cannot be read."""
         count, faults = len(self.pictures), [self.unreadable[place] for place in sorted(self.unreadable)]
         if others := [str(fault) for fault in faults if not isinstance(fault, BrokenImage)]:

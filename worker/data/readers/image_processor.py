@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import Options, Shape
 from tessera.worker.data.normalization import Normalized
-from tessera.worker.data.readers.pictures import Prepare, Resized
+from tessera.worker.data.readers.pictures import Prepare, Resizing
 from tessera.worker.data.readers.pretrained import load_pretrained
 from tessera.worker.errors import DataError
 
@@ -122,7 +122,7 @@ def preparation(options: PixelOptions) -> Preparation:
         processor = load_processor("processor", options.processor)
         whole = Preparation(ByProcessor(options.processor, processor))
         return _in_bytes(options.processor, processor, options.mode, whole) or whole
-    return Preparation(Resized(*options.shape), Normalized(options.mean, options.std))
+    return Preparation(Resizing(*options.shape), Normalized(options.mean, options.std))
 
 
 def load_processor(option: str, source: str) -> Any:
@@ -159,7 +159,7 @@ class BytesByProcessor(ByProcessor):
 
 
 def _in_bytes(source: str, processor: Any, mode: str, whole: Preparation) -> Preparation | None:
-    """Return the preparation of which the device does the arithmetic, if that gives the bits of the `whole` one."""
+    """Return a preparation that leaves the arithmetic to the device, if it gives the bits of `whole`."""
     try:
         given = (processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0)
         mean, std = (tuple(map(float, np.atleast_1d(each))) for each in given)

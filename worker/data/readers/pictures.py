@@ -44,7 +44,7 @@ LFS_POINTER = b"version https://git-lfs"
 # Modes whose conversion to eight bits per channel would clip values rather than scale them.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 
-# Pillow's errors for files that are not what they seem to be.
+# Pillow's errors for images of implausible size.
 BOMBS = (Image.DecompressionBombWarning, Image.DecompressionBombError)
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, *BOMBS)
 
@@ -161,7 +161,7 @@ def stamp_of(path: bytes | Path) -> Stamp:
 
 
 def is_dicom(picture: Picture) -> bool:
-    """Return whether an image is a DICOM file: by its suffix, or by its content if that is no image's suffix."""
+    """Return True if an image is a DICOM file: by its suffix, or by its content if no image has such a suffix."""
     if isinstance(picture, bytes):
         return holds_dicom(picture)
     suffix = picture.suffix.lower()
@@ -175,7 +175,7 @@ def is_dicom(picture: Picture) -> bool:
 
 
 def holds_dicom(content: bytes) -> bool:
-    """Return whether bytes begin as a DICOM file does: with a preamble and DICM, or without them with an element of
+    """Return True if bytes begin as a DICOM file does: with a preamble and DICM, or without them with an element of
     group 2 or 8 (PS3.10, 7.1; PS3.5, 7.1)."""
     if content[DICOM_MARK] == b"DICM":
         return True
@@ -275,9 +275,9 @@ def require_undamaged(content: bytes, name: str) -> None:
 
 
 def has_more_frames(content: bytes) -> bool:
-    """Return whether a file has pages or frames after the first, which are not read.
+    """Return True if a file has pages or frames after the first, which are not read.
 
-    The previews in photos of the format MPO, which extends JPEG, are none.
+    The previews in photos of the format MPO, which extends JPEG, do not count.
     """
     if content.startswith(START_OF_JPEG):
         return False
@@ -289,9 +289,9 @@ def has_more_frames(content: bytes) -> bool:
 
 
 def _has_end(jpeg: bytes) -> bool:
-    """Return whether a JPEG file contains the whole image.
+    """Return True if a JPEG file contains the whole image.
 
-    A decoder paints what is missing grey. If the image is whole, bytes inserted at its end change no pixel.
+    A decoder paints a missing part grey. If the image is whole, bytes inserted at its end change no pixel.
     """
     begin, pixels = _small(jpeg)
     end = jpeg.find(END_OF_JPEG, begin)
@@ -311,7 +311,7 @@ def _small(jpeg: bytes) -> tuple[int, NDArray[np.uint8]]:
 
 
 @dataclass(frozen=True)
-class Resized:
+class Resizing:
     """Conversion of images to bytes, uint8 [images, height, width, channels], stretched to one size."""
 
     height: int

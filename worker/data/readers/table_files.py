@@ -39,14 +39,14 @@ class TableOptions(Options):
         default=None, description="the classes' names in order; unset, the table's own, or labels are numbers"
     )
     absent: Absent | None = Field(
-        default=None, description="the names in `labels` of which this site has no example, or `any`"
+        default=None, description="the names in `labels` without an example at this site, or `any`"
     )
     domain: str | None = Field(default=None, description="column: the example's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether `save_to_disk` of `datasets` made the folder."""
+    """Return True if `save_to_disk` of `datasets` made the folder."""
     return (folder / _DICT).is_file() or (folder / _STATE).is_file()
 
 

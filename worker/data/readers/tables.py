@@ -447,7 +447,7 @@ def read_table(
     separator: Separator | None = None,
 ) -> DataTable:
     """Return the rows of the files, patterns or folders that an option names, memory-mapped. Other files than Arrow's
-    are converted once, in `prepared`. `separator` is the one of CSV files, if their suffix does not say it.
+    are converted once, in `prepared`. `separator` is the separator of CSV files, if their suffix does not say it.
 
     Raises DataError, naming the option, if one is missing, unreadable or unknown, or if the split is not clear.
     """
@@ -513,7 +513,7 @@ def _unreadable(option: str, file: Path, fault: Exception) -> DataError:
 
 
 def disk_full(option: str, what: str, fault: OSError) -> DataError:
-    """Return the error for a disk without room for what is made of a table."""
+    """Return the error for a disk without room for the files made of a table."""
     return DataError(
         f"{option}: {what} cannot be converted: {fault.strerror or fault}: make room where state_dir is (or, "
         "without a worker's settings, the folder for temporary files)"

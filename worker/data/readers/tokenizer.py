@@ -37,7 +37,7 @@ AT_ONCE = 512
 def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local folder, or of a name on the hub.
 
-    Raises DataError, also if it knows no words, like the one that transformers makes of a folder without vocabulary.
+    Raises DataError, also for a tokenizer without words, which transformers makes of a folder without vocabulary.
     """
     if source == RUN:
         raise DataError(
@@ -76,7 +76,7 @@ def tokenizer_of(option: str, source: str, *, by_word: bool = False) -> PreTrain
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedTexts:
     """Texts as tokens, all of one length. `tensors` are the tokenizer's results, int64 [texts, tokens] each."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ class Encoded:
         return inputs if types is None or not torch.any(types) else {**inputs, "token_type_ids": types}
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = False) -> Encoded:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = False) -> EncodedTexts:
     """Return the texts as tokens, truncated to `max_length` or the tokenizer's limit, and padded to the longest text.
 
     With `fill` they are padded to that limit instead. Raises DataError if the tokenizer fails.
@@ -117,7 +117,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = 
     )
     tensors = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
     counts.add(tensors[IDS].numpy(), counts.whole(some, tensors[MASK].sum(dim=1).numpy()))
-    return Encoded(tokenizer, tensors, padding_of(tokenizer, texts, tensors), counts.unknown(), counts.truncation())
+    return EncodedTexts(
+        tokenizer, tensors, padding_of(tokenizer, texts, tensors), counts.unknown(), counts.truncation()
+    )
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, counts: TokenCounts) -> Iterator[Piece]:
@@ -155,7 +157,7 @@ def _longest(tokenizer: PreTrainedTokenizerBase, texts: RawTexts) -> int:
     return min(texts.max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
 
 
-class Some(NamedTuple):
+class TextSlice(NamedTuple):
     """Some texts, with the second ones of pairs, or lists of words."""
 
     first: Sequence[Any]
@@ -167,11 +169,11 @@ class Some(NamedTuple):
         return list(map(len, _called(tokenizer, self, truncation=False, verbose=False)[IDS]))
 
 
-def _some(texts: RawTexts, at: slice) -> Some:
-    return Some(texts.first[at], texts.second and texts.second[at], texts.by_word)
+def _some(texts: RawTexts, at: slice) -> TextSlice:
+    return TextSlice(texts.first[at], texts.second and texts.second[at], texts.by_word)
 
 
-def _called(tokenizer: PreTrainedTokenizerBase, some: Some, **settings: Any) -> Any:
+def _called(tokenizer: PreTrainedTokenizerBase, some: TextSlice, **settings: Any) -> Any:
     try:
         encoded = tokenizer(
             some.first, some.second, is_split_into_words=some.by_word, return_attention_mask=True, **settings
@@ -190,10 +192,10 @@ def _called(tokenizer: PreTrainedTokenizerBase, some: Some, **settings: Any) -> 
 
 
 def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return what decides how the tokenizer converts texts."""
+    """Return the settings and versions that decide the tokens of texts."""
     if tokenizer.is_fast:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # These two are those of the last call.
+        # The last call of the tokenizer set these two.
         rules = {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}
     else:
         rules = {"vocabulary": tokenizer.get_vocab(), "settings": str(sorted(tokenizer.init_kwargs.items()))}
@@ -240,7 +242,7 @@ class TokenCounts:
     def cut_settings(self) -> dict[str, Any]:
         return {"truncation": True, "max_length": self.limit}
 
-    def whole(self, some: Some, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def whole(self, some: TextSlice, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the lengths of texts before truncation, int64 [texts], by those after it."""
         whole, full = lengths.copy(), np.flatnonzero(lengths >= self.limit).tolist()
         if full:
@@ -251,7 +253,7 @@ class TokenCounts:
         return whole
 
     def add(self, ids: NDArray[np.int64], whole: NDArray[np.int64]) -> None:
-        """Count some tokens, and the texts of which they are, of these lengths before truncation, int64 [texts]."""
+        """Count the tokens of some texts, which have these lengths before truncation, int64 [texts]."""
         if self._unknown is not None:
             self._unknowns += int((ids == self._unknown).sum())
             self._of_text += int(ids.size - np.isin(ids, self._special).sum())
@@ -261,14 +263,14 @@ class TokenCounts:
         self._longest = max(self._longest, int(whole.max(initial=0)))
 
     def truncation(self) -> Truncation:
-        """Return how many texts are cut off."""
+        """Return the number of texts that are cut off."""
         lost = self._lost / self._tokens if self._tokens else 0.0
         return Truncation(self._texts, self._cut, self._longest, self.limit, lost, self._most)
 
     def unknown(self) -> float | None:
         """Return the share of unknown tokens among those that stand for text.
 
-        None for a tokenizer that has no token for unknown words, or none but the one that ends texts, such as
+        None for a tokenizer without a token for unknown words, or whose end-of-text token stands for them, such as
         GPT-2's. Raises DataError if it is 1.
         """
         share = self._unknowns / self._of_text if self._of_text else None
