@@ -207,7 +207,7 @@ class LoaderProcesses:
         self.count = count
         self.pinned = pinned
         self._transform: Transform | None = None
-        self._sampler = _Sampler()
+        self._requests: list[Request] = []
         self._loader: DataLoader[Any] | None = None
         self._alive: Connection | None = None
         self._pass = 0
@@ -249,7 +249,7 @@ class LoaderProcesses:
         self._alive = None
 
     def _begin(self, transform: Transform, requests: Iterable[Request]) -> Iterator[Any]:
-        self._sampler.requests = list(requests)
+        self._requests[:] = requests
         if self._loader:
             try:
                 return iter(self._loader)
@@ -266,7 +266,7 @@ class LoaderProcesses:
         with warnings.catch_warnings(action="ignore"):
             self._loader = DataLoader(
                 _Rows(transform),
-                batch_sampler=self._sampler,  # type: ignore[arg-type]  # any batches of indices
+                batch_sampler=self._requests,  # type: ignore[arg-type]  # any batches of indices
                 num_workers=self.count,
                 collate_fn=_as_it_is,
                 pin_memory=self.pinned,
@@ -308,18 +308,6 @@ class LoaderProcesses:
             f"({SHARED_MEMORY}: {free}; a container needs --shm-size). Enlarge it, or lower `loaders` in the "
             f"worker's settings from {self.count}; 0 reads without further processes"
         )
-
-
-class _Sampler:
-    """The requests, set for each pass."""
-
-    requests: Sequence[Request] = ()
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
 
 class _Rows(MapDataset[Any]):
