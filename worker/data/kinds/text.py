@@ -166,15 +166,15 @@ def _converted(
     except OSError as fault:
         raise disk_full("file", f"the texts of {table.where}", fault) from fault
     prepared.clear(lambda other: other == name or not other.startswith(same))
-    notes = dict(tokens.notes)
+    noted = tokens.notes
     masks = {MASK} & set(tokenizer.model_input_names)
-    columns = {name: name for name in [*masks, *notes["columns"]] if name != MASK or masks}
+    columns = {name: name for name in [*masks, *noted["columns"]] if name != MASK or masks}
     if options.head == "causal-lm":
         columns[LABELS] = IDS
     padding = padding_of(tokenizer, texts, columns)
     if LABELS in columns:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    width = notes["longest"]
+    width = noted["longest"]
     on_disk = TableOnDisk(
         TokenRows(tokens, table.check, columns, padding.values, width),
         torch.arange(len(tokens)),
@@ -183,8 +183,8 @@ def _converted(
     tensors = {} if LABELS in columns else dataset.tensors
     report = replace(
         dataset.report,
-        unknown_tokens=notes["unknown"],
-        truncation=Truncation(**notes["truncation"]),
+        unknown_tokens=noted["unknown"],
+        truncation=Truncation(**noted["truncation"]),
         no_end=texts.with_end and tokenizer.eos_token_id is tokenizer.sep_token_id is None,
     )
     made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
