@@ -20,8 +20,8 @@ from tessera.shared.schema import TaskKind
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet
-from tessera.worker.inventory import HELD_OUT_KEY_FILE, load_source
-from tessera.worker.settings import DataSource
+from tessera.worker.inventory import load_source
+from tessera.worker.settings import HELD_OUT_KEY_FILE, DataSource
 
 VIT = Path(__file__).parent / "digits/vit.json"
 

@@ -37,7 +37,7 @@ from tessera.worker.stores import (
 )
 from tessera.worker.task.environment import TRAINING_SEEDS
 from tessera.worker.task.execution import Direct
-from tessera.worker.task.runner import TaskRunner
+from tessera.worker.task.runner import Executor, TaskRunner
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
 
@@ -75,21 +75,25 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
             library()
         except ConfigError as fault:
             raise SettingsError(str(fault)) from fault
-    datasets = datasets_of(settings, make_key=True)
-    inventory = inventory_of(settings, datasets)
-    check_deltas(settings, inventory)
-    several: ProcessExecutor | None = None
+    executor: Executor
     if len(devices) > 1:
         threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
-        ranks = RankSettings(devices=tuple(map(str, devices)), threads=threads)
-        several = ProcessExecutor(ranks, settings.state_dir, datasets)
+        ranks = RankSettings(devices=tuple(map(str, devices)), threads=threads, sources=settings.sources)
+        executor = several = ProcessExecutor(ranks, settings.state_dir)
+        inventory = several.inventory()
+    else:
+        datasets = datasets_of(settings.sources, cuda=devices[0].type == "cuda", make=True)
+        executor, inventory = Direct(datasets, devices[0].type), inventory_of(settings.datasets, datasets)
+    check_deltas(settings, inventory)
     runner = TaskRunner(
         coordinator=client,
         datasets=inventory.datasets,
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
         # On several devices, the ranks have the model, and this process only its shapes.
-        setup=TrainingSetup(torch.device("meta") if several else devices[0], settings.micro_batch, settings.compute),
+        setup=TrainingSetup(
+            torch.device("meta") if len(devices) > 1 else devices[0], settings.micro_batch, settings.compute
+        ),
         vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
@@ -103,7 +107,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
-        executor=several or Direct(datasets, devices[0].type),
+        executor=executor,
         checkpoints=Checkpoints(vault_folder),
         duration_quantum_seconds=settings.duration_quantum_seconds,
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,

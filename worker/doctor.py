@@ -48,7 +48,6 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import (
     devices_of,
     held_out_key,
-    held_out_key_file,
     inventory_of,
     load_source,
     loaders_of,
@@ -220,7 +219,7 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
         yield ok("device", detail)
     yield _compute(settings)
     yield _memory(settings.policy.max_model_bytes)
-    yield from _shared_memory(settings)
+    yield from _shared_memory(settings, cuda=device.type == "cuda")
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         if dtype is torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16():
             detail = "has no instructions for bfloat16, and computes runs in bfloat16 and float16 in float32"
@@ -253,9 +252,9 @@ def _memory(max_model_bytes: int) -> Finding:
     return ok("memory", detail)
 
 
-def _shared_memory(settings: WorkerSettings) -> Iterator[Finding]:
+def _shared_memory(settings: WorkerSettings, *, cuda: bool) -> Iterator[Finding]:
     """Yield a warning if loaders have little memory to share with the worker."""
-    loaders = loaders_of(settings)
+    loaders = loaders_of(settings.sources, cuda=cuda)
     whole = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     if loaders and whole < MIN_SHARED_BYTES:
         detail = f"{size(whole)} at {SHARED_MEMORY} for the batches of {loaders.count} loaders"
@@ -285,16 +284,16 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         return
     began_at = time.monotonic()
     try:
-        loaded = load_source(source, held_out_key(settings, make=False), prepared_of(settings, name))
+        loaded = load_source(source, held_out_key(settings.sources, make=False), prepared_of(settings, name))
     except (DataError, SettingsError) as fault:
         yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return
     try:
-        check_deltas(settings, inventory_of(settings, {name: loaded}))
+        check_deltas(settings, inventory_of(settings.datasets, {name: loaded}))
     except SettingsError as fault:
         yield fail(f"data {name}", str(fault), "Change it: the worker does not start with it.")
     seconds = time.monotonic() - began_at
-    contents = _contents(loaded, has_own_key=held_out_key_file(settings).exists())
+    contents = _contents(loaded, has_own_key=settings.sources.held_out_key_file.exists())
     yield ok(f"data {name}", f"{contents}, loaded in {seconds:.1f} s")
     warnings = loaded.report.warnings(held_out=loaded.held_out is not None)
     yield from (warn(f"data {name}", detail, remedy) for detail, remedy in warnings)

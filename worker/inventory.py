@@ -17,15 +17,9 @@ from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
-from tessera.worker.settings import DataSettings, DataSource, DeviceName, SettingsError, WorkerSettings
+from tessera.worker.settings import DataSettings, DataSource, DataSources, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
 
-HELD_OUT_KEY_FILE = "held-out.key"
-"""The name of the key's file in a worker's state folder."""
-
-
-PREPARED_FOLDER = "prepared"
-"""The name of the folder in a worker's state folder with the files made from its data sets, a folder for each."""
 GPU_LOADERS = 2
 """Number of loaders for a GPU unless the settings say otherwise. On a CPU a thread keeps up."""
 
@@ -45,33 +39,25 @@ def load_source(
     )
 
 
-def prepared_of(settings: DataSettings, name: str, *, make: bool = False) -> Prepared:
-    """Return the folder of the files made from a data set, which only the worker itself writes (`make`)."""
-    if not isinstance(settings, WorkerSettings):
-        return NOT_KEPT
-    return Prepared(settings.state_dir / PREPARED_FOLDER / name, writable=make)
+def prepared_of(settings: DataSettings, name: str) -> Prepared:
+    """Return the folder of the files made from a data set, which only a running worker writes."""
+    return Prepared(settings.sources.prepared / name) if isinstance(settings, WorkerSettings) else NOT_KEPT
 
 
-def loaders_of(settings: WorkerSettings) -> LoaderProcesses | None:
-    """Return the processes that read data sets on disk, or None if a thread does. Raises SettingsError."""
-    cuda = device_of(settings.device).type == "cuda"
-    count = settings.loaders if settings.loaders is not None else GPU_LOADERS * cuda
+def loaders_of(sources: DataSources, *, cuda: bool) -> LoaderProcesses | None:
+    """Return the processes that read data sets on disk for such a device, or None if a thread does."""
+    count = sources.loaders if sources.loaders is not None else GPU_LOADERS * cuda
     return LoaderProcesses(count, pinned=cuda) if count else None
 
 
-def held_out_key_file(settings: WorkerSettings) -> Path:
-    """Return the file of the key that decides which examples are held out; a worker's first start creates it."""
-    return settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
-
-
-def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
+def held_out_key(sources: DataSources, *, make: bool) -> bytes:
     """Return the secret key that decides which examples are held out, or b"" if none are.
 
     Without `make`, a missing key file is not written, and a public key is returned. Raises SettingsError.
     """
-    if not any(source.held_out for source in settings.datasets.values()):
+    if not any(source.held_out for source in sources.datasets.values()):
         return b""
-    path = held_out_key_file(settings)
+    path = sources.held_out_key_file
     try:
         return secret_key(path) if make or path.exists() else key_of_seed(0)
     except (OSError, ValueError) as fault:
@@ -80,24 +66,26 @@ def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
         ) from fault
 
 
-def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str, Dataset]:
-    """Return the data sets that the policy lets runs use, by name. Raises SettingsError naming the wrong option."""
+def datasets_of(sources: DataSources, *, cuda: bool = False, make: bool = False) -> dict[str, Dataset]:
+    """Return the data sets, by name, for a GPU (`cuda`) or the CPU. Raises SettingsError naming the wrong option.
+
+    A running worker has the key and the prepared files made (`make`), and those of other data sets removed.
+    """
+    key, loaders = held_out_key(sources, make=make), loaders_of(sources, cuda=cuda)
     loaded: dict[str, Dataset] = {}
-    key, loaders = held_out_key(settings, make=make_key), loaders_of(settings)
-    for name, source in settings.datasets.items():
-        if settings.policy.allows_dataset(name):
-            with named(name):
-                loaded[name] = load_source(source, key, prepared_of(settings, name, make=make_key), loaders)
-    if make_key and (folder := settings.state_dir / PREPARED_FOLDER).is_dir():
-        for left in folder.iterdir():
+    for name, source in sources.datasets.items():
+        with named(name):
+            loaded[name] = load_source(source, key, Prepared(sources.prepared / name, writable=make), loaders)
+    if make and sources.prepared.is_dir():
+        for left in sources.prepared.iterdir():
             if left.name not in loaded:
                 shutil.rmtree(left, ignore_errors=True)
     return loaded
 
 
-def inventory_of(settings: DataSettings, datasets: Mapping[str, Dataset]) -> Inventory:
-    """Return the facts about loaded data sets."""
-    trained = [data for name, data in datasets.items() if settings.datasets[name].use == "train"]
+def inventory_of(sources: Mapping[str, DataSource], datasets: Mapping[str, Dataset]) -> Inventory:
+    """Return the facts about data sets loaded from these sources."""
+    trained = [data for name, data in datasets.items() if sources[name].use == "train"]
     groups = {group for data in trained for group in data.groups or ()}
     return Inventory({name: data.info for name, data in datasets.items()}, len(groups))
 

@@ -69,6 +69,11 @@ MADE = (
 """Settings of folders and files that a worker creates, each in a folder that is there."""
 
 
+HELD_OUT_KEY_FILE = "held-out.key"
+"""The name, in a worker's state folder, of the file of the key that decides which examples are held out."""
+PREPARED_FOLDER = "prepared"
+"""The name of the folder in a worker's state folder with the files made from its data sets, a folder for each."""
+
 S = TypeVar("S", bound="DataSettings")
 
 
@@ -101,6 +106,18 @@ class DataSource(BaseModel):
     @property
     def options(self) -> dict[str, object]:
         return dict(self.model_extra or {})
+
+
+class DataSources(BaseModel):
+    """The settings by which an executor loads data sets. They hold no token."""
+
+    model_config = ConfigDict(frozen=True)
+
+    datasets: dict[str, DataSource]
+    loaders: int | None
+    held_out_key_file: Path
+    prepared: Path
+    """The folder of the files made from data sets, a folder for each."""
 
 
 DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
@@ -271,6 +288,20 @@ class WorkerSettings(DataSettings):
         """The privacy budgets of the data sets that have one, by name."""
         given = {name: source.privacy or self.privacy for name, source in self.datasets.items()}
         return {name: allowance for name, allowance in given.items() if allowance}
+
+    @property
+    def sources(self) -> DataSources:
+        """The sources of the data sets that the policy lets runs use."""
+        return DataSources(
+            datasets={
+                name: source.model_copy(update={"privacy": None})
+                for name, source in self.datasets.items()
+                if self.policy.allows_dataset(name)
+            },
+            loaders=self.loaders,
+            held_out_key_file=self.held_out_key_file or self.state_dir / HELD_OUT_KEY_FILE,
+            prepared=self.state_dir / PREPARED_FOLDER,
+        )
 
     @model_validator(mode="after")
     def _shards_over_devices(self) -> Self:

@@ -223,13 +223,13 @@ def test_the_token_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_data_sets_that_the_policy_withholds_are_not_loaded(tmp_path: Path) -> None:
     settings = read_settings(written(tmp_path, GOOD + "[policy]\ndatasets = ['held-out']\n"))
-    assert {name: dataset.examples for name, dataset in datasets_of(settings).items()} == {"held-out": 360}
+    assert {name: dataset.examples for name, dataset in datasets_of(settings.sources).items()} == {"held-out": 360}
 
 
 def test_a_wrong_option_of_a_data_set_is_named_by_its_place(tmp_path: Path) -> None:
     settings = read_settings(written(tmp_path, GOOD.replace('split = "test"', 'splt = "test"')))
     with pytest.raises(SettingsError, match=r"datasets\.held-out\.splt: "):
-        datasets_of(settings)
+        datasets_of(settings.sources)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -374,7 +374,7 @@ def test_a_delta_that_permits_the_release_of_whole_examples_is_refused_in_each_r
     said = f"a delta of 0.09 gives no guarantee for 40 examples: set {setting} to 0.017 or less"
     assert said in " ".join(result.output.split())
     settings = read_settings(written(tmp_path, FORTY + data + DELTAS[setting].replace("0.09", "0.016")))
-    check_deltas(settings, inventory_of(settings, datasets_of(settings)))
+    check_deltas(settings, inventory_of(settings.datasets, datasets_of(settings.sources)))
 
 
 def test_a_delta_is_judged_by_the_number_of_what_it_protects(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_delta_is_judged_by_the_number_of_what_it_protects(tmp_path: Path) -> 
 
     def judged(rules: str) -> None:
         settings = read_settings(written(tmp_path, FORTY + data + rules))
-        check_deltas(settings, inventory_of(settings, datasets_of(settings)))
+        check_deltas(settings, inventory_of(settings.datasets, datasets_of(settings.sources)))
 
     # Four groups need 4^-1.1 = 0.22, which is more than any delta may be.
     judged('[policy.require_privacy]\nepsilon = 3\ndelta = 0.09\nunit = "group"\n')

@@ -85,7 +85,7 @@ def show(
     if as_json:
         print_json({"datasets": shown})
         return
-    if any(row["held out"] for row in shown) and (own is None or not inventory.held_out_key_file(own).exists()):
+    if any(row["held out"] for row in shown) and (own is None or not own.sources.held_out_key_file.exists()):
         note("held out: approximate numbers, until the first start of the worker makes its key")
     filled = [
         column
@@ -185,7 +185,7 @@ def _key(config: Path) -> tuple[bytes, WorkerSettings | None]:
     many."""
     try:
         settings = read_settings(config)
-        return inventory.held_out_key(settings, make=False), settings
+        return inventory.held_out_key(settings.sources, make=False), settings
     except SettingsError:
         return division.key_of_seed(0), None
 

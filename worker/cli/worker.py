@@ -118,8 +118,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         token, verify = token_of(settings), tls_of(settings)
         device = inventory.describe(*inventory.devices_of(settings))
         methods()
-        loaded = inventory.datasets_of(settings)
-        deltas.check_deltas(settings, inventory.inventory_of(settings, loaded))
+        loaded = inventory.datasets_of(settings.sources)
+        deltas.check_deltas(settings, inventory.inventory_of(settings.datasets, loaded))
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
     rules = [*privacy_in_words(settings.policy, settings.allowances)]
     if lacking := unprotected(settings.policy, settings.allowances):
@@ -139,7 +139,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         print_json({"device": device, **data, "coordinator": coordinator})
     else:
         typer.echo(f"device       {device}")
-        has_own_key = inventory.held_out_key_file(settings).exists()
+        has_own_key = settings.sources.held_out_key_file.exists()
         for name, count in examples.items():
             # The first start makes the key that decides which examples are held out.
             about = "approximately " if settings.datasets[name].held_out and not has_own_key else ""

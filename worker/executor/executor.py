@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -17,14 +16,15 @@ import structlog
 from pydantic import BaseModel
 
 from tessera.shared.methods.base import LocalResult
-from tessera.worker.data.content import digests_of
-from tessera.worker.data.dataset import Dataset
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.errors import HiddenFailure, TaskFailure
-from tessera.worker.executor import mapped
 from tessera.worker.executor.folder import (
     ARRAYS,
+    DIGESTS,
     FAILURE,
+    INVENTORY,
     PROGRESS,
     RESULT,
     RESULT_ARRAYS,
@@ -34,7 +34,9 @@ from tessera.worker.executor.folder import (
     Answer,
     Base,
     CheckpointPlace,
+    DigestsRecord,
     FailureRecord,
+    InventoryRecord,
     Request,
     ResultRecord,
     TaskRecord,
@@ -47,6 +49,7 @@ from tessera.worker.executor.folder import (
 )
 from tessera.worker.executor.launcher import IDLE_SECONDS, LocalLauncher, RankSettings
 from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import WriteFailed, sweep
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
@@ -80,26 +83,45 @@ class ExecutorEnded(TaskFailure):
 class ProcessExecutor:
     """The execution of tasks in processes of this machine, one for each device.
 
-    They are started for the first task of a run, and kept while further ones of that run follow.
+    They load the data sets. They are started for the inventory of these or the first task of a run, and kept while
+    further tasks of that run follow.
     """
 
-    def __init__(self, settings: RankSettings, state_dir: Path, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, settings: RankSettings, state_dir: Path) -> None:
         self._devices = settings.devices
-        self.datasets = datasets
         self.folder = state_dir / FOLDER
         """The folder of the folders of processes."""
         self._launcher = LocalLauncher(settings, self.folder)
         self._run = ""
         self._until = 0.0
-        self._written: tuple[Dataset, Path] | None = None
         atexit.register(self.close)
 
     @property
     def kind(self) -> str:
         return f"{len(self._devices)} {self._devices[0].partition(':')[0]}"
 
+    def inventory(self) -> Inventory:
+        """Return the facts about the data sets, once the first rank has loaded them. Raises SettingsError for a data
+        set that cannot be used, and ExecutorEnded."""
+        home, path = self._launcher.home(), self.folder / INVENTORY
+        while not path.exists():
+            if self._launcher.home() != home:
+                self.close()
+                raise ExecutorEnded("executor-ended", ENDED)
+            time.sleep(LEAST_LOOK_SECONDS)
+        record = read_document(InventoryRecord, path)
+        if record.inventory is None:
+            self.close()
+            raise SettingsError(record.fault or "")
+        self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
+        return record.inventory
+
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
-        return digests_of(self.datasets[dataset], run.check)
+        def hand_over(folder: Path) -> None:
+            write_document(folder / DIGESTS, DigestsRecord(dataset=dataset, report=run.report))
+
+        result, arrays = self._submitted(run, hand_over, {})
+        return ExampleDigests(arrays["digests"], result.content)
 
     def execute(
         self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
@@ -126,24 +148,33 @@ class ProcessExecutor:
                     sweep(checkpoint.path.parent)
 
     def close(self) -> None:
-        """End the processes, if there are any."""
+        """End the processes, if there are any, and remove what they share."""
         self._launcher.close()
-        self._written = None
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _executed(
         self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> Outcome:
-        if run.task.run != self._run or time.monotonic() > self._until:
+        hand_over = partial(_hand_over, run=run, fetched=fetched, account=account, checkpoint=checkpoint)
+        result, arrays = self._submitted(run, hand_over, functions_of(run, account, checkpoint))
+        local = None
+        if result.metrics is not None:
+            local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
+        return Outcome(result.examples, local, below("moments", arrays))
+
+    def _submitted(
+        self, run: TaskRun, hand_over: Callable[[Path], None], functions: Mapping[str, Callable[..., Any]]
+    ) -> tuple[ResultRecord, dict[str, Array]]:
+        """Submit the folder that `hand_over` fills. Return the result with its arrays. Raises as `execute` does."""
+        if self._run not in ("", run.task.run) or time.monotonic() > self._until:
             # The memory of its devices is for one run.
-            self.close()
+            self._launcher.close()
         self._run = run.task.run
-        home = self._launcher.home()
-        folder = home / f"task-{uuid4().hex}"
+        folder = self._launcher.home() / f"task-{uuid4().hex}"
         folder.mkdir(mode=0o700)
         try:
-            self._hand_over(home, folder, run, fetched, account, checkpoint)
+            hand_over(folder)
             handle = self._launcher.submit(folder)
-            functions = functions_of(run, account, checkpoint)
             result = Waiting(folder, run, functions, partial(self._launcher.poll, handle)).wait()
             arrays = read_arrays(folder / RESULT_ARRAYS)
         except Unwanted as unwanted:
@@ -151,77 +182,51 @@ class ProcessExecutor:
         except BaseException:
             # Otherwise ranks may be out of step, or still at work.
             if len(self._devices) > 1 or not (folder / FAILURE).exists():
-                self.close()
+                self._launcher.close()
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
-        local = None
-        if result.metrics is not None:
-            local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
-        return Outcome(result.examples, local, below("moments", arrays))
+        return result, arrays
 
-    # ------------------------------------------------------------ handing over
 
-    def _hand_over(
-        self,
-        home: Path,
-        folder: Path,
-        run: TaskRun,
-        fetched: Fetched,
-        account: PrivacyAccount | None,
-        checkpoint: TaskCheckpoint | None,
-    ) -> None:
-        task, env = run.task, run.env
-        noise = env.noise_key(task)
-        arrays = {**under("kept", fetched.kept), **under("state", fetched.server_state)}
-        write_arrays(folder / ARRAYS, arrays)
-        record = TaskRecord(
-            task=task.model_copy(update={"seed": run.training_seed, "token": 0, "inline_blobs": ()}),
-            document=fetched.document,
-            mapping=fetched.mapping,
-            manifest=fetched.manifest,
-            blocks=fetched.blocks,
-            bases={
-                base.block.name: _place(folder / f"base-{n}", base) for n, base in enumerate(fetched.bases.values())
-            },
-            four_bits=fetched.four_bits,
-            tokenizer={name: raw.decode() for name, raw in fetched.tokenizer.items()},
-            dataset=self._file_of(home, self.datasets[task.dataset]),
-            report=run.report,
-            micro_batch=env.setup.micro_batch,
-            compute=env.setup.compute,
-            policy=env.policy.model_dump(mode="json", exclude_defaults=True),
-            allowances=dict(env.allowances),
-            loss_scale={name: float(value) for name, value in env.vault.load_scale(task.run).items()},
-            full_precision=env.full_precision,
-            units=account.units if account else None,
-            counted=env.history is not None,
-            sandboxed=env.sandbox is not None,
-            verdicts=env.sandbox.folder if env.sandbox else None,
-            checkpoint=checkpoint
-            and CheckpointPlace(key=checkpoint.key, path=checkpoint.path, seconds=env.checkpoint_seconds),
-            noise_seed=noise.hex() if noise else None,
-        )
-        write_document(folder / TASK, record)
-
-    def _file_of(self, home: Path, dataset: Dataset) -> Path:
-        """Return the file of a data set, written if it is not that of the last task. Raises TaskFailure."""
-        if self._written:
-            known, path = self._written
-            if known is dataset and path.parent == home:
-                return path
-            path.unlink(missing_ok=True)
-            self._written = None
-        path = home / f"dataset-{uuid4().hex}"
-        try:
-            mapped.write(path, mapped.plain(dataset))
-        except (PicklingError, AttributeError, TypeError) as fault:
-            raise TaskFailure(
-                "unsuited", "the readers of this kind of data set cannot be used by several processes (devices)"
-            ) from fault
-        self._written = dataset, path
-        return path
+def _hand_over(
+    folder: Path,
+    run: TaskRun,
+    fetched: Fetched,
+    account: PrivacyAccount | None,
+    checkpoint: TaskCheckpoint | None,
+) -> None:
+    """Write a task into its folder. Raises OSError."""
+    task, env = run.task, run.env
+    noise = env.noise_key(task)
+    arrays = {**under("kept", fetched.kept), **under("state", fetched.server_state)}
+    write_arrays(folder / ARRAYS, arrays)
+    record = TaskRecord(
+        task=task.model_copy(update={"seed": run.training_seed, "token": 0, "inline_blobs": ()}),
+        document=fetched.document,
+        mapping=fetched.mapping,
+        manifest=fetched.manifest,
+        blocks=fetched.blocks,
+        bases={base.block.name: _place(folder / f"base-{n}", base) for n, base in enumerate(fetched.bases.values())},
+        four_bits=fetched.four_bits,
+        tokenizer={name: raw.decode() for name, raw in fetched.tokenizer.items()},
+        report=run.report,
+        micro_batch=env.setup.micro_batch,
+        compute=env.setup.compute,
+        policy=env.policy.model_dump(mode="json", exclude_defaults=True),
+        allowances=dict(env.allowances),
+        loss_scale={name: float(value) for name, value in env.vault.load_scale(task.run).items()},
+        full_precision=env.full_precision,
+        units=account.units if account else None,
+        counted=env.history is not None,
+        sandboxed=env.sandbox is not None,
+        verdicts=env.sandbox.folder if env.sandbox else None,
+        checkpoint=checkpoint
+        and CheckpointPlace(key=checkpoint.key, path=checkpoint.path, seconds=env.checkpoint_seconds),
+        noise_seed=noise.hex() if noise else None,
+    )
+    write_document(folder / TASK, record)
 
 
 class Waiting:

@@ -1,12 +1,15 @@
 """The folder of a task: what the agent hands over, and what the executor returns. No key and no token lies in it.
 
 - `task.json`, `arrays.safetensors`: the task, and the tensors that the site keeps of the run. Blocks lie elsewhere.
+- `digests.json`, in place of a task: the name of a data set of which the agent needs the examples' digests.
 - `progress.json`: the report so far, replaced twice a second.
 - `request-N.json`, `answer-N.json`: what the agent has to record before the executor goes on, such as privacy.
 - `stop`: the task is no longer wanted.
 - `result.json`, `result.safetensors`, or `failure.json`: the end, written last.
 
-Each file appears complete, by a rename. Other users cannot enter the folder.
+Each file appears complete, by a rename. Other users cannot enter the folder. Above it and the folder of the
+processes lie files of later processes, too: `inventory.json`, the facts about the data sets that the first processes
+have loaded, and `dataset-NAME`, a data set that several processes map.
 """
 
 from collections.abc import Mapping
@@ -25,6 +28,7 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.safetensors_file import read_header, write
 from tessera.worker.compute import Compute
+from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import written_whole
@@ -32,7 +36,8 @@ from tessera.worker.state.checkpoints import CheckpointKey
 from tessera.worker.training.optimization.micro_batch import MicroBatch
 from tessera.worker.training.progress import Report
 
-TASK, ARRAYS = "task.json", "arrays.safetensors"
+TASK, ARRAYS, DIGESTS = "task.json", "arrays.safetensors", "digests.json"
+INVENTORY = "inventory.json"
 PROGRESS, STOP = "progress.json", "stop"
 RESULT, RESULT_ARRAYS, FAILURE = "result.json", "result.safetensors", "failure.json"
 STOPPED = "stopped"
@@ -85,8 +90,6 @@ class TaskRecord(Document):
     bases: dict[str, Base]
     four_bits: frozenset[str]
     tokenizer: dict[FileName, str]
-    dataset: Path
-    """The file of the data set, which several tasks share."""
     report: Report
     micro_batch: MicroBatch
     compute: Compute
@@ -109,6 +112,21 @@ class TaskRecord(Document):
     """The noise of a simulation, which protects no data; None has the executor draw a secret key of its own."""
 
 
+class DigestsRecord(Document):
+    """A request for the digests of a data set's examples."""
+
+    dataset: str
+    report: Report
+
+
+class InventoryRecord(Document):
+    """The facts about the loaded data sets."""
+
+    inventory: Inventory | None = None
+    fault: str | None = None
+    """The setting that cannot be used, and the reason."""
+
+
 class Request(Document):
     """A call of a function of the agent, by its name."""
 
@@ -127,8 +145,10 @@ class ResultRecord(Document):
     """The end of a task that succeeded."""
 
     examples: int
-    metrics: dict[str, float] | None
+    metrics: dict[str, float] | None = None
     """Those of the method's result; None of an evaluation."""
+    content: str = ""
+    """The digest of a data set's content, if digests were asked for."""
     report: Report
 
 
@@ -176,6 +196,11 @@ def read_arrays(path: Path) -> dict[str, Array]:
         plain = np.asarray(whole[start : start + entry.nbytes])
         arrays[name] = plain.view(_DTYPES[entry.dtype]).reshape(entry.shape)
     return arrays
+
+
+def dataset_file(home: Path, name: str) -> Path:
+    """Return the file of a data set that the processes with the folder `home`, and later ones, map."""
+    return home.parent / f"dataset-{name}"
 
 
 def under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from tessera.worker.executor.folder import Document, write_document
 from tessera.worker.executor.supervisor import END
+from tessera.worker.settings import DataSources
 
 SETTINGS = "settings.json"
 IDLE_SECONDS = 300.0
@@ -31,6 +32,8 @@ class RankSettings(Document):
     """Threads of one operation in each rank."""
     idle_seconds: float = IDLE_SECONDS
     timeout_seconds: float = TIMEOUT_SECONDS
+    sources: DataSources | None = None
+    """The sources of the data sets that the first rank loads."""
 
 
 class Launcher(Protocol):
@@ -106,7 +109,9 @@ class LocalLauncher:
     def _start(self) -> "tuple[subprocess.Popen[bytes], Path]":
         """Start the supervisor, which starts the ranks. Return it and its folder."""
         folder = self._folder / uuid4().hex
-        folder.mkdir(parents=True, mode=0o700)
+        # It may hold the data sets that the ranks share.
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(mode=0o700)
         write_document(folder / SETTINGS, self._settings)
         arguments = [str(os.getpid()), str(folder), str(len(self._settings.devices))]
         supervisor = subprocess.Popen(  # noqa: S603  (our own module)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any, cast
 
 import numpy as np
@@ -21,17 +22,21 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.telemetry import logging
 from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import is_device_failure
-from tessera.worker.errors import HiddenFailure
+from tessera.worker.errors import DataChanged, DataError, HiddenFailure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.checkpoints import GroupCheckpoints
 from tessera.worker.executor.executor import Progress
 from tessera.worker.executor.folder import (
     ARRAYS,
+    DIGESTS,
     FAILURE,
+    INVENTORY,
     PROGRESS,
     RESULT,
     RESULT_ARRAYS,
@@ -39,11 +44,14 @@ from tessera.worker.executor.folder import (
     STOPPED,
     TASK,
     Answer,
+    DigestsRecord,
     FailureRecord,
+    InventoryRecord,
     Request,
     ResultRecord,
     TaskRecord,
     below,
+    dataset_file,
     read_arrays,
     read_document,
     under,
@@ -55,12 +63,14 @@ from tessera.worker.executor.launcher import SETTINGS, RankSettings
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory
+from tessera.worker.inventory import datasets_of, inventory_of
 from tessera.worker.model.sandbox import Sandbox
+from tessera.worker.settings import DataSources, SettingsError
 from tessera.worker.state.atomic_files import disk_error
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
-from tessera.worker.task.execution import Outcome, execute
+from tessera.worker.task.execution import Outcome, execute, hiding, without_cause
 from tessera.worker.task.fetch import Fetched, require_memory
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.model_cache import ModelCache
@@ -93,7 +103,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = _joined(home, rank, settings, device) if len(settings.devices) > 1 else None
-    executor = Rank(home, device, group)
+    executor = Rank(home, device, group, settings.sources)
+    if rank == 0 and settings.sources:
+        executor.load()
     while folder := executor.ranks.same(lambda: _next(settings.idle_seconds)):
         executor.execute(Path(folder))
     if group:
@@ -139,8 +151,13 @@ class TaskStopped(Stopped):
 class Rank:
     """One rank, for as long as it lives. Without a `group` it is alone."""
 
-    def __init__(self, home: Path, device: torch.device, group: Group | None) -> None:
+    def __init__(
+        self, home: Path, device: torch.device, group: Group | None, sources: DataSources | None = None
+    ) -> None:
         self._home = home
+        self._sources = sources
+        self._loaded: dict[str, Dataset] = {}
+        """The data sets as they were loaded, in the first rank."""
         self._device = device
         self._group = group
         self.ranks: Group | OneRank = group or OneRank()
@@ -148,17 +165,32 @@ class Rank:
         self._scalers: dict[str, torch.amp.GradScaler] = {}
         self._piece_sizes: dict[str, PieceSize] = {}
         self._tokenized: dict[str, tuple[str, Dataset]] = {}
-        self._dataset: tuple[Path, Dataset] | None = None
+        self._dataset: tuple[object, Dataset] | None = None
         self._folder = home
         self._report = Report()
         self._reported_at = 0.0
         self._requests = 0
         self._checkpoints: GroupCheckpoints | None = None
 
+    def load(self) -> None:
+        """Load the data sets, unless earlier processes of the agent have, and write the inventory of them."""
+        path = self._home.parent / INVENTORY
+        if self._sources is None or path.exists():
+            return
+        try:
+            self._loaded = datasets_of(self._sources, cuda=self._device.type == "cuda", make=True)
+            record = InventoryRecord(inventory=inventory_of(self._sources.datasets, self._loaded))
+        except SettingsError as fault:
+            record = InventoryRecord(fault=str(fault))
+        write_document(path, record)
+
     def execute(self, folder: Path) -> None:
         """Execute the task in a folder. The first rank writes its result there, and any rank its failure."""
         self._folder, self._requests, self._checkpoints = folder, 0, None
         try:
+            if (folder / DIGESTS).exists():
+                self._digest(read_document(DigestsRecord, folder / DIGESTS))
+                return
             outcome = self._execute(read_document(TaskRecord, folder / TASK))
             # All wait for it: they would end if the first one read no next task for a while.
             self.ranks.same(lambda: self._write(outcome))
@@ -193,8 +225,12 @@ class Rank:
         if given.compute.shard:
             # A model that is kept is whole.
             self._models = ModelCache()
-        dataset = self._read(given.dataset)
         run = TaskRun(self._environment(given), task, self._check, given.report, cast("Journal", _Agent(self._ask)))
+        trains = task.kind == "train"
+        rounds = not trains and run.env.rounds_figures(task)
+        # Its files may have changed since the agent started.
+        with hiding(in_sum=trains and task.sums is not None), without_cause(rounds=rounds):
+            dataset = self._read(task.dataset)
         blocks = {block.name: block for block in given.blocks}
         fetched = Fetched(
             given.document,
@@ -254,11 +290,56 @@ class Rank:
         if self.ranks.is_first:
             self._ask_alone("keep_scale", {name: float(value) for name, value in state.items()})
 
-    def _read(self, path: Path) -> Dataset:
-        if self._dataset is None or self._dataset[0] != path:
-            self._dataset = path, mapped.read(path)
+    def _digest(self, given: DigestsRecord) -> None:
+        """Write the digests of a data set's examples, in the first rank."""
+
+        def check() -> None:
+            if self._attend():
+                raise TaskStopped
+
+        if self.ranks.is_first:
+            self._report = given.report
+            digests = digests_of(self._whole(given.dataset), check)
+            write_arrays(self._folder / RESULT_ARRAYS, {"digests": digests.readable})
+            result = ResultRecord(examples=len(digests.readable), report=given.report, content=digests.content)
+            write_document(self._folder / RESULT, result)
+
+    def _read(self, name: str) -> Dataset:
+        """Return a data set. Several ranks map its tensors, and so do later processes of the agent."""
+        path, key = dataset_file(self._home, name), (name, 0)
+        if self._group or path.exists():
+            self.ranks.same(lambda: self._share(name, path))
+            key = name, path.stat().st_ino
+        if self._dataset is None or self._dataset[0] != key:
+            self._dataset = key, mapped.read(path) if path.exists() else self._whole(name)
             self._tokenized.clear()
         return self._dataset[1]
+
+    def _share(self, name: str, path: Path) -> None:
+        if path.exists():
+            return
+        try:
+            mapped.write(path, mapped.plain(self._whole(name)))
+        except (PicklingError, AttributeError, TypeError) as fault:
+            raise UnsupportedRun(
+                "the readers of this kind of data set cannot be used by several processes (devices)"
+            ) from fault
+        # This rank maps it, too.
+        self._loaded.clear()
+
+    def _whole(self, name: str) -> Dataset:
+        """Return a data set with everything that was loaded. Raises DataError."""
+        if name not in self._loaded and self._sources:
+            one = self._sources.model_copy(update={"datasets": {name: self._sources.datasets[name]}})
+            try:
+                (found,) = datasets_of(one, cuda=self._device.type == "cuda").values()
+            except SettingsError as fault:
+                raise DataError(str(fault)) from fault
+            known = read_document(InventoryRecord, self._home.parent / INVENTORY).inventory
+            if known is None or found.info != known.datasets[name]:
+                raise DataChanged(f"the data set {name!r} has changed since the worker started; restart it")
+            self._loaded[name] = found
+        return self._loaded[name]
 
     def _write(self, outcome: Outcome) -> None:
         result, arrays = outcome.result, under("moments", outcome.moments)

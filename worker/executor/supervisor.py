@@ -56,7 +56,8 @@ def supervise(agent: int, folder: Path, count: int) -> None:
             process.kill()
         for process in ranks:
             process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        # Without the agent, no later processes use what lies beside it: the inventory, and mapped data sets.
+        shutil.rmtree(folder if os.getppid() == agent else folder.parent, ignore_errors=True)
 
 
 if __name__ == "__main__":

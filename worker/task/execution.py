@@ -97,7 +97,7 @@ def execute(
     loaded = load(run, fetched)
     loaded = replace(loaded, context=ranks.context(loaded.context))
     context = loaded.context
-    with _without_cause(rounds=rounds):
+    with without_cause(rounds=rounds):
         dataset = tokenize(run, fetched, loaded, dataset)
     # Its longest text would decide where the comparison fails.
     require_own_loss(context, dataset.padded() if silent else dataset)
@@ -111,11 +111,11 @@ def execute(
         require_summable(loaded.half, context, dataset, ranks.size)
     fitting = explained(fetched.document, context, dataset, private=silent, rehearses=rehearses)
     if trains:
-        with _hiding(in_sum=in_sum), fitting:
+        with hiding(in_sum=in_sum), fitting:
             result, stats = train(run, loaded, dataset, account, checkpoints)
         outcome = Outcome(stats.examples, result, loaded.moments.values, loaded.built)
     else:
-        with _without_cause(rounds=rounds), fitting:
+        with without_cause(rounds=rounds), fitting:
             outcome = Outcome(evaluate(run, loaded, dataset), built=loaded.built)
     context.close()
     return outcome
@@ -143,7 +143,7 @@ def without_step(
 
 
 @contextmanager
-def _hiding(*, in_sum: bool) -> Iterator[None]:
+def hiding(*, in_sum: bool) -> Iterator[None]:
     """Raise HiddenFailure in place of a failure in a secure sum that may depend on the data."""
     try:
         yield
@@ -154,7 +154,7 @@ def _hiding(*, in_sum: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_cause(*, rounds: bool) -> Iterator[None]:
+def without_cause(*, rounds: bool) -> Iterator[None]:
     """If figures leave rounded, report a failed evaluation without its cause, which may depend on an example.
 
     This site's log has it. Raises TaskFailure.

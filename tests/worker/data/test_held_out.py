@@ -170,15 +170,15 @@ def settings(folder: Path, **more: object) -> WorkerSettings:
 
 
 def test_the_sites_key_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
-    first, again = (held_digits(datasets_of(settings(tmp_path), make_key=True)) for _ in range(2))
+    first, again = (held_digits(datasets_of(settings(tmp_path).sources, make=True)) for _ in range(2))
     path = tmp_path / "state" / "held-out.key"
     assert torch.equal(first, again)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    other = datasets_of(settings(tmp_path / "other"), make_key=True)
+    other = datasets_of(settings(tmp_path / "other").sources, make=True)
     assert not torch.equal(first, held_digits(other))
     # A second worker with the same examples is given the same key.
     shared = settings(tmp_path / "third", held_out_key_file=path)
-    assert torch.equal(first, held_digits(datasets_of(shared, make_key=True)))
+    assert torch.equal(first, held_digits(datasets_of(shared.sources, make=True)))
 
 
 def held_digits(loaded: dict[str, Dataset]) -> torch.Tensor:
@@ -192,11 +192,11 @@ def test_a_key_that_is_none_is_named(tmp_path: Path) -> None:
     for wrong in ("", "not hex", "ab12"):
         path.write_text(wrong)
         with pytest.raises(SettingsError, match=f"held_out_key_file: {path} cannot be used"):
-            datasets_of(settings(tmp_path, held_out_key_file=path))
+            datasets_of(settings(tmp_path, held_out_key_file=path).sources)
 
 
 def test_no_command_but_the_worker_makes_the_key(tmp_path: Path) -> None:
-    datasets_of(settings(tmp_path))
+    datasets_of(settings(tmp_path).sources)
     assert not (tmp_path / "state").exists()
     assert len(secret_key(tmp_path / "new" / "key")) == 32
 

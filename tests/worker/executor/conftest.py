@@ -2,19 +2,47 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tessera.worker.executor import launcher
+from tessera.worker.data.overlap import ExampleDigests
+from tessera.worker.executor import launcher, mapped
 from tessera.worker.executor.executor import ProcessExecutor
+from tessera.worker.executor.folder import dataset_file
 from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.execution import Direct, Outcome
 from tests.support import zygote
 
 
 def on_cpus(ranks: int, state: Path) -> ProcessExecutor:
-    return ProcessExecutor(RankSettings(devices=("cpu",) * ranks, threads=1), state, {})
+    return ProcessExecutor(RankSettings(devices=("cpu",) * ranks, threads=1), state)
+
+
+@dataclass
+class InMemory:
+    """An executor for data sets of this process, which ranks map as if earlier ones had loaded them."""
+
+    ranks: ProcessExecutor
+    here: Direct
+
+    @property
+    def kind(self) -> str:
+        return self.ranks.kind
+
+    def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
+        return self.here.digests(run, dataset)
+
+    def execute(self, run: TaskRun, *given: Any) -> Outcome:
+        folder = self.ranks.folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name, dataset in self.here.datasets.items():
+            mapped.write(dataset_file(folder / "home", name), mapped.plain(dataset))
+        return self.ranks.execute(run, *given)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from tessera.worker.training.optimization.micro_batch import MicroBatch
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.tasks import MOBILEVIT, VIT, images
+from tests.worker.executor.conftest import InMemory
 
 CPU = torch.device("cpu")
 EXAMPLES = 33
@@ -174,8 +175,8 @@ def divided(
     def made(**given: Any) -> TaskRunner:
         given["setup"] = TrainingSetup(torch.device("meta") if executor else CPU, **setup)
         if executor:
-            executor.datasets = given["executor"].datasets
-        return runner(**{**given, "executor": executor or given["executor"]})
+            given["executor"] = InMemory(executor, given["executor"])
+        return runner(**given)
 
     with monkeypatch.context() as patch:
         patch.setattr(virtual_workers, "TaskRunner", made)
@@ -308,7 +309,7 @@ def test_an_evaluation_that_the_site_refuses_is_not_counted(
         return TaskRunner(**{**given, "policy": Policy(min_evaluation_examples=least), "history": history})
 
     divided(Case("fedavg", measured=EXAMPLES, training={"steps": 1}), executor, monkeypatch, runner)
-    assert sum(history.measured(path.stem) for path in tmp_path.rglob("measured/*.json")) == counted
+    assert history.measured("data") == counted
 
 
 class StoppingRunner(TaskRunner):

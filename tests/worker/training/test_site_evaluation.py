@@ -150,7 +150,7 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     given = settings(coordinator, tmp_path / "state")
     with working(given):
         metrics = measured(client, run)[ROUNDS].metrics
-    held_out = datasets_of(given)["digits"].held_out
+    held_out = datasets_of(given.sources)["digits"].held_out
     assert held_out is not None
     model = instantiate(VIT, "image-classification", seed=1)
     version = exported(client, run)
@@ -246,7 +246,7 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it_and_s
 ) -> None:
     is_open = policy == Policy()
     policy = policy.model_copy(update={"send_class_counts": send_class_counts})
-    data = datasets_of(settings(coordinator, tmp_path / "state"))
+    data = datasets_of(settings(coordinator, tmp_path / "state").sources)
     worker = ScriptedWorker(
         coordinator.client("site", "a"),
         kinds=("train", "evaluate"),
@@ -304,7 +304,7 @@ def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
     client, found = coordinator.client(), list[Any]()
     for policy, budget in rules:
         runner = task_runner(
-            worker.client, datasets_of(settings(coordinator, tmp_path / "state")), TrainingSetup(CPU),
+            worker.client, datasets_of(settings(coordinator, tmp_path / "state").sources), TrainingSetup(CPU),
             Vault(tmp_path / "vault"), Cache(tmp_path / "cache", 1 << 24), tmp_path, policy=policy, ledger=ledger,
             audit=audit,
             allowances={"digits": budget},
