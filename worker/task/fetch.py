@@ -35,7 +35,6 @@ from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits, require_frozen
 from tessera.worker.model.layouts import MappingFile
-from tessera.worker.model.small_blocks import write_blocks
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
@@ -265,21 +264,11 @@ def _require_merged(run: TaskRun) -> None:
 
 
 def _fill(run: TaskRun, fetched: Fetched, built: Built, *, is_new: bool) -> None:
-    """Write the version's values into a model: blocks in memory together, matrices in 4 bits one by one."""
+    """Write the version's values into a model."""
     built.held.written.clear()
     built.images.begin({name: fetched.content(base.block) for name, base in fetched.bases.items()})
     tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), run.env.setup.ranks
-    together = not layers and ranks.shards == 1 and run.env.device.type == "cpu"
-    small = [
-        base for base in fetched.bases.values() if together and base.data is not None and base.block.part is None
-    ]
-    run.check()
-    if not write_blocks(tensors, [(base.block, base.data or b"") for base in small]):
-        for base in small:
-            _require_finite(base.block.name, base.values())
-    written = {id(base) for base in small}
-    large = (base for base in fetched.bases.values() if id(base) not in written)
-    for name, group in groupby(large, key=lambda base: base.block.tensor):
+    for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
         bases = list(group)
         content = tuple(fetched.content(base.block) for base in bases)
         layer = layers.get(name)

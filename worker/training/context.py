@@ -29,7 +29,6 @@ from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import PromptFunction, patch_features, prompts_of, require_prompts, text_features
-from tessera.worker.model.small_blocks import read_blocks
 from tessera.worker.training.optimization.compilation import uncompiled
 from tessera.worker.training.optimization.image_features import ImageFeatures, images_once
 from tessera.worker.training.optimization.precision import autocast
@@ -93,8 +92,8 @@ class LocalTaskContext:
         return read_block(self._tensor(block), block)
 
     def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
-        wanted = list(blocks)
-        return read_blocks(named_tensors(self.model), wanted) if wanted else {}
+        tensors = named_tensors(self.model)
+        return {block.name: read_block(tensors, block) for block in blocks}
 
     def write(self, block: Block, values: Array) -> None:
         self.held.forget([block.tensor])
