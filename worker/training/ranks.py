@@ -15,6 +15,7 @@ from tessera.worker.model.config import config_from
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.micro_batch import not_additive
 
 T = TypeVar("T")
 N = TypeVar("N", float, Tensor)
@@ -37,18 +38,11 @@ HOOKS = (
 
 def require_summable(half: WorkerHalf[Any], context: LocalTaskContext, dataset: Dataset, ranks: int) -> None:
     """Raise UnsupportedRun if the losses of a batch's rows, which `ranks` divide, do not add up to the batch's."""
-    objective, labels = context.objective, dataset.inputs[LABELS]
-    weighted = objective is not None and objective.class_weights is not None
-    reason, other = "", "method"
+    labels = dataset.inputs[LABELS]
     several = len(labels.shape) > 1 or (isinstance(labels, Tensor) and not one_for_each(labels))
-    if half.loss_by_example and (weighted or several):
-        reason = (
-            "by this method the losses of their rows do not add up where an example has several labels or none, or "
-            "classes have weights"
-        )
-    if any(isinstance(module, _BatchNorm) for module in context.model.modules()):
-        reason, other = "the model has batch normalisation, which needs whole batches", "model"
-    if reason:
+    normalises = any(isinstance(module, _BatchNorm) for module in context.model.modules())
+    if fault := not_additive(half, context.training, normalises=normalises, several=several):
+        reason, other = fault
         raise UnsupportedRun(
             f"this worker divides batches among {ranks} devices, and {reason}: begin a run with another {other}, or "
             "have the site train on one device (devices)"
@@ -139,16 +133,16 @@ class Ranks(Protocol):
         """Replace the parameters' gradients by their sums over the ranks."""
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return this rank's ones of the places of a sample's examples."""
+        """Return this rank's part of the places of a sample's examples."""
 
     def total(self, value: N) -> N:
         """Return the sum of the ranks' values, of a tensor on its device."""
 
     def any_rank(self, true: bool) -> bool:
-        """Return whether it is true in a rank."""
+        """Return True if it is true in a rank."""
 
     def same(self, compute: Callable[[], T]) -> T:
-        """Return what the first rank computes, or raise what it raises."""
+        """Return the result of the first rank's computation, or raise its exception."""
 
     def shared(self, make: Callable[[], Dataset]) -> Dataset:
         """Return the data set that the first rank makes."""

@@ -91,8 +91,7 @@ def require_divisible(
     if isinstance(size, int):
         batch = min(training.batch_size or dataset.examples, dataset.examples)
         normalises = any(block.tensor.endswith(".running_mean") for block in blocks)
-        by_example = _by_example(half, training, several=dataset.several_labels)
-        _require_additive(size, batch, normalises=normalises, by_example=by_example)
+        _require(size, batch, not_additive(half, training, normalises=normalises, several=dataset.several_labels))
 
 
 def require_additive(
@@ -101,28 +100,29 @@ def require_additive(
     """Raise Indivisible if the losses of the pieces of a batch with these labels do not add up to the batch's."""
     if size is not None and len(labels) > size:
         normalises = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
-        by_example = _by_example(half, training, several=not one_for_each(labels))
-        _require_additive(size, len(labels), normalises=normalises, by_example=by_example)
+        several = not one_for_each(labels)
+        _require(size, len(labels), not_additive(half, training, normalises=normalises, several=several))
 
 
-def _by_example(half: WorkerHalf[Any], training: Training, *, several: bool) -> bool:
-    """Return whether the method's mean over examples is none over their labels, of which one may have several or
-    none."""
-    return half.loss_by_example and (several or training.class_weights is not None)
-
-
-def _require_additive(size: int, batch: int, *, normalises: bool, by_example: bool) -> None:
-    if batch <= size:
-        return
-    remedy = f"begin a run with a training.batch_size of at most {size}"
+def not_additive(
+    half: WorkerHalf[Any], training: Training, *, normalises: bool, several: bool
+) -> tuple[str, str] | None:
+    """Return the reason for which the losses of a batch's parts do not add up to its loss, and the part of a run to
+    change; None if they do. `several` if an example may have several labels, or none."""
     if normalises:
+        return "the model has batch normalisation, which needs whole batches", "model"
+    if half.loss_by_example and (several or training.class_weights is not None):
+        return (
+            "by this method the losses of its parts do not add up where an example has several labels or none, or "
+            "classes have weights"
+        ), "method"
+    return None
+
+
+def _require(size: int, batch: int, fault: tuple[str, str] | None) -> None:
+    if batch > size and fault:
+        reason, other = fault
         raise Indivisible(
-            f"this worker trains batches in pieces of {size} examples (micro_batch), and the model has batch "
-            f"normalisation, which needs whole batches: {remedy}"
-        )
-    if by_example:
-        raise Indivisible(
-            f"this worker trains batches in pieces of {size} examples (micro_batch), whose losses do not add up "
-            f"to the batch's by this method where an example has several labels or none, or classes have weights: "
-            f"{remedy}, or with another method"
+            f"this worker trains batches in pieces of {size} examples (micro_batch), and {reason}: begin a run with "
+            f"a training.batch_size of at most {size}, or with another {other}"
         )
