@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 Share = Literal["prompts", "prompts-and-fusion", "nothing"]
 
 FUSED = "fused."
-"""The prefix, before a tower, of a site's metric |A| / |G|: the length of what the fusion adds, over that of the
+"""The prefix, before a tower, of a site's metric |A| / |G|: the length of the fusion's addition, over that of the
 global prompts. In a version, the sites' median."""
 DISTANCE = "local_distance."
 """Likewise |L - G| / |G|: how far a site's local prompts are from the global ones."""
@@ -233,7 +233,7 @@ def _fused_with(fusion: Fusion, weights: Any, local: Any, tower: Modality, share
 def fusion_weights(fusion: Fusion, width: int) -> dict[str, torch.Tensor]:
     """Return the matrices with which a fusion of prompts starts, by name; none for a mean and a concatenation.
 
-    They follow torch's seed. Those of `random-attention` are the same at all sites, and never train.
+    They follow torch's seed, except in `random-attention`, where they are the same at all sites and never train.
     """
     import torch
 

@@ -73,7 +73,7 @@ def _of_fused(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: ARG001  (the shapes show it)
 ) -> Probabilities:
-    """Return those of `scaled_dot_product_attention`, by the definition in torch's documentation, in float32."""
+    """Return float32 probabilities of `scaled_dot_product_attention`, by the definition in torch's documentation."""
     batch, heads, queries, width = query.shape
     keys = key.shape[-2]
     factor = 1 / math.sqrt(width) if scale is None else scale
@@ -94,7 +94,7 @@ def _of_fused(
 
 
 def _of_multi_head(*args: Any, **kwargs: Any) -> Probabilities:
-    """Return those of torch's own multi-head attention, which computes all of them at once on request."""
+    """Return the probabilities of torch's own multi-head attention, which computes them at once on request."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.arguments.update(need_weights=True, average_attn_weights=False)
     weights: Any = functional.multi_head_attention_forward(*bound.args, **bound.kwargs)[1]

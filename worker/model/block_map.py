@@ -14,7 +14,7 @@ Roles, in order of precedence:
   changes the attention scores is a query or a key too: norms of queries and keys, tables of relative positions
   (`SCORES` lists those outside the attention), the latent from which keys and values are computed. So training values
   alone never changes the attention probabilities of their own layer;
-- head: all that lies outside the base model (classifier, language-model head), and in a model that is its own base
+- head: everything outside the base model (classifier, language-model head), and in a model that is its own base
   (CLIP) the modules of `OWN_HEADS`: projections into the joint space, their scale, classifiers;
 - norm: any other normalisation;
 - embedding: token, position and patch embeddings, class tokens;
@@ -110,7 +110,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # In one walk over the modules, which takes longer than what it finds.
+    # In one walk over the modules, which takes longer than the rest.
     for path, module in model.named_modules():
         for found, own in ((tensors, module._parameters), (buffers, module._buffers)):  # noqa: SLF001 (as torch does)
             for name, tensor in own.items():
@@ -341,7 +341,7 @@ def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, m
         claim: Claim = "adapter"
     else:
         matrix_roles = tuple(matrix)
-        # A Conv1D's outputs are its last axis; those of B are always the first.
+        # A Conv1D's outputs are its last axis; B's outputs are always its first.
         parts = {role: part.model_copy(update={"axis": 0}) for role, part in matrix.items()}
         claim = parts if factor == "B" else "adapter"
     for block in _blocks(name, tensor, layer, claim):

@@ -39,7 +39,7 @@ def free_bytes(device: torch.device, meminfo: Path = MEMINFO) -> int:
     """Return the bytes that this process can still take on a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # torch keeps what it freed.
+        # torch keeps freed memory.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     limit = available_bytes()
     try:

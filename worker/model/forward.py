@@ -121,7 +121,7 @@ def _zero_without_labels(loss: Tensor, head: Head, labels: Tensor | None) -> Ten
 
 
 def _reads_last_place(model: nn.Module) -> bool:
-    """Return whether the model reads its answer from the last place of a row, padding or not, as XLNet does."""
+    """Return True if the model reads its answer from the last place of a row, padding or not, as XLNet does."""
     config = getattr(model, "config", None)
     return getattr(config, "model_type", None) == "xlnet"
 
@@ -142,13 +142,13 @@ def label_count(head: Head, labels: Tensor) -> int:
 
 
 def one_for_each(labels: Tensor) -> bool:
-    """Return whether each example has exactly one label that counts."""
+    """Return True if each example has exactly one label that counts."""
     return labels.ndim < 2 and (labels.is_floating_point() or bool((labels != IGNORED).all()))
 
 
 def counted_labels(head: Head, labels: Tensor) -> Tensor:
     """Return the labels of the positions that predict one, of which the loss ignores those that are `IGNORED`."""
-    # A position predicts the one after it.
+    # A position predicts the next one.
     return labels[:, 1:] if head == "causal-lm" else labels
 
 

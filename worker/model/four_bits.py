@@ -125,7 +125,7 @@ class _Product(torch.autograd.Function):
 
 
 def four_bit_tensors(document: Model, mapping: MappingFile | None = None) -> frozenset[str]:
-    """Return the names of the matrices of a model that 4 bits are for: those of the linear layers in its stacks.
+    """Return the names of the matrices of a model that may be in 4 bits: of the linear layers in its stacks.
 
     Matrices of a head, embeddings and tied ones keep their dtype, and so do layers that are not torch's own, such as
     the experts that transformers joins.
@@ -192,7 +192,7 @@ def buffers_of_passes(model: nn.Module) -> list[Tensor]:
 
 
 def stored_bytes(blocks: Iterable[Block], tensors: Collection[str]) -> int:
-    """Return the bytes of blocks of which some are in 4 bits, with room to compute the largest matrix twice."""
+    """Return the bytes of blocks, some of them in 4 bits, with room to compute the largest matrix twice."""
     total, largest = Fraction(0), dict[str, int]()
     for block in blocks:
         if block.tensor in tensors:

@@ -42,7 +42,7 @@ class HeldValues:
             self._held[name] = _Held(tensor, content, tensor._version, tensor.data_ptr(), _sample(tensor))  # noqa: SLF001 (no other way)
 
     def has(self, name: str, tensor: Tensor, content: tuple[str, ...]) -> bool:
-        """Return whether a tensor still has the values of blocks with these digests."""
+        """Return True if a tensor still has the values of blocks with these digests."""
         held = self._held.get(name)
         return (
             held is not None

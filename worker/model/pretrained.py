@@ -64,7 +64,7 @@ def weights_place(source: str) -> str:
 
 
 def _unusable(folder: Path) -> str | None:
-    """Return what a folder is that no model can be read from as it stands, with the remedy."""
+    """Return the reason for which no model can be read from a folder, with the remedy; None if one can."""
     if (folder / ADAPTER_FILE).is_file():
         return _of_adapter(folder)
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf"))
@@ -102,7 +102,7 @@ def _of_adapter(folder: Path) -> str:
 
 
 def _wrapped(folder: Path) -> str | None:
-    """Return what is wrong with the names of a folder's tensors or shards, with the remedy."""
+    """Return a fault in the names of a folder's tensors or shards, with the remedy."""
     index = folder / SAFE_WEIGHTS[1]
     try:
         if (folder / WEIGHTS_FILE).is_file():
@@ -218,7 +218,7 @@ def load_pretrained(
 
 
 def _left_out(names: Iterable[str], model: PreTrainedModel) -> str | None:
-    """Return why a model without these tensors of its weights is not what the weights are of, with the remedy. Heads
+    """Return the fault of a model without these tensors of its weights, with the remedy. Heads
     of other tasks may be left out."""
     if adapters := sorted(name for name in names if ADAPTER.search(name)):
         return (
@@ -233,7 +233,7 @@ def _left_out(names: Iterable[str], model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' tables of what it loaded: one line here says what matters of them."""
+    """Silence transformers' tables of loaded tensors: one line here has the relevant part."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -2,9 +2,8 @@
 
 Vision prompts are inserted after the class token, or first where there is none, once positions have been added (VPT,
 shallow: Jia et al. 2022, arXiv 2203.12119, equation 4). Deep prompts take their place at the input of later layers
-(the same, equation 7). Text prompts are inserted after the start token, or first
-where there is none, as token embeddings, so that they have positions of their own (CoOp: Zhou et al. 2022, arXiv
-2109.01134, equation 2).
+(the same, equation 7). Text prompts are inserted after the start token, or first where there is none, as token
+embeddings, so that they have positions of their own (CoOp: Zhou et al. 2022, arXiv 2109.01134, equation 2).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -310,7 +309,7 @@ class _VisionHooks(_Hooks):
 
 @dataclass(frozen=True, kw_only=True)
 class _DeepHook:
-    """A hook that replaces the prompts among a layer's inputs, [images or texts, tokens, width], by the layer's."""
+    """A hook that replaces the prompts among a layer's inputs, [images or texts, tokens, width], by its own."""
 
     tokens: PromptTokens
     modality: Modality
@@ -365,7 +364,7 @@ class _TextHooks(_Hooks):
         return next(each for each in range(len(special) + 1) if each not in special)
 
     def _kept(self, ids: Tensor, mask: Tensor | None, count: int) -> int:
-        """Return how many columns of `ids`, [texts, tokens], to keep. Raises PromptError rather than cut text."""
+        """Return the number of columns of `ids`, [texts, tokens], to keep. Raises PromptError if a text is longer."""
         length = ids.shape[1]
         kept = min(length, self.positions - count)
         # Without a mask, repetitions of the last token are padding; the first of them may be the text's end.

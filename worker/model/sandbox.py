@@ -369,7 +369,7 @@ def _status(
 
 
 def _convert(request: TokenizerRequest) -> bool:
-    """Convert the texts; return whether all are within `max_length`."""
+    """Convert the texts. Return True if all are within `max_length`."""
     tokenizer = Tokenizer.from_str(request.tokenizer)
     tokenizer.enable_truncation(request.max_length)
     texts = [text if len(text) > 1 or request.by_word else text[0] for text in request.texts]

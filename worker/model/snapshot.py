@@ -47,7 +47,7 @@ class Snapshot:
 
     @classmethod
     def open(cls, folder: BaseFolder, config: Mapping[str, JsonValue], head: Head) -> Self:
-        """Lay out the model of a config, and find out what becomes of the folder's tensors. Raises ConfigError."""
+        """Lay out the model of a config, and find the folder's tensors in it. Raises ConfigError."""
         if config_from(config).dtype is None:
             # As transformers does.
             config = {**config, "dtype": _dtype_of(folder)}
@@ -100,7 +100,7 @@ class Snapshot:
                         yield ConvertedBlock(block, block_data({block.tensor: tensor}, block), sources)
 
     def _convert(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return what transformers makes of a group of tensors, by first names. The model keeps none of it."""
+        """Return transformers' conversion of a group of tensors, by first names. The model keeps none of it."""
         before = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
         # Annotated as a list of their base class, which it never contains.
         mapping = cast("Any", get_model_conversion_mapping(self.model))
@@ -122,7 +122,8 @@ class Snapshot:
 
 
 def _renamed(folder: BaseFolder, model: PreTrainedModel) -> Iterator[tuple[RawTensor, str, bool]]:
-    """Yield each tensor, the name of what it becomes (of several: the first), and whether it is converted."""
+    """Yield each tensor, the name of the model's tensor that it becomes (the first of several), and True if it is
+    converted."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -143,5 +144,5 @@ def _dtype_of(folder: BaseFolder) -> str:
 def converted_blocks(
     config: Mapping[str, JsonValue], head: Head, folder: BaseFolder, blocks: Iterable[Block]
 ) -> Iterator[ConvertedBlock]:
-    """Yield those of the blocks that a folder has, but not as the model has them. Raises as `Snapshot`."""
+    """Yield the blocks that a folder has in another form than the model. Raises as `Snapshot`."""
     return Snapshot.open(folder, config, head).converted(blocks)

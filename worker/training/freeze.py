@@ -74,7 +74,7 @@ class Freeze:
                 tensor.grad.index_fill_(axis - tensor.ndim, frozen, 0)
 
     def in_part(self, parameter: nn.Parameter) -> bool:
-        """Return whether some rows of a trained parameter are frozen."""
+        """Return True if some rows of a trained parameter are frozen."""
         return any(tensor is parameter for tensor, *_ in self._rows)
 
     def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -84,8 +84,9 @@ def count_labelled(head: Head, dataset: Dataset) -> None:
 
 
 def _cause(model: Model, context: LocalTaskContext, dataset: Dataset) -> str:
-    """Return why a synthetic example fails, by what the settings fix: the schema, or the error of one whose texts are
-    padded to their maximal length. An error that may have a shape which the examples decide is left out."""
+    """Return the cause of a synthetic example's failure, by the settings alone: the schema, or the error of an
+    example whose texts are padded to their maximal length. An error is left out if its shapes may depend on the
+    examples."""
     if found := dataset.schema.mismatches(model, padded=True):
         return f": {'; '.join(found)}"
     fixed = all(one.shape is not None for one in dataset.schema.inputs.values())
@@ -129,7 +130,7 @@ def require_output(context: LocalTaskContext, dataset: Dataset) -> None:
 def rehearsal_fault(
     context: LocalTaskContext, dataset: Dataset, compute: Callable[[dict[str, Tensor]], object]
 ) -> Exception | None:
-    """Return how `compute` fails on a batch of one synthetic example, or None."""
+    """Return the error of `compute` on a batch of one synthetic example, or None."""
     batch = synthetic_batch(context.model, dataset)
     try:
         with evaluation_mode(context.model), torch.no_grad():

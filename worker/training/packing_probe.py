@@ -16,7 +16,8 @@ ROUNDING = 64
 
 
 def packing_fault(context: LocalTaskContext) -> str | None:
-    """Return why documents cannot be packed for the model, or None if its logits are those of each document alone."""
+    """Return the reason for which the model does not take packed documents, or None if each document's logits are as
+    without the others."""
     words = token_embedding(context.model).num_embeddings
     ids = torch.randint(0, words, (len(DOCUMENTS), sum(DOCUMENTS[0])), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
@@ -47,6 +48,6 @@ def packing_fault(context: LocalTaskContext) -> str | None:
 
 
 def same_logits(one: Tensor, other: Tensor, model: nn.Module) -> bool:
-    """Return whether logits of the same shape differ by no more than the roundings of a model's weights."""
+    """Return True if logits of the same shape differ by no more than the roundings of a model's weights."""
     limit = ROUNDING * torch.finfo(next(model.parameters()).dtype).eps * float(other.abs().max())
     return torch.allclose(one, other, rtol=0, atol=limit)

@@ -276,7 +276,7 @@ class PhaseTraining:
             except torch.OutOfMemoryError:
                 # The traceback holds the tensors of the pass, so nothing is done about it before it is gone.
                 value = None
-            # What the ranks sum in a step, all of them sum again.
+            # A sum over the ranks in a step is repeated by all of them.
             short = value is None
             if not self._ranks.any_rank(short) and value is not None:
                 return value
@@ -309,7 +309,7 @@ class PhaseTraining:
         return self._ranks.weigh(pieces, labels, context)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
-        """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
+        """Take one step with a noisy gradient. The rest of a step reads no data, so it costs no privacy."""
         share = self._set_rate()
         noisy.fill()
         self._correct_gradients()

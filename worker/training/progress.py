@@ -54,7 +54,7 @@ class Report:
     def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0) -> None:
         self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, None
         if not (self.hides and phase == self.phase):
-            # Otherwise the site's log would have the end of what comes before the first step.
+            # Otherwise the site's log would show when the preparation of the first step ended.
             self.began.append((time.time(), phase))
         self.phase = phase
 

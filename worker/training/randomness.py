@@ -12,7 +12,7 @@ from torch import Tensor
 def seed_everything(seed: int) -> None:
     """Seed every global source of randomness: Python's, numpy's, and torch's on each device."""
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002  (the global state is what other libraries draw from)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002  (other libraries draw from the global state)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:

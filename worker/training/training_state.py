@@ -107,7 +107,7 @@ class TrainingState:
         checkpoints.write(self.at, saved, tensors)
 
     def _trained(self) -> dict[str, Tensor]:
-        """Return the tensors that have trained so far, by name: those of this phase and of the ones before."""
+        """Return the tensors that have trained so far, by name, in this phase and in earlier ones."""
         tensors = named_tensors(self._local.context.model)
         phases = self._phases[: self.at.phase + 1]
         names = {block.tensor for phase in phases for block in trained_blocks(self._local, phase)}

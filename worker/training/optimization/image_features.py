@@ -79,7 +79,7 @@ class _ImageTable:
     def _compute(self, places: Tensor, pixels: Tensor | RowsOnDisk, model: PreTrainedModel, tower: Any) -> None:
         absent = torch.unique(places[~self._known[places]])
         parts = list(absent[:, None]) if self.alone else [absent] * bool(len(absent))
-        # What is computed in inference mode cannot be used in training.
+        # A tensor that is made in inference mode cannot be used in training.
         with torch.inference_mode(mode=False), torch.no_grad():
             for some in parts:
                 found = tower(pixel_values=pixels[some].to(model.device, model.dtype)).pooler_output
@@ -135,7 +135,7 @@ def images_once(
 
 
 def _is_constant(model: PreTrainedModel, head: Head, data: Dataset, changed: Collection[str]) -> bool:
-    """Return whether the vision tower has the same output for an image in each pass, and it can be kept."""
+    """Return True if the vision tower has the same output for an image in each pass, and it can be kept."""
     prompts = prompts_of(model)
     if (
         head != "contrastive"

@@ -25,7 +25,7 @@ Trained = Sequence[tuple[Block, Tensor]]
 
 @dataclass
 class Moments:
-    """The moments of a run's blocks at a site, by phase. Those of a phase without the block stay as they are."""
+    """The moments of a run's blocks at a site, by phase. A phase without a block leaves its moments as they are."""
 
     values: dict[str, Array]
     """By key: `moments/`, the phase's name, the moment's name in torch's optimizer, and the block's name."""
@@ -38,8 +38,8 @@ class Moments:
     def restore(self, phase: str, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         """Give an optimizer that has taken no step the moments of these blocks.
 
-        Those of a tensor start from zero unless all of its trained blocks have moments of equally many steps, of
-        which a tensor has one number. Frozen rows have moments of zero.
+        A tensor's moments start from zero unless all of its trained blocks have moments of equally many steps: it has
+        one number of steps. Frozen rows have moments of zero.
         """
         by_tensor: dict[str, list[Block]] = {}
         for block, _ in trained:

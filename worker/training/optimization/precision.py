@@ -46,7 +46,7 @@ def allow_tf32(*, allowed: bool) -> None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this machine's CPU has instructions for products of bfloat16. Without them torch takes 3 to 70
+    """Return True if this machine's CPU has instructions for products of bfloat16. Without them torch takes 3 to 70
     times as long as in float32."""
     has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001

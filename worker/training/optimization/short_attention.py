@@ -46,7 +46,7 @@ class _Unfused(TorchFunctionMode):
 
 
 def _is_slow(query: Tensor, key: Tensor, *rest: object, **options: object) -> bool:
-    """Return whether there is a backward pass in which the fused kernel would be slow."""
+    """Return True if there is a backward pass in which the fused kernel would be slow."""
     del query, rest, options
     return key.shape[-2] <= MOST_KEYS and torch.is_grad_enabled()
 

@@ -42,7 +42,7 @@ def trimmed(batch: Mapping[str, Tensor], padding: Padding) -> dict[str, Tensor]:
 
 
 def is_trimmable(context: LocalTaskContext, dataset: Dataset) -> bool:
-    """Return whether the model's logits for a text are the same without the padding after it.
+    """Return True if the model's logits for a text are the same without the padding after it.
 
     Not all models leave padding out by its mask: some look at neighbouring tokens, or compute short texts in another
     way. A text of MULTIPLE tokens shows both. Weights of 16 bits round too much to compare.
