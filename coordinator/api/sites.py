@@ -30,13 +30,13 @@ def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cur
 @router.post("/sites/{site_id}/suspend", operation_id="suspendSite")
 def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Refuse all tokens of a site and select none of its workers until it is resumed."""
-    return sites.suspend_site(serving, caller, site_id)
+    return sites.set_suspended(serving, caller, site_id, suspended=True)
 
 
 @router.post("/sites/{site_id}/resume", operation_id="resumeSite")
 def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Accept a suspended site's tokens again."""
-    return sites.resume_site(serving, caller, site_id)
+    return sites.set_suspended(serving, caller, site_id, suspended=False)
 
 
 @router.get("/workers", operation_id="listWorkers")

@@ -355,7 +355,7 @@ def confirm_site(
 
 @router.post("/sites/{site_id}/{action}")
 def set_site(site_id: str, action: Literal["suspend", "resume"], serving: Serving, who: AdminSender) -> Response:
-    {"suspend": sites.suspend_site, "resume": sites.resume_site}[action](serving, who.principal, site_id)
+    sites.set_suspended(serving, who.principal, site_id, suspended=action == "suspend")
     return RedirectResponse(f"{PREFIX}/sites", status_code=303)
 
 

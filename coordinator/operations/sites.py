@@ -22,27 +22,18 @@ def create_site(services: Services, caller: Principal, spec: SiteSpec, key: str 
         return once(session, now, caller, key, spec, Site, create)
 
 
-def suspend_site(services: Services, caller: Principal, site_id: str) -> Site:
-    """Refuse all tokens of a site from now on, and end the claims that wait with them. Raise NotFound."""
-    site, waiting = _set_suspended(services, caller, site_id, suspended=True)
-    services.wake_workers(waiting)
-    return site
-
-
-def resume_site(services: Services, caller: Principal, site_id: str) -> Site:
-    """Accept a suspended site's tokens again. Raise NotFound."""
-    return _set_suspended(services, caller, site_id, suspended=False)[0]
-
-
-def _set_suspended(services: Services, caller: Principal, site_id: str, *, suspended: bool) -> tuple[Site, list[str]]:
-    """Return the site and its workers' ids. Repeating it changes nothing."""
+def set_suspended(services: Services, caller: Principal, site_id: str, *, suspended: bool) -> Site:
+    """Refuse all tokens of a site from now on, and end the claims that wait with them; or accept its tokens again.
+    Repeating it changes nothing. Raise NotFound."""
     with services.database.transaction() as session:
         now, row = services.database.now(), find(session, SiteRow, site_id)
         if suspended != (row.suspended_at is not None):
             row.suspended_at = now if suspended else None
             action = "site.suspend" if suspended else "site.resume"
             audit.record(session, now, caller.actor, action, row.id, name=row.name)
-        return views.view_of(Site, row), workers.workers_of(session, site_id)
+        site, waiting = views.view_of(Site, row), workers.workers_of(session, site_id)
+    services.wake_workers(waiting)
+    return site
 
 
 def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str | None = None) -> IssuedToken:
