@@ -22,7 +22,6 @@ from tessera.coordinator.conductor.round_spans import in_trace, record_round
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
-from tessera.coordinator.db.workers import note_seen
 from tessera.coordinator.domain.decide import Action, Close, Merge, Open, decide
 from tessera.coordinator.domain.snapshot import RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
@@ -69,9 +68,7 @@ class Conductor:
 
     def step(self, named: Iterable[str] | None = None) -> None:
         """Advance these runs, or every run, until none has anything to be done."""
-        if seen := self.presence.take():
-            with self.database.transaction() as session:
-                note_seen(session, self.database.now(), seen)
+        self.presence.store(self.database)
         while not self.wakeups.ended.is_set():
             self.wakeups.show_alive()
             with self.database.snapshot() as session:

@@ -10,12 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.workers import note_seen, note_used
+
 USES_SECONDS = 60.0
 """Precision of the instants at which tokens were last used, and the interval at which they are stored."""
 
 
 class LastSeen:
-    """The instant of each worker's last call since the last `take`, and the token that it showed.
+    """The instant of each worker's last call since the last `store`, and the token that it showed.
 
     The instants at which tokens were used are held for longer, so that each is stored once a minute at most.
     """
@@ -29,10 +32,13 @@ class LastSeen:
         with self._lock:
             self._seen[worker_id] = (now, token_id)
 
-    def take(self) -> dict[str, tuple[float, str]]:
+    def store(self, database: Database) -> None:
+        """Store who was seen since the last call."""
         with self._lock:
             seen, self._seen = self._seen, {}
-        return seen
+        if seen:
+            with database.transaction() as session:
+                note_seen(session, database.now(), seen)
 
     def note_use(self, token_id: str, now: float) -> None:
         """Note a use of a token, unless one was noted within the last minute."""
@@ -44,10 +50,13 @@ class LastSeen:
         """Return the last use of a token that is not stored yet."""
         return self._used.get(token_id)
 
-    def take_uses(self) -> dict[str, float]:
+    def store_uses(self, database: Database) -> None:
+        """Store which tokens were used since the last call."""
         with self._lock:
             used, self._used = self._used, {}
-        return used
+        if used:
+            with database.transaction() as session:
+                note_used(session, used)
 
 
 class LongPollWaiters:

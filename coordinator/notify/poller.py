@@ -11,7 +11,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.tasks import offered_to
-from tessera.coordinator.db.workers import note_seen, note_used
 from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.notify.long_poll import USES_SECONDS, LastSeen, LongPollWaiters
 from tessera.coordinator.notify.wakeup import WakeupChannel, serving_name
@@ -58,23 +57,16 @@ class Poller:
                 self._tick()
                 if time.monotonic() - stored_at > USES_SECONDS:
                     stored_at = time.monotonic()
-                    self._store_uses()
+                    self.last_seen.store_uses(self.database)
             except DATABASE_AWAY as fault:
                 log_away(fault)
             except SQLAlchemyError:
                 log.exception("attendance.failed")
         with suppress(SQLAlchemyError):
-            self._store_uses()
-
-    def _store_uses(self) -> None:
-        if used := self.last_seen.take_uses():
-            with self.database.transaction() as session:
-                note_used(session, used)
+            self.last_seen.store_uses(self.database)
 
     def _tick(self) -> None:
-        if seen := self.last_seen.take():
-            with self.database.transaction() as session:
-                note_seen(session, self.database.now(), seen)
+        self.last_seen.store(self.database)
         if waiting := self.waiters.workers:
             with self.database.snapshot() as session:
                 self.waiters.notify(offered_to(session, waiting))
