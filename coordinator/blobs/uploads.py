@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -170,13 +169,11 @@ class Uploads:
             return await self.append(upload, 0, body, begun)
         if end := self.offset(upload):
             raise _elsewhere(upload, end, 0)
-        received = bytearray(begun)
-        async for piece in self._pieces(body):
+        received = bytearray()
+        async for piece in self._pieces(body, begun):
             received += piece
             if len(received) > upload.length:
-                break
-        if len(received) > upload.length:
-            raise _longer(upload)
+                raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(
                 f"{len(received)} of {upload.length} bytes were received", remedy="Send the whole blob again."
@@ -227,18 +224,14 @@ class Uploads:
                     piece = piece[count:]
                     written(count)
 
-            if offset + len(begun) > upload.length:
-                raise _longer(upload)
-            if begun:
-                await self.threads.run_to_end(upload.owner, partial(write, memoryview(begun)))
-            await self._write_pieces(upload, offset + len(begun), body, write)
+            await self._write_pieces(upload, offset, self._pieces(body, begun), write)
             if file.tell() == upload.length:
                 received = received or await self._hashed(upload.owner, file)
                 await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
             return file.tell()
 
     async def _write_pieces(
-        self, upload: Upload, offset: int, body: AsyncIterator[bytes], write: Callable[[memoryview], None]
+        self, upload: Upload, offset: int, pieces: AsyncIterator[bytes], write: Callable[[memoryview], None]
     ) -> None:
         # One object: a sender of single bytes would have a million of them held, and counted at each byte.
         pending = bytearray()
@@ -251,7 +244,7 @@ class Uploads:
             write(memoryview(piece))
 
         try:
-            async for piece in self._pieces(body):
+            async for piece in pieces:
                 end += len(piece)
                 if end > upload.length:
                     raise _longer(upload)
@@ -264,8 +257,11 @@ class Uploads:
             # Received bytes are kept even when the sender is disconnected, so that it can resume after them.
             flush()
 
-    async def _pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the pieces of a body. A sender that is silent, or slower than the minimum rate, is disconnected."""
+    async def _pieces(self, body: AsyncIterator[bytes], begun: bytes) -> AsyncIterator[bytes]:
+        """Yield the pieces of a body, of which `begun` was read already. A sender that is silent, or slower than the
+        minimum rate, is disconnected."""
+        if begun:
+            yield begun
         arrived, waited = 0, 0.0
         while True:
             began_at = time.monotonic()
