@@ -21,7 +21,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
     one_of,
 )
-from tessera.coordinator.domain.eligibility import withheld_reason
+from tessera.coordinator.domain.eligibility import listed, withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
@@ -30,9 +30,6 @@ from tessera.coordinator.settings import CoordinatorSettings
 
 MAX_RUNS = 20
 """Runs that are looked at in each state, and sites; the latest changed runs first."""
-
-MAX_NAMED = 8
-"""Workers that one alert names."""
 
 LATELY_SECONDS = 86_400.0
 
@@ -94,7 +91,7 @@ def alerts(
         yield Alert(
             "run-withheld",
             f"{run.name} waits for sites",
-            f"{_named([name for name, _ in workers])} will not take part before their sites agree.",
+            f"{listed([name for name, _ in workers])} will not take part before their sites agree.",
             "A person at each site approves it there.",
             "/approvals",
             key=run.id,
@@ -104,7 +101,7 @@ def alerts(
         yield Alert(
             "update-held",
             f"{waits} for a release in {run.name}",
-            f"Held at {_named([name for name, _ in held])}.",
+            f"Held at {listed([name for name, _ in held])}.",
             "A person at each site releases its update there.",
             "/approvals",
             key=run.id,
@@ -177,10 +174,6 @@ def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
     for state, count in session.execute(counts).all():
         code, noun, detail, remedy, weight = FAULTY[state]
         yield Alert(code, f"{counted(count, noun)} {state} within a day", detail, remedy, "/failures", weight)
-
-
-def _named(workers: Sequence[str]) -> str:
-    return ", ".join(workers[:MAX_NAMED]) + " and others" * (len(workers) > MAX_NAMED)
 
 
 def counted(count: int, noun: str) -> str:

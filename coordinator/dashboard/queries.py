@@ -24,6 +24,7 @@ from tessera.coordinator.db.tables import (
     TaskRow,
     VersionRow,
     WorkerRow,
+    select_tasks,
 )
 from tessera.shared.api.runs import Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
@@ -322,9 +323,7 @@ def by_worker(session: Session, run: Run, name: str) -> dict[str, dict[int, floa
     version_number = func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     value = TaskRow.metrics[name].as_float()
     rows = session.execute(
-        select(WORKER_NAME, version_number, value)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
+        select_tasks(WORKER_NAME, version_number, value)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where(_is_shown(version_number, run), value.is_not(None))
     )

@@ -14,7 +14,7 @@ from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, select_tasks
 from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, new_task
 from tessera.coordinator.domain.snapshot import SumsSnapshot, TaskSnapshot
 from tessera.shared.api.runs import RunSpec
@@ -33,18 +33,9 @@ _OF_ROUND = (
     & ((TaskRow.state != "failed") | (TaskRow.created_at >= given("since")))
     & (TaskRow.state != "cancelled")
 )
-_HELPER_TASKS = (
-    select(TaskRow, SiteRow.name)
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
-    .where(_OF_ROUND)
-    .order_by(TaskRow.created_at, TaskRow.id)
-)
-_ENVELOPES = (
-    select(WORKER_NAME, TaskRow.statement)
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
-    .where(TaskRow.run_id == given("run"), TaskRow.merged_in == given("number"))
+_HELPER_TASKS = select_tasks(TaskRow, SiteRow.name).where(_OF_ROUND).order_by(TaskRow.created_at, TaskRow.id)
+_ENVELOPES = select_tasks(WORKER_NAME, TaskRow.statement).where(
+    TaskRow.run_id == given("run"), TaskRow.merged_in == given("number")
 )
 
 
@@ -137,7 +128,7 @@ def rounds_from(session: Session, values: str) -> Sequence[Row[RoundRow, RunRow]
 
 def senders_in(session: Session, round_id: str) -> set[str]:
     """Return the sites whose updates a round accepted."""
-    query = select(SiteRow.name).join_from(TaskRow, WorkerRow).join(SiteRow)
+    query = select_tasks(SiteRow.name)
     query = query.where(TaskRow.round_id == round_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
     return set(session.scalars(query))
 
@@ -243,9 +234,7 @@ def sum_record(session: Session, round_: RoundRow, spec: RunSpec) -> SumRecord |
 def _asked_in(session: Session, round_: RoundRow) -> Sequence[Row[TaskRow, str]]:
     """Return the tasks of helpers that belong to this attempt at a round, each with its site."""
     query = (
-        select(TaskRow, SiteRow.name)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
+        select_tasks(TaskRow, SiteRow.name)
         .where(TaskRow.run_id == round_.run_id, TaskRow.kind.in_(("agree", "open")), TaskRow.state != "cancelled")
         .where(TaskRow.version_number == round_.number - 1, TaskRow.created_at >= round_.opened_at)
         .order_by(TaskRow.created_at, TaskRow.id)

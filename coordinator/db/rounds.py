@@ -20,9 +20,11 @@ from tessera.coordinator.db.tables import (
     TaskRow,
     WorkerRow,
     new_id,
+    select_tasks,
 )
 from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, move_round, move_tasks, new_task
 from tessera.coordinator.db.versions import ASSIGNED, add_version, note_outcomes
+from tessera.coordinator.domain.eligibility import listed
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan
@@ -31,21 +33,12 @@ from tessera.shared.problems import Conflict, WorkerFailed
 from tessera.shared.rounds.aggregate import NextVersion
 from tessera.shared.rounds.planning import bounds_of, training_seed
 
-MAX_NAMED = 5
-"""Workers that the reason of an abandoned round names."""
-
 _LAST_ATTEMPT = select(func.max(RoundRow.attempt)).where(
     RoundRow.run_id == given("run"), RoundRow.number == given("number")
 )
 _IN_ROUND = TaskRow.round_id == given("round")
 _ASSIGN = update(TaskRow).where(_IN_ROUND, TaskRow.state == "accepted")
-_PROBLEMS = (
-    select(WORKER_NAME, TaskRow.problem)
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
-    .where(_IN_ROUND)
-    .order_by(SiteRow.name, WorkerRow.name)
-)
+_PROBLEMS = select_tasks(WORKER_NAME, TaskRow.problem).where(_IN_ROUND).order_by(SiteRow.name, WorkerRow.name)
 
 
 def open_round(
@@ -134,8 +127,7 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
     """Abandon a round: its accepted updates are left out. The reason names the workers that failed, with codes."""
     rows = session.execute(_PROBLEMS, {"round": round_.id})
     failed = [f"{worker}: {_code_of(problem)}" for worker, problem in rows if problem]
-    more = [f"{len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
-    reason += f" ({', '.join([*failed[:MAX_NAMED], *more])})" if failed else ""
+    reason += f" ({listed(failed)})" if failed else ""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     round_.noise_key = None
     cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})

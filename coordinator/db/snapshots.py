@@ -22,6 +22,7 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
     one_of,
+    select_tasks,
 )
 from tessera.coordinator.domain.eligibility import RunTerms, objections, withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -163,9 +164,7 @@ def _took_part(session: Session, invited: RunTerms) -> dict[str, str]:
     # A site with one worker has no replacement.
     several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
     rows = (
-        select(SiteRow.name, TaskRow.worker_id)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
+        select_tasks(SiteRow.name, TaskRow.worker_id)
         # An accepted update may still be merged.
         .where(TaskRow.run_id == invited.run, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(WorkerRow.site_id.in_(several))
@@ -182,9 +181,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
     if not crowded:
         return list(willing)
     rows = (
-        select(TaskRow.worker_id, func.max(TaskRow.version_number) + 1)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
+        select_tasks(TaskRow.worker_id, func.max(TaskRow.version_number) + 1)
         # An update that was left out changed no vault.
         .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(SiteRow.name.in_(crowded))

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Index,
     LargeBinary,
     MetaData,
+    Select,
     String,
     UniqueConstraint,
     bindparam,
@@ -391,6 +392,11 @@ class TaskRow(Table):
         .scalar_subquery(),
         deferred=True,
     )
+
+
+def select_tasks(*columns: Any) -> Select[Any]:
+    """Select columns of tasks, of their workers and of the workers' sites."""
+    return select(*columns).join_from(TaskRow, WorkerRow).join(SiteRow)
 
 
 IS_LEASED = one_of(TaskRow.state, "offered", "leased") & (TaskRow.state == "leased")

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from itertools import groupby
 from operator import itemgetter
 
-from sqlalchemy import Row, select
+from sqlalchemy import Row
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
@@ -19,7 +19,7 @@ from tessera.coordinator.db.tables import (
     SiteRow,
     TaskRow,
     VersionRow,
-    WorkerRow,
+    select_tasks,
 )
 from tessera.coordinator.db.transitions import ACTOR, move_tasks
 from tessera.shared.api.runs import Bounds
@@ -34,27 +34,17 @@ ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("numbe
 _LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
 _ANY_OF = TaskRow.id.in_(given("ids", expanding=True))
 _UPDATES = (
-    select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
+    select_tasks(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
     .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
     .where(ASSIGNED)
 )
 _CHOSEN = (
-    select(TaskRow.merged_in, SiteRow.name, TaskRow.layers)
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
+    select_tasks(TaskRow.merged_in, SiteRow.name, TaskRow.layers)
     .where(TaskRow.run_id == given("run"), TaskRow.merged_in.between(given("first"), given("last")))
     .where(TaskRow.state == "merged")
     .order_by(TaskRow.merged_in)
 )
-_OUTCOMES = (
-    select(TaskRow, WORKER_NAME)
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
-    .where(ASSIGNED)
-    .options(load_only(TaskRow.metrics, TaskRow.unmerged))
-)
+_OUTCOMES = select_tasks(TaskRow, WORKER_NAME).where(ASSIGNED).options(load_only(TaskRow.metrics, TaskRow.unmerged))
 
 
 def latest_version(session: Session, run_id: str) -> VersionRef:

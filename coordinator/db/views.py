@@ -25,6 +25,7 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
     one_of,
+    select_tasks,
 )
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
@@ -183,7 +184,7 @@ EVALUATED = (TaskRow.kind == "evaluate", TaskRow.state == "accepted")
 
 
 def _evaluations(*columns: Any) -> Select[Any]:
-    return select(*columns).join_from(TaskRow, WorkerRow).join(SiteRow).where(*EVALUATED)
+    return select_tasks(*columns).where(*EVALUATED)
 
 
 _MEASURED = (
@@ -244,12 +245,10 @@ def latest_measurements(
     session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool]
 ) -> list[Measurement]:
     """Return the evaluations of the latest version that has any under these conditions."""
-    of_run = EVALUATIONS.where(TaskRow.run_id == run_id, *which)
-    newest = session.execute(of_run.order_by(TaskRow.version_number.desc()).limit(1)).first()
-    if newest is None:
-        return []
-    rows = of_run.where(TaskRow.version_number == newest[0].version_number)
-    return [measurement_view(row, spec) for row in session.execute(rows)]
+    newest = select(func.max(TaskRow.version_number)).where(*EVALUATED, TaskRow.run_id == run_id, *which)
+    return measurements(
+        session, run_id, spec, *which, TaskRow.version_number == newest.correlate(None).scalar_subquery()
+    )
 
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:

@@ -5,7 +5,7 @@ round, and reports the reasons to the creator of the run.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +22,8 @@ from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_toget
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, local_epochs, trains_on_few
 from tessera.shared.version import install_line
 
-SHOWN = 4
+SHOWN = 5
+"""Names in a sentence."""
 
 MAX_JUDGEMENTS = 64
 """Plans for which it is remembered whether a policy refuses them."""
@@ -278,5 +279,9 @@ def refused_plan(
 
 
 def _listed(blocks: list[Block]) -> str:
-    names = sorted(block.name for block in blocks)
+    return listed(sorted(block.name for block in blocks))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a sentence: the first few, and the number of the others."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

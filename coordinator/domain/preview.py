@@ -6,9 +6,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tessera.coordinator.domain.eligibility import (
+    SHOWN,
     RunTerms,
     Vocabulary,
     declared_schema,
+    listed,
     misfit,
     objections,
     policy_warnings,
@@ -34,8 +36,6 @@ from tessera.shared.rounds.planning import (
 from tessera.shared.run_settings import is_open, minutes_until_open
 
 AWAITING = "awaiting-approval"
-
-MAX_NAMED = 5
 
 
 def preview(
@@ -66,7 +66,7 @@ def preview(
             ineligibilities=tuple(found[worker.name]),
             warnings=_warnings(invited, model, vocabulary, worker, asked, pool),
             workload=asked.get(worker.name),
-            never_sends=tuple(kept_back(policy.all_never_sent[:MAX_NAMED], model.blocks))
+            never_sends=tuple(kept_back(policy.all_never_sent[:SHOWN], model.blocks))
             if (policy := worker.advertised_policy)
             else (),
             evaluations_left=_evaluations_left(invited.spec, worker),
@@ -126,7 +126,7 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     sites = sorted(site for site, count in holding.items() if count > 1)
     if not sites:
         return []
-    subject = f"several workers of {_some(sites)} have a data set {spec.dataset!r}"
+    subject = f"several workers of {listed(sites)} have a data set {spec.dataset!r}"
     return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
 
 
@@ -167,11 +167,6 @@ def _limited(half: CoordinatorHalf[Any], spec: RunSpec, pool: Sequence[LiveWorke
     return weight_warnings(half, bounds_of(spec, willing), largest_weights(spec, willing)) if willing else []
 
 
-def _some(sites: Sequence[str]) -> str:
-    more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
-    return f"{', '.join(sites[:MAX_NAMED])}{more}"
-
-
 def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
     """Return a warning if sites that take part would not measure versions, although the run asks them to."""
     if not (spec.evaluation and spec.evaluation.sites):
@@ -184,7 +179,7 @@ def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
     sites = sorted({worker.site for worker in pool} - measuring)
     if not sites:
         return []
-    subject = f"{_some(sites)} would give no score: too few examples are held out of"
+    subject = f"{listed(sites)} would give no score: too few examples are held out of"
     return [
         f"{subject} {spec.dataset!r}. Raise its held_out: a site measures on min_evaluation_examples (20) or more"
     ]
@@ -225,7 +220,7 @@ def _measured_in_part(spec: RunSpec, workers: Sequence[WorkerPreview]) -> list[s
     if not few:
         return []
     remedy = "raise evaluation.every, or have the site raise max_run_evaluations or max_evaluations"
-    return [f"the run measures {versions} versions, more than {_some(few)} would: {remedy}"]
+    return [f"the run measures {versions} versions, more than {listed(few)} would: {remedy}"]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
