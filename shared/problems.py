@@ -378,7 +378,6 @@ OF_WORKERS: Mapping[str, str] = {
     "or ask the site to name its own (tokenizer).",
     "invalid-tokenizer": _MISFIT,
     "packed-texts": "Have the site set pack = false for the data set, or leave it out (cohort.sites).",
-    "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",
     "invalid-plan": _PLAN,
     "invalid-result": _PLAN,
     "invalid-method": _PLAN,

@@ -52,10 +52,6 @@ TASK = "task"
 """The entry of a file's metadata with its task and token: of the task whose merged update made it current."""
 
 
-class NoReceipt(ValueError):
-    """The coordinator does not report whether an accepted update was merged."""
-
-
 RoundWorkload = Callable[[str], TaskView | Receipt]
 """Returns the outcome of a task. Raises Problem."""
 
@@ -174,20 +170,13 @@ class Vault:
     def settle_run(self, run: str, receipt: Receipt | None, ask: RoundWorkload) -> None:
         """Settle a run's pending files before a task of it begins. Calls `ask` for tasks other than the receipt's.
 
-        Raises the exceptions of `ask`, and NoReceipt if it is unknown whether the previous update was merged.
+        Raises the exceptions of `ask`.
         """
-        known = self._settle(
-            self._of_run(run), "*", lambda task: receipt if receipt and receipt.task == task else ask(task)
-        )
-        if not known:
-            raise NoReceipt(
-                "the coordinator sends no receipts, so that a worker cannot know whether the update behind the run's "
-                "kept tensors was merged: upgrade the coordinator first. The tensors wait until then"
-            )
+        self._settle(self._of_run(run), "*", lambda task: receipt if receipt and receipt.task == task else ask(task))
 
     def lacks(self, receipt: Receipt, run: str, *, kept: bool) -> bool:
         """Return True if the current tensors of a settled run are another task's than a merged one's, or gone
-        although it `kept` some. Files of an earlier version of Tessera do not name a task."""
+        although it `kept` some. Tensors that a person adopted for an unknown task count as the merged one's."""
         if receipt.state != "merged" or not (self._of_run(run) / CURRENT).exists():
             return receipt.state == "merged" and kept
         return self.task_of(run) not in ("", f"{receipt.task} {receipt.token}")
@@ -203,43 +192,29 @@ class Vault:
         if receipt or path.exists():
             _write(path, self.load(run), durable=self._durable, of_task=of_task)
 
-    def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
-        """Commit, keep or discard each pending file, oldest first, by the outcome of its task.
-
-        Returns False if outcomes are missing: a coordinator without receipts reports an update as accepted for ever.
-        """
-        with _SETTLING:
-            return self._settle_alone(folder, pattern, ask)
-
-    def _settle_alone(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
+    def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> None:
+        """Commit, keep or discard each pending file, oldest first, by the outcome of its task."""
         waiting: list[StagedTensors] = []
-        known = True
-        for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
-            match = PENDING.fullmatch(path.name)
-            if match is None:
-                continue
-            staged, fate = StagedTensors(path, self._durable), outcome_of(match["task"], ask)
-            if fate is None or fate.token != int(match["token"]):
-                staged.discard()
-                continue
-            if fate.state == "accepted":
-                if isinstance(fate, TaskView) and not _read(path):
-                    # No receipt will come, and nothing is kept that could wait for it.
+        with _SETTLING:
+            for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
+                match = PENDING.fullmatch(path.name)
+                if match is None:
+                    continue
+                staged, fate = StagedTensors(path, self._durable), outcome_of(match["task"], ask)
+                if fate is None or fate.token != int(match["token"]):
                     staged.discard()
                     continue
-                waiting.append(staged.accept())
-                known = isinstance(fate, Receipt)
-            elif fate.state == "merged":
-                staged.commit(fate.unmerged)
-            elif fate.state != "leased":
-                # A task that is still leased may have its submission on its way.
-                staged.discard()
-            if fate.state in ("merged", "left_out"):
-                # Rounds end one after the other, so an update before this one is not merged any more.
-                while waiting:
-                    waiting.pop().discard()
-                known = True
-        return known
+                if fate.state == "accepted":
+                    waiting.append(staged.accept())
+                elif fate.state == "merged":
+                    staged.commit(fate.unmerged)
+                elif fate.state != "leased":
+                    # A task that is still leased may have its submission on its way.
+                    staged.discard()
+                if fate.state in ("merged", "left_out"):
+                    # Rounds end one after the other, so an update before this one is not merged any more.
+                    while waiting:
+                        waiting.pop().discard()
 
     def unused(self, since: float) -> list[str]:
         """Return the runs without a tensor kept or settled since then, in seconds since 1970."""

@@ -41,7 +41,6 @@ from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.error_feedback import without_feedback
-from tessera.worker.state.vault import NoReceipt
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
@@ -235,13 +234,10 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 def _kept(run: TaskRun) -> dict[str, Array]:
     """Return the tensors that the site keeps of the run, once it is known whether its last update was merged.
 
-    Raises TaskFailure, PolicyViolation, StateRolledBack and Problem.
+    Raises PolicyViolation, StateRolledBack and Problem.
     """
     env, task = run.env, run.task
-    try:
-        env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
-    except NoReceipt as fault:
-        raise TaskFailure("no-receipt", str(fault)) from None
+    env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
     _require_merged(run)
     return env.vault.load(task.run)
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run
-from tessera.shared.api.tasks import Task, TaskView
+from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import from_bytes
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.errors import TaskFailure
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
@@ -186,45 +185,6 @@ def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure
         mean = sum(vault.get(entry_name, np.zeros_like(server)) for vault in vaults) / len(vaults)
         largest, furthest = max(largest, np.abs(server).max()), max(furthest, np.abs(server - mean).max())
     assert 0 <= furthest < 1e-5 * largest
-
-
-class WithoutReceipts(Client):
-    """A client of a coordinator from before receipts."""
-
-    def task(self, task_id: str) -> TaskView:
-        return super().task(task_id).model_copy(update={"receipt": None})
-
-
-@pytest.mark.parametrize(("method", "trains"), [("scaffold", False), ("fedavg", True)])
-def test_a_coordinator_without_receipts_gets_no_update_that_follows_from_what_the_site_keeps(
-    standing: LiveCoordinator, tmp_path: Path, method: str, trains: bool
-) -> None:
-    document, start = untrained(VIT, "image-classification", seed=1)
-    name = f"receipts{next(_names)}"
-    older = WithoutReceipts(standing.url, standing.token("site", "a"), verify=False)
-    with older:
-        worker = ScriptedWorker(older, name=name, datasets={name: 12}, methods=(method,))
-        own = runner(tmp_path, worker, labelled(0))
-        worker.enrol()
-        training = Training(optimizer="sgd", momentum=0, learning_rate=0.05, batch_size=4)
-        start_run(
-            standing.client(),
-            document,
-            start,
-            dataset=name,
-            rounds=2,
-            method=MethodSpec(name=method),
-            training=training,
-        )
-        own.run(worker.take(), lambda: None, Report())
-        second = worker.take().model_copy(update={"receipt": None})
-        if trains:
-            own.run(second, lambda: None, Report())
-            return
-        with pytest.raises(TaskFailure, match="upgrade the coordinator first") as failure:
-            own.run(second, lambda: None, Report())
-        assert failure.value.code == "no-receipt"
-        assert [path.name[:9] for path in own.vault._of_run(second.run).iterdir()] == ["accepted-"]
 
 
 def runner(folder: Path, worker: ScriptedWorker, data: Dataset) -> TaskRunner:

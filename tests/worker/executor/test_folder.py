@@ -98,7 +98,7 @@ def test_a_policy_arrives_as_it_was(policy: Policy) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        TaskFailure("no-receipt", "text"),
+        TaskFailure("no-base", "text"),
         ModelMismatch(["one", "two"]),
         UnsafeConfig("text"),
         torch.OutOfMemoryError("text"),

@@ -15,7 +15,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.transport import IntermediaryFault
 from tessera.shared.problems import MEDIA_TYPE, NotFound
 from tessera.shared.updates.safetensors_file import ContainerError
-from tessera.worker.state.vault import NoReceipt, Vault
+from tessera.worker.state.vault import Vault
 from tests.support.scripted import Answer, answering
 
 RUN, TASK = "run-1", "task-1"
@@ -176,28 +176,6 @@ def test_an_update_before_one_that_is_over_is_over_too(tmp_path: Path, state: st
     assert (files(tmp_path), value_in(vault)) == (["current.safetensors"], value)
 
 
-def test_a_coordinator_without_receipts_is_given_no_round_from_what_may_be_out_of_date(tmp_path: Path) -> None:
-    vault = Vault(tmp_path)
-    vault.stage(RUN, TASK, 3, kept(1.0)).accept()
-    for _ in range(2):
-        with pytest.raises(NoReceipt, match="upgrade the coordinator first"):
-            vault.settle_run(RUN, None, lambda _: answer("accepted"))
-    # A worker that has nothing to do asks too, and drops nothing either.
-    vault.settle(lambda _: answer("accepted"))
-    assert files(tmp_path) == [f"accepted-{TASK}-3.safetensors"]
-    # Once it is upgraded, the next task tells.
-    vault.settle_run(RUN, receipt("merged"), nobody)
-    assert (files(tmp_path), value_in(vault)) == (["current.safetensors"], 1.0)
-
-
-def test_what_keeps_nothing_needs_no_receipt_and_is_asked_about_once(tmp_path: Path) -> None:
-    vault = Vault(tmp_path)
-    vault.stage(RUN, TASK, 3, {}).accept()
-    vault.settle_run(RUN, None, lambda _: answer("accepted"))
-    vault.settle_run(RUN, None, nobody)
-    assert files(tmp_path) == []
-
-
 def test_which_runs_have_not_used_their_vault_for_long_is_told_by_their_last_change(tmp_path: Path) -> None:
     vault = Vault(tmp_path)
     for run in ("old", "new"):
@@ -287,7 +265,7 @@ def test_tensors_of_an_older_copy_are_known_by_their_task(tmp_path: Path) -> Non
     vault.adopt(RUN, receipts[1])
     assert not vault.lacks(receipts[1], RUN, kept=True)
     assert vault.load(RUN).keys() == kept(1.0).keys()
-    # One that was removed is missed if its task kept something, and one of an earlier version says nothing.
+    # A removed file is missed if its task kept something.
     shutil.rmtree(tmp_path / RUN)
     assert vault.lacks(receipts[1], RUN, kept=True)
     assert not vault.lacks(receipts[1], RUN, kept=False)
