@@ -6,12 +6,11 @@ then the entry is void. Uses without noise are recorded as exact, with infinite 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,7 +119,7 @@ class LedgerEntry(Link):
     dataset: Label
     examples: NonNegativeInt = 0
     """The number of examples, or of groups if these are the unit."""
-    unit: Unit = Field(default="example", exclude_if=partial(operator.eq, "example"))
+    unit: Unit = "example"
     """The unit that the events protect."""
     run: str = ""
     run_name: str = ""
@@ -136,9 +135,9 @@ class LedgerEntry(Link):
     """The digest of the key under which a checkpoint of this attempt resumes without a second charge."""
     sketch: tuple[NonNegativeInt, ...] = ()
     """A sample of keyed hashes of all examples that were ever used under this name (`worker.data.overlap`)."""
-    limited: bool = Field(default=False, exclude_if=operator.not_)
+    limited: bool = False
     """True if the worker that wrote the entry limits what runs may spend under this name."""
-    moved: Label | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    moved: Label | None = None
     """The ledger that now has what this one had: of data sets that share it."""
 
 

@@ -226,13 +226,6 @@ def test_the_policy_in_words_has_each_privacy_rule_and_no_other(given: dict[str,
 # ---------------------------------------------------------------- one ledger, two units
 
 
-def test_a_line_without_a_unit_is_of_examples() -> None:
-    plain = entry("example", STEPS)
-    assert "unit" not in plain.model_dump()
-    assert entry("group", STEPS).model_dump()["unit"] == "group"
-    assert LedgerEntry.model_validate(plain.model_dump()).unit == "example"
-
-
 def test_noise_for_groups_counts_for_an_example_as_more() -> None:
     entries = [entry("example", STEPS), entry("group", CHOICE, STEPS)]
     assert noisy_in(entries) == [STEPS, NoisyChoice(rho=0.04), OneInGroup(STEPS)]
