@@ -574,6 +574,15 @@ def test_noise_is_the_same_in_every_round_and_the_run_keeps_its_target(
     assert share * 3.0 < epsilon(events, 1e-5) <= 3.0
 
 
+def test_rounds_of_fewer_steps_have_less_noise_and_the_run_uses_its_target_up(tmp_path: Path) -> None:
+    for number, steps in enumerate((10, 5, 5, 5), 1):
+        account(tmp_path, round=number, token=number, training=Training(batch_size=8, steps=steps)).begin(steps=steps)
+    first, *later = (event.noise_multiplier for event in spent(tmp_path) if isinstance(event, NoisySteps))
+    assert later == [later[0]] * 3
+    assert later[0] < first
+    assert 0.99 * 3.0 < epsilon(spent(tmp_path), 1e-5) <= 3.0
+
+
 def test_which_blocks_train_has_no_part_in_what_it_costs(tmp_path: Path) -> None:
     costs = []
     for layers in (1, 2):
