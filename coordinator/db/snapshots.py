@@ -187,7 +187,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
         .where(SiteRow.name.in_(crowded))
         .group_by(TaskRow.worker_id)
     )
-    rounds = dict(session.execute(rows).all())
+    rounds: dict[str, int] = dict(session.execute(rows).all())
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
