@@ -37,11 +37,11 @@ def head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def announced(data: bytes, *, complete: bool = False) -> dict[str, str]:
-    """The headers that announce a blob."""
+def announced(data: bytes, length: int | None = None, *, complete: bool = False) -> dict[str, str]:
+    """The headers that announce a blob, perhaps with a length that it has not."""
     digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
     return {
-        "Upload-Length": str(len(data)),
+        "Upload-Length": str(len(data) if length is None else length),
         "Upload-Complete": f"?{int(complete)}",
         "Repr-Digest": f"sha-256=:{digest}:",
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 import time
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from tessera.shared.tensors.lazy import as_bytes, digest_of
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, head_of, small_model, start_run, values
 from tests.support.malformed import CORPUS, MAX_NORM
+from tests.support.raw import PART, announced
 from tests.support.updates import update_file
 
 MODEL = small_model()
@@ -272,11 +271,11 @@ def test_a_report_about_something_else_is_refused_and_the_task_goes_on(scene: Sc
 def test_an_upload_that_is_not_finished_is_no_update(scene: Scene, standing: LiveCoordinator) -> None:
     data = head(HEAD + np.float32(777))
     http = standing.bare({"Authorization": f"Bearer {scene.bad.client._transport._credential.secret}"})
-    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
-    headers = {"Upload-Length": str(len(data)), "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{digest}:"}
-    location = http.post("/v1/uploads", headers=headers).headers["Location"]
-    part = {"Upload-Offset": "0", "Content-Type": "application/partial-upload"}
-    assert http.patch(location, headers=part, content=data[:-1]).headers["Upload-Complete"] == "?0"
+    location = http.post("/v1/uploads", headers=announced(data)).headers["Location"]
+    assert (
+        http.patch(location, headers={**PART, "Upload-Offset": "0"}, content=data[:-1]).headers["Upload-Complete"]
+        == "?0"
+    )
     with refusing("invalid", "was not uploaded"):
         scene.bad.submit(scene.task, digest_of(data))
     scene.unharmed()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from tests.coordinator.maintenance.test_retention import HOUR, MODEL, START, exp
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, head_of, start_run
+from tests.support.raw import announced
 from tests.support.stores import Bucket, serving
 from tests.support.variants import variants
 
@@ -120,9 +119,7 @@ def test_a_store_that_is_away_is_503_until_it_is_back(live: LiveCoordinator, buc
 
 
 def _sent(http: httpx.Client, data: bytes) -> httpx.Response:
-    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
-    headers = {"Upload-Length": str(len(data)), "Upload-Complete": "?1", "Repr-Digest": f"sha-256=:{digest}:"}
-    return http.post("/v1/uploads", headers=headers, content=data)
+    return http.post("/v1/uploads", headers=announced(data, complete=True), content=data)
 
 
 def test_a_round_waits_for_a_store_that_is_away_and_is_not_paused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import fcntl
 import hashlib
 import socket
@@ -23,8 +22,8 @@ from tessera.shared.problems import DigestMismatch
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
+from tests.support.raw import PART, announced, head
 
-PART = {"Content-Type": "application/partial-upload"}
 SMALL, LARGE = b"some bytes", bytes(range(256)) * 12_000
 """LARGE has 3,072,000 bytes: more than is ever kept in the database or sent in one request."""
 
@@ -32,15 +31,6 @@ SMALL, LARGE = b"some bytes", bytes(range(256)) * 12_000
 @pytest.fixture
 def http(coordinator: LiveCoordinator) -> httpx.Client:
     return coordinator.http("orchestrator")
-
-
-def announced(data: bytes, length: int | None = None, *, complete: bool = False) -> dict[str, str]:
-    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
-    return {
-        "Upload-Length": str(len(data) if length is None else length),
-        "Upload-Complete": "?1" if complete else "?0",
-        "Repr-Digest": f"sha-256=:{digest}:",
-    }
 
 
 def progress(response: httpx.Response) -> tuple[int, str]:
@@ -58,16 +48,10 @@ def read(http: httpx.Client, data: bytes) -> httpx.Response:
 def cut_off(http: httpx.Client, location: str, offset: int, data: bytes, length: int) -> None:
     """A PATCH that promises `length` bytes, sends `data` and goes away without a word."""
     address = urlsplit(str(http.base_url))
+    headers = {**PART, "Upload-Offset": str(offset), "Content-Length": str(length)}
+    headers["Authorization"] = http.headers["Authorization"]
     with socket.create_connection((address.hostname, address.port)) as raw:
-        lines = [
-            f"PATCH {location} HTTP/1.1",
-            f"Host: {address.netloc}",
-            f"Authorization: {http.headers['Authorization']}",
-            f"Content-Type: {PART['Content-Type']}",
-            f"Upload-Offset: {offset}",
-            f"Content-Length: {length}",
-        ]
-        raw.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        raw.sendall(head("PATCH", location, headers) + data)
 
 
 def go_on(http: httpx.Client, location: str) -> None:

@@ -3,8 +3,6 @@ the same (invariants I7 and I13)."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +18,11 @@ from tessera.shared.api.runs import Cohort
 from tessera.shared.api.tasks import Submission
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, State
 from tessera.shared.methods.registry import methods
+from tessera.shared.tensors.lazy import digest_of
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.raw import PART, announced
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,20 +84,14 @@ def test_a_repeated_request_gets_the_first_answer_from_any_replica(replicas: Pai
 def test_an_upload_that_broke_off_at_one_goes_on_at_another(replicas: Pair) -> None:
     one, other = at_both(replicas, replicas[0].token("orchestrator"))
     data = bytes(range(256)) * 1000
-    digest = hashlib.sha256(data).digest()
-    headers = {
-        "Upload-Length": str(len(data)),
-        "Upload-Complete": "?0",
-        "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
-    }
-    location = one.post("/v1/uploads", headers=headers).headers["Location"]
-    partial = {"Content-Type": "application/partial-upload", "Upload-Complete": "?0"}
+    location = one.post("/v1/uploads", headers=announced(data)).headers["Location"]
+    partial = {**PART, "Upload-Complete": "?0"}
     half = len(data) // 2
     assert one.patch(location, content=data[:half], headers={**partial, "Upload-Offset": "0"}).status_code == 204
     assert other.head(location).headers["Upload-Offset"] == str(half)
     rest = {**partial, "Upload-Offset": str(half), "Upload-Complete": "?1"}
     assert other.patch(location, content=data[half:], headers=rest).headers["Upload-Complete"] == "?1"
-    assert one.get(f"/v1/blobs/sha256:{digest.hex()}").content == data
+    assert one.get(f"/v1/blobs/{digest_of(data)}").content == data
 
 
 def test_what_several_announce_and_send_at_once_is_one_blob(replicas: Pair) -> None:

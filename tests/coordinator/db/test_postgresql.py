@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import signal
@@ -98,12 +96,7 @@ def test_sites_that_announce_at_several_coordinators_at_once_keep_to_their_quota
             answers: Counter[tuple[int, int]] = Counter()
             barrier.wait()
             for wish in range(wishes):
-                digest = base64.b64encode(hashlib.sha256(f"{number} {wish}".encode()).digest()).decode()
-                headers = {
-                    "Upload-Length": str(each_bytes),
-                    "Upload-Complete": "?0",
-                    "Repr-Digest": f"sha-256=:{digest}:",
-                }
+                headers = announced(f"{number} {wish}".encode(), each_bytes)
                 answers[number % 4 // 2, clients[number].post("/v1/uploads", headers=headers).status_code] += 1
                 if wish % 10 == 0:
                     # What is entered in the audit, between announcements that are not.

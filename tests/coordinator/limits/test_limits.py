@@ -126,10 +126,10 @@ def test_what_a_site_announced_by_a_clock_that_was_ahead_does_not_count(tmp_path
 def test_another_length_of_the_same_announcement_is_judged_anew(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, site_bytes_per_day=100) as live:
         site = live.http("site", "a")
-        headers = announced(b"x" * 60)
-        assert site.post("/v1/uploads", headers=headers).status_code == 201
-        assert site.post("/v1/uploads", headers={**headers, "Upload-Length": "100"}).status_code == 201
-        refused(site.post("/v1/uploads", headers={**headers, "Upload-Length": "101"}), 429, "quota-exceeded")
+        data = b"x" * 60
+        assert site.post("/v1/uploads", headers=announced(data)).status_code == 201
+        assert site.post("/v1/uploads", headers=announced(data, 100)).status_code == 201
+        refused(site.post("/v1/uploads", headers=announced(data, 101)), 429, "quota-exceeded")
 
 
 def test_a_site_may_have_so_many_unfinished_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_what_was_announced_and_not_sent_needs_room_too(coordinator: LiveCoordin
     share = coordinator.services.disk.free_bytes() // 10
 
     def announce(http: httpx.Client, name: bytes) -> httpx.Response:
-        return http.post("/v1/uploads", headers={**announced(name), "Upload-Length": str(share)})
+        return http.post("/v1/uploads", headers=announced(name, share))
 
     # A site may use half of it.
     reserve_all_but(coordinator, 4 * share + share // 2)
@@ -203,7 +203,7 @@ def test_what_was_announced_and_not_sent_needs_room_too(coordinator: LiveCoordin
 
 def test_what_has_come_of_an_upload_needs_no_room_a_second_time(coordinator: LiveCoordinator) -> None:
     site = coordinator.http("site", "a")
-    answer = site.post("/v1/uploads", headers={**announced(b"1"), "Upload-Length": str(1 << 30)})
+    answer = site.post("/v1/uploads", headers=announced(b"1", 1 << 30))
     name = Path(answer.headers["Location"]).name
     # As if nearly all of it had come: a hole takes nothing of the disk.
     with (coordinator.settings.staging_dir / f"upload-{name}").open("wb") as file:
@@ -221,7 +221,7 @@ def test_an_upload_that_stops_keeps_one_step_of_the_disk_from_others(coordinator
     lengths = [large >> (1 + halved) for halved in range(7)]
     with ExitStack() as senders:
         for length in lengths:
-            upload = site.post("/v1/uploads", headers={**announced(b"%d" % length), "Upload-Length": str(length)})
+            upload = site.post("/v1/uploads", headers=announced(b"%d" % length, length))
             raw = senders.enter_context(connected(coordinator))
             sends = {**PART, "Upload-Offset": "0", "Content-Length": str(length)}
             sends["Authorization"] = site.headers["Authorization"]

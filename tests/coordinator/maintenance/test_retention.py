@@ -148,10 +148,9 @@ def test_what_is_announced_again_stays_for_another_day(live: LiveCoordinator, cl
 
 def test_an_upload_that_nobody_goes_on_with_goes_with_its_bytes(live: LiveCoordinator, clock: Clock) -> None:
     http = live.http()
-    headers = {"Upload-Length": "10", "Upload-Complete": "?0", "Repr-Digest": f"sha-256=:{'A' * 43}=:"}
-    place = http.post("/v1/uploads", headers={**headers, "Idempotency-Key": "k"}).headers["Location"]
-    part = {"Content-Type": "application/partial-upload", "Upload-Offset": "0"}
-    assert http.patch(place, headers=part, content=b"12345").status_code == 204
+    headers = {**announced(b"abandoned"), "Idempotency-Key": "k"}
+    place = http.post("/v1/uploads", headers=headers).headers["Location"]
+    assert http.patch(place, headers={**PART, "Upload-Offset": "0"}, content=b"12345").status_code == 204
     assert list(live.settings.staging_dir.glob("upload-*"))
     clock.advance(86400 + 1)
     assert retention(live).collect().uploads == 1
@@ -163,9 +162,7 @@ def test_the_bytes_of_an_upload_that_was_completed_without_them_go_too(live: Liv
     http, services = live.http("site", "a"), live.services
     stored = services.blobs.put([b"an update"])
     # More than it has, as by a site that means to fill the disk.
-    place = http.post("/v1/uploads", headers={**announced(b"an update"), "Upload-Length": "1000000"}).headers[
-        "Location"
-    ]
+    place = http.post("/v1/uploads", headers=announced(b"an update", 1_000_000)).headers["Location"]
     assert http.patch(place, headers={**PART, "Upload-Offset": "0"}, content=b"rubbish").status_code == 204
     with services.database.transaction() as session:
         site = session.scalars(select(SiteRow.id)).one()
