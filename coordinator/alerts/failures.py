@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, select, tuple_
+from sqlalchemy import ColumnElement, tuple_
 from sqlalchemy.orm import Session, defer
 
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import WORKER_NAME, RunRow, SiteRow, TaskRow, WorkerRow, one_of
+from tessera.coordinator.db.tables import WORKER_NAME, RunRow, TaskRow, one_of, select_tasks
 from tessera.shared.api.tasks import TaskView
 
 FAULTS = ("failed", "rejected")
@@ -42,10 +42,8 @@ def failed_tasks(
     """Return failed tasks under these conditions with the names of their runs, newest first, and the id of the last
     if there are more. With `after`, a task's id, return older ones only."""
     query = (
-        select(TaskRow, RunRow.name, WORKER_NAME)
-        .join_from(TaskRow, RunRow)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
+        select_tasks(TaskRow, RunRow.name, WORKER_NAME)
+        .join(RunRow, RunRow.id == TaskRow.run_id)
         # A task's plan is slow to decode.
         .options(defer(TaskRow.plan))
         .where(one_of(TaskRow.state, *FAULTS), *which)

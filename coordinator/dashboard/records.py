@@ -36,6 +36,7 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
     one_of,
+    select_tasks,
 )
 from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
@@ -292,10 +293,8 @@ def _subjects(session: Session, entries: Sequence[AuditEntry]) -> dict[str, str]
     names = {
         id_: f"{worker}, {work[kind]} {version} of {run}"
         for id_, worker, kind, version, run in session.execute(
-            select(TaskRow.id, WORKER_NAME, TaskRow.kind, TaskRow.version_number, RunRow.name)
-            .join_from(TaskRow, RunRow)
-            .join_from(TaskRow, WorkerRow)
-            .join(SiteRow)
+            select_tasks(TaskRow.id, WORKER_NAME, TaskRow.kind, TaskRow.version_number, RunRow.name)
+            .join(RunRow, RunRow.id == TaskRow.run_id)
             .where(TaskRow.id.in_(ids))
         )
     }
