@@ -237,15 +237,11 @@ def fusion_weights(fusion: Fusion, width: int) -> dict[str, torch.Tensor]:
     """
     import torch
 
-    hidden = 4 * width // 3
-    shapes = dict.fromkeys(("query", "key", "value", "output"), (width, width)) if fusion.attends else {}
-    shapes |= {"hidden": (hidden, 2 * width), "output": (width, hidden)} if fusion.kind == "mlp" else {}
     dice = torch.Generator().manual_seed(0) if fusion.kind == "random-attention" else None
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for name, start in weights.items():
-        if name != "output" or fusion.kind in ("plain", "random-attention"):
-            torch.nn.init.xavier_uniform_(start, generator=dice)
-    return weights
+    return {
+        name: torch.nn.init.xavier_uniform_(torch.empty(shape), generator=dice) if is_random else torch.zeros(shape)
+        for name, (shape, is_random) in fusion.matrices(width).items()
+    }
 
 
 def fused(

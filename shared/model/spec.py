@@ -90,6 +90,17 @@ class Fusion(Frozen):
         """True for a fusion that adds nothing to a single prompt token."""
         return self.adds and self.kind != "plain"
 
+    def matrices(self, width: int) -> dict[str, tuple[tuple[int, int], bool]]:
+        """Return the fusion's matrices by name, for prompts of this width: the shape, [outputs, inputs], and whether
+        the matrix starts random (Glorot and Bengio 2010, equation 16) or at zero."""
+        random_output = self.kind in ("plain", "random-attention")
+        if self.attends:
+            inputs = dict.fromkeys(("query", "key", "value"), ((width, width), True))
+            return {**inputs, "output": ((width, width), random_output)}
+        hidden = 4 * width // 3
+        mlp = {"hidden": ((hidden, 2 * width), True), "output": ((width, hidden), random_output)}
+        return mlp if self.kind == "mlp" else {}
+
     def divides(self, width: int) -> bool:
         """Return whether the heads, if any, divide prompts of this width."""
         return not self.attends or width % self.heads == 0

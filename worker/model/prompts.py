@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tessera.shared.methods.pfeddc import fusion_weights
 from tessera.shared.model.dataset_schema import positions_in
-from tessera.shared.model.spec import MODALITIES, PROMPT_STD, Modality, Prompts
+from tessera.shared.model.spec import MODALITIES, PROMPT_STD, Fusion, Modality, Prompts
 from tessera.worker.errors import ConfigError
 
 PROMPTS = "prompts"
@@ -86,9 +85,7 @@ class PromptTokens(nn.Module):
             start = torch.empty(prompts.count(modality), widths[modality], dtype=dtype).normal_(std=PROMPT_STD)
             self.register_parameter(modality, nn.Parameter(start))
         if (fusion := prompts.fusion) and fusion.trains:
-            starts = {str(each): fusion_weights(fusion, widths[each]) for each in wanted}
-            self.fusion = nn.ModuleDict({each: nn.ParameterDict(start.items()) for each, start in starts.items()})
-            self.fusion.to(dtype)
+            self.fusion = nn.ModuleDict({each: _fusion_start(fusion, widths[each]) for each in wanted}).to(dtype)
         if later := prompts.depth - 1:
             # Drawn last, so that the other prompts have the same values as without.
             self.deep = nn.ParameterDict()
@@ -124,6 +121,13 @@ class PromptTokens(nn.Module):
             yield
         finally:
             self.transforms = before
+
+
+def _fusion_start(fusion: Fusion, width: int) -> nn.ParameterDict:
+    return nn.ParameterDict(
+        (name, nn.init.xavier_uniform_(torch.empty(shape)) if is_random else torch.zeros(shape))
+        for name, (shape, is_random) in fusion.matrices(width).items()
+    )
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:
