@@ -332,7 +332,7 @@ METHOD = Method(
             "fusion and local prompts",
             (FUSED, DISTANCE),
             "no site has measured them",
-            title="What the fusion adds, and the distance of local prompts",
+            title="The fusion's addition, and the distance of local prompts",
             description="As shares of the global prompts' length: the sites' medians.",
         ),
     ),

@@ -1,4 +1,4 @@
-"""PromptFL, pFedDC and LoRA: what they train, send and keep, and what they compute."""
+"""Methods of prompts and LoRA: the blocks that they train, send and keep, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def inserted(context: LocalTaskContext) -> Tensor:
 
 
 def test_all_of_it_learns_together_from_the_second_step_on() -> None:
-    # The fusion's output projection starts at zero: what it is handed has a gradient once that has moved.
+    # The fusion's output projection starts at zero: its inputs have a gradient once it has moved.
     start = {block.name: context.read(block) for context in [prepared({})] for block in context.private}
     for epochs, still in ((1, LOCAL | {name for name in FUSION if not name.endswith("output")}), (2, set())):
         _, result = trained("pfeddc", batch_size=None, epochs=epochs)

@@ -110,7 +110,7 @@ class Site:
         return task
 
     def kept(self, run: Run) -> dict[str, Array]:
-        """What it keeps, once it has asked what became of its updates."""
+        """The worker's kept tensors, once it knows the outcomes of its updates."""
         vault = Vault(self.folder / "vault")
         with Client(self._settings.url, token_of(self._settings)) as client:
             vault.settle(client.task)
@@ -410,8 +410,8 @@ def test_a_plan_that_would_fetch_what_stays_here_finds_no_such_block(
 
 
 def assert_nothing_left(tap: Tap) -> None:
-    """What the worker sent are questions, its claim and its refusal: no upload was begun and no result handed in."""
+    """The worker sent questions, its claim and its refusal: it began no upload and submitted no result."""
     asked = {path for verb, path in re.findall(rb"([A-Z]+) (/v1/\S+) HTTP/1", tap.up) if verb != b"GET"}
     assert any(path.endswith(b"/failure") for path in asked)
-    # What it posts to read blobs is their digests.
+    # To read blobs, it posts their digests.
     assert all(path.endswith((b"/claim", b"/blobs/read", b"/heartbeat", b"/failure")) for path in asked), asked

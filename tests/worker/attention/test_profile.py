@@ -31,13 +31,13 @@ from tests.support.variants import variants
 from tests.worker.model.test_zoo import LAYOUTS, OFTEN, WORDS, ZOO, Case, Subject, View
 
 UNKNOWN = {"longt5": "LocalSelfAttention"}
-"""What cannot be measured, and what the refusal names."""
+"""Attention that cannot be measured, and the name in its refusal."""
 
 SHORT = OFTEN | {"aimv2", "bart", "deberta-v2", "deepseek_v3", "gpt_neox", "qwen3", "wavlm"}
 """Families of each kind of attention. Of each layout, `make test` checks the rows by head."""
 
 AVERAGED = {"wavlm"}
-"""What puts out its heads' mean in place of each head."""
+"""Attention whose output is the mean of its heads."""
 
 
 def drawn(model_type: str, case: Case, **options: str) -> PreTrainedModel:
@@ -268,7 +268,7 @@ def test_a_look_at_attention_has_the_precision_of_the_run_and_its_sums_that_of_f
         np.testing.assert_allclose(total, 1, atol=1e-6)
 
 
-# ---------------------------------------------------------------- what is left, and what it takes
+# ---------------------------------------------------------------- side effects and memory
 
 
 def test_the_model_is_left_as_it_was() -> None:

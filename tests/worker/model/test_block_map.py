@@ -1,4 +1,4 @@
-"""The block map is proven by what the model does, not by what its tensors are called."""
+"""The block map, proven by a model's behaviour and not by the names of its tensors."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def tiny(case: Case) -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel, case: Case) -> tuple[list[Tensor], list[Tensor]]:
-    """Attention probabilities [batch, heads, queries, keys] of each layer, and what each layer puts out."""
+    """Attention probabilities [batch, heads, queries, keys] of each layer, and each layer's output."""
     generator = torch.Generator().manual_seed(1)
     tower = model.get_submodule(case.tower)
     if case.pixels:

@@ -1,4 +1,4 @@
-"""What a data set's schema has against a model is what the model really fails on, and nothing else."""
+"""A data set's schema names the inputs on which a model really fails, and no others."""
 
 from __future__ import annotations
 

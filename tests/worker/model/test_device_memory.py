@@ -1,4 +1,4 @@
-"""What a task needs on its device, and what is said to be free there."""
+"""The memory that a task needs on its device, and the free memory there."""
 
 from pathlib import Path
 

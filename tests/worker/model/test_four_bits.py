@@ -1,4 +1,4 @@
-"""Linear layers in 4 bits: what they compute, which they are, and what their library may do."""
+"""Linear layers in 4 bits: their choice, their products, and the limits on their library."""
 
 from __future__ import annotations
 

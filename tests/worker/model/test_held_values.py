@@ -1,4 +1,4 @@
-"""Which values of a kept model are trusted: none that anything may have written."""
+"""Trust in the values of a kept model: only in those that nothing may have written."""
 
 from __future__ import annotations
 
@@ -138,6 +138,6 @@ def test_after_a_task_of_any_method_all_that_is_trusted_has_the_bits_that_were_w
     after = bytes_of(tensors)
     trusted = {name for name in before if kept.has(name, tensors[name], CONTENT)}
     assert {name for name in trusted if after[name] != before[name]} == set()
-    # What a method trains, it changes: no more than that is written again.
+    # A method changes the blocks that it trains: only these are written again.
     sent = {block.tensor for block in context.blocks if block.name in result.upload}
     assert not trusted & sent

@@ -201,7 +201,7 @@ def test_a_worker_without_peft_is_told_what_to_install(monkeypatch: pytest.Monke
 
 
 def _matrices(values: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """Each layer's rows of `c_attn` of this role with what its adapter adds, [inputs, outputs], by the layer."""
+    """Each layer's rows of `c_attn` of this role with its adapter's product added, [inputs, outputs], by layer."""
     found = {}
     for layer in range(2):
         at = f"transformer.h.{layer}.attn.c_attn"

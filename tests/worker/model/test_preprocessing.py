@@ -115,7 +115,7 @@ DECODER = {
     [
         # The tokenizer has a token for padding only, and the config does not name it: as Qwen2.5-Instruct.
         ("qwen2", 1, {"pad_token": "<pad>"}, 4),
-        # Several tokens end a text, and the tokenizer pads with the one that it writes: as Llama 3 Instruct.
+        # Several tokens end a text, and the tokenizer pads with the token that it writes: as Llama 3 Instruct.
         ("llama", [3, 1], {}, 1),
         ("llama", [3, 1], None, 3),
     ],

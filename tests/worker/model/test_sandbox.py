@@ -1,4 +1,4 @@
-"""What laying out a model from a coordinator may cost, whatever its config says."""
+"""Limits on the cost of laying out a coordinator's model, for any config."""
 
 from __future__ import annotations
 

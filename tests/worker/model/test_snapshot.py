@@ -61,7 +61,7 @@ def digests(snapshot: Snapshot) -> dict[str, str]:
 
 
 def as_loaded(folder: Path, head: Head = "features", **config: Any) -> dict[str, str]:
-    """The digests of what transformers loads of the folder."""
+    """The digests of the tensors that transformers loads from the folder."""
     settings = plain_config(read_object(folder / "config.json")) | config
     model, new = load_pretrained(str(folder), settings, head, 0, None)
     return digests_of(named_tensors(model), [block for block in block_table(model) if block.tensor not in new])

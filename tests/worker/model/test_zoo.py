@@ -1,4 +1,4 @@
-"""The block map of the whole zoo, proven by what each model does: the names of its tensors prove nothing."""
+"""The block map of the whole zoo, proven by each model's behaviour: the names of its tensors prove nothing."""
 
 import re
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ PAIRS = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :4]}
 
 @dataclass(frozen=True)
 class View:
-    """One kind of attention: where a model's output has its probabilities, and what its blocks are called."""
+    """One kind of attention: the place of its probabilities in a model's output, and the names of its blocks."""
 
     output: str = "attentions"
     names: str = ""
@@ -104,7 +104,7 @@ def speech(**more: Any) -> Case:
 
 
 def pair(config: dict[str, Any], own: str, cross: str, inputs: dict[str, Tensor] = PAIRS) -> Case:
-    """An encoder-decoder: in the decoder, a name tells what looks at itself from what looks at the encoder."""
+    """An encoder-decoder: in the decoder, a name shows self-attention and attention to the encoder apart."""
     views = (
         View("encoder_attentions", r"encoder\."),
         View("decoder_attentions", rf"decoder\..*\.{own}\."),
@@ -281,7 +281,7 @@ TABLES = {
     "wavlm": "encoder.layers.0.attention.rel_attn_embed.weight",
     "xlnet": "layer.1.rel_attn.r",
 }
-"""What moves a score and is no projection of queries or keys."""
+"""Tensors that change a score and are no projection of queries or keys."""
 
 OFTEN = {"albert", "bert", "bloom", "clip", "gpt2", "llama", "t5", "vit", "wav2vec2", "xlnet"}
 """Tied and shared tensors, tables outside the blocks, fused matrices, towers, weight normalisation."""
@@ -294,7 +294,7 @@ LAYOUTS = OFTEN | {
 
 
 class Subject:
-    """A tiny random model, what it is run on, and its blocks."""
+    """A tiny random model, its inputs, and its blocks."""
 
     def __init__(self, model_type: str, case: Case) -> None:
         config = AutoConfig.for_model(model_type, **case.config)

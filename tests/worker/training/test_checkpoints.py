@@ -93,7 +93,7 @@ def flat(result: LocalResult) -> dict[str, object]:
 
 
 def kept_before(method: str, subject: Subject, settings: Mapping[str, Any], **training: Any) -> dict[str, Array]:
-    """What a site keeps of an earlier round."""
+    """A site's kept tensors of an earlier round."""
     _, result = one_task(method, settings, subject=subject, **training)
     return dict(result.keep)
 
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], dict[str, Any]]] = {
     "chosen layers": ("safl", {"layers": 1}, {"epochs": 2}),
 }
 ALIKE = {"adamw, three epochs", "a model of its own", "an anchor and a past model", "logits that a hook replaces"}
-"""What others show too: steps within an epoch, moments of two phases, what the vault keeps, private modules."""
+"""Cases that others cover too: steps within an epoch, moments of two phases, the vault, private modules."""
 LONG = [
     pytest.param(method, {}, {"epochs": 3, "optimizer": "sgd"}, id=method, marks=pytest.mark.long)
     for method in sorted(methods())
@@ -284,7 +284,7 @@ def test_progress_continues_from_the_checkpoint() -> None:
 
 
 def test_training_that_the_same_process_resumes_counts_its_time_once() -> None:
-    # Ranks that ended after 90 seconds go on from a checkpoint of which 100 are known.
+    # Ranks that ended after 90 seconds go on from a checkpoint after 100 seconds.
     report = Report(began=[(time.time() - 90, "training")])
     report.begin("training")
     report.resume(4, 100.0)

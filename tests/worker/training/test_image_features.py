@@ -134,7 +134,7 @@ def counting_everywhere() -> Iterator[list[int]]:
 
 
 def passes_of(method: str, settings: dict[str, Any], **training: Any) -> int:
-    """Return how many images pass through the vision tower in a task of three passes over them."""
+    """Return the number of images that pass through the vision tower in a task of three passes over them."""
     with counting_everywhere() as passes:
         one_task(method, settings, subject=PROMPTED, **{**SGD, **training})
     return sum(passes)
@@ -269,7 +269,7 @@ def test_an_evaluation_has_the_same_bits_with_features_and_leaves_those_of_train
         with context.images_once(data, ()) as places:
             losses = [context.forward(batch).loss for batch in batches_of(places)]
             sum(losses, torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-        # Those of training have other bits, whichever came first.
+        # Features of training have other bits, whichever came first.
         assert counts[5:] == [1] * EXAMPLES
     assert context.model.get_parameter("prompts.text").grad is not None
 

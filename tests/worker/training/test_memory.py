@@ -65,7 +65,7 @@ def backward_memory(model: nn.Module, most: int) -> None:
 def trained(
     micro_batch: MicroBatch, memory: Memory, most: int, size: PieceSize | None = None, **settings: Any
 ) -> dict[str, Tensor]:
-    """The weights after three steps with dropout, the last of which has a smaller batch."""
+    """The weights after three steps with dropout, the last on a smaller batch."""
     model = instantiate({**VIT, "hidden_dropout_prob": 0.3}, "image-classification", seed=1)
     memory(model, most)
     context = LocalTaskContext(model, "image-classification", Plan(), block_table(model))

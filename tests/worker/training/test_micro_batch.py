@@ -95,7 +95,7 @@ def trained(
     further: nn.Module | None = None,
     **more: Any,
 ) -> tuple[dict[str, Tensor], float]:
-    """The weights after three steps, the second of which has a smaller batch; and the loss."""
+    """The weights after three steps, the second on a smaller batch; and the loss."""
     config, head, data = CASES[case]
     model = instantiate(config, head, seed=1)
     if further:

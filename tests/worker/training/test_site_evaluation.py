@@ -119,7 +119,7 @@ def measured(client: Client, run: Run) -> dict[int, Measurement]:
         # A vault that only steers training makes no model of the site's own.
         pytest.param("fedavg", {}, None, marks=pytest.mark.long),
         ("scaffold", {}, None),
-        # What the vault holds does, once there is something in it;
+        # The vault's content does, once there is any;
         pytest.param("fedper", {}, 1, marks=pytest.mark.long),
         ("ditto", {}, 1),
         pytest.param("local", {}, 1, marks=pytest.mark.long),
@@ -327,7 +327,7 @@ def test_figures_with_noise_leave_a_data_set_with_a_budget_until_it_is_spent(
     assert 2.5 < epsilon(noisy_in([entry]), 1e-5) <= 3.0
     (left,) = departures(audit.read(), None, None)
     assert (left.sent, left.epsilon) == ("figures", 3.0)
-    # What trains has its target for itself.
+    # Training has a target for itself.
     assert of_training([entry]) == []
 
 

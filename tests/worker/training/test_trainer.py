@@ -410,7 +410,7 @@ def test_a_step_that_overflows_is_made_again_so_that_every_counted_step_was_made
     expected = train(exact, **settings)
     stats = train(scaled, scaler=overflowing(), check=lambda: tries.append(1), **settings)
     assert len(tries) > stats.steps == expected.steps == 3
-    # The scale is a power of two: it changes no bit of what it does not push out of float32's range.
+    # The scale is a power of two: it changes no bit of a value that stays within float32's range.
     for block in exact.blocks:
         np.testing.assert_allclose(scaled.read(block), exact.read(block), rtol=1e-6, atol=1e-9)
 

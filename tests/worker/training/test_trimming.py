@@ -72,7 +72,7 @@ def context_of(config: dict[str, Any], head: Head) -> LocalTaskContext:
 
 
 def of_large_weights(config: dict[str, Any]) -> LocalTaskContext:
-    """A classifier whose logits depend on all that it reads, as those of a trained one do."""
+    """A classifier whose logits depend on its whole input, as a trained classifier's do."""
     context = context_of(config, "text-classification")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_padding_of_all_texts_of_a_batch_is_cut_to_a_multiple_of_eight() -> None
     assert short["labels"] is two["labels"]
     # A text of no tokens, as an empty one is for some tokenizers.
     assert trimmed({**two, "attention_mask": torch.zeros(2, 30)}, PADDING)["input_ids"].shape == (2, 8)
-    # What has a value for each token, and no known padding, keeps them all together.
+    # A tensor with a value for each token, and no known padding, keeps them all.
     assert trimmed({**two, "boxes": torch.zeros(2, 30, 4)}, PADDING)["input_ids"].shape == (2, 30)
     assert trimmed({**two, "labels": torch.ones(2, 30)}, PADDING)["input_ids"].shape == (2, 30)
 

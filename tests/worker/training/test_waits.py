@@ -68,7 +68,7 @@ WEIGHTED: dict[str, Any] = {"class_weights": (0.5, 1.0, 2.0), "label_smoothing":
 def local_training(
     method: str, subject: Subject, training: Training, data: Dataset, kept: Mapping[str, Array]
 ) -> tuple[LocalTraining, list[Phase]]:
-    """A site's second task of a run, on the CPU, with all that the first one left."""
+    """A site's second task of a run, on the CPU, with everything that the first task left."""
     model = subject.model()
     facts = RunInfo(block_table(model), rounds=10, training=training)
     coordinator = coordinator_half(MethodSpec(name=method), facts)
