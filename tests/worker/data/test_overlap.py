@@ -183,7 +183,7 @@ def test_a_name_stays_limited_where_another_worker_has_no_limit(tmp_path: Path) 
 
 def test_a_ledger_has_no_limit_until_it_is_used_under_one(tmp_path: Path) -> None:
     uses(runner(tmp_path, allowances={}), "wards")
-    assert b"limited" not in ChainRows(tmp_path / "ledger", "ledger wards").read_bytes()
+    assert b'"limited":true' not in ChainRows(tmp_path / "ledger", "ledger wards").read_bytes()
     free = runner(tmp_path, allowances={})
     uses(free, "again")
     with pytest.raises(PolicyViolation, match="have examples in common"):

@@ -213,6 +213,7 @@ import json, resource, signal, sys
 from pathlib import Path
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.errors import DataError
 options, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for limit in (1000, 150_000):
