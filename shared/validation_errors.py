@@ -88,6 +88,7 @@ PATTERNS: Mapping[str, str] = {
     r"^[ -~]*$": _PRINTABLE,
     r"^[ -~]{0,64}$": _PRINTABLE,
     r"^[a-z0-9]{1,16}$": "must be up to 16 small letters and digits",
+    r"^[a-z0-9_.-]{1,64}$": "must be up to 64 small letters, digits, dots, dashes and underscores",
     r"^[a-z_]{1,32}$": "must be up to 32 small letters and underscores",
     r"^[A-Z]{4}-[A-Z]{4}$": "must be a code of twice four capital letters, such as WDJB-MJHT",
     r"^(auto|cpu|cuda(:[0-9]{1,2})?)$": "must be auto, cpu, cuda or cuda:N, such as cuda:0",

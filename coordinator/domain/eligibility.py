@@ -243,15 +243,15 @@ def refused_plans(
     spec: RunSpec, model: Model, plans: Mapping[str, Plan], policies: Mapping[str, AdvertisedPolicy | None]
 ) -> dict[str, Ineligibility]:
     """Return the workers whose policies would refuse to send their planned updates, and why."""
-    exact = spec.has_exact_sums
+    exact, private = spec.has_exact_sums, spec.privacy is not None
 
     def judged(policy: AdvertisedPolicy, plan: Plan) -> Ineligibility | None:
         # At most one policy of many is new, and a run asks for the same blocks in most rounds.
-        about, known = (spec.model, plan.upload, exact), policy.judgements
+        about, known = (spec.model, plan.upload, plan.extra, exact, private), policy.judgements
         if about not in known:
             if len(known) >= MAX_JUDGEMENTS:
                 known.clear()
-            known[about] = refused_plan(policy, model, plan, in_sum=exact)
+            known[about] = refused_plan(policy, model, plan, in_sum=exact, private=private)
         found: Ineligibility | None = known[about]
         return found
 
@@ -260,14 +260,18 @@ def refused_plans(
 
 
 def refused_plan(
-    policy: AdvertisedPolicy | None, model: Model, plan: Plan, *, in_sum: bool = False
+    policy: AdvertisedPolicy | None, model: Model, plan: Plan, *, in_sum: bool = False, private: bool = False
 ) -> Ineligibility | None:
-    """Return the site's reason not to send the update that a plan asks for, or None. `in_sum`: without noise."""
+    """Return the site's reason not to send the update that a plan asks for, or None. `in_sum`: without noise.
+    `private`: in a run with `privacy`."""
     if policy is None:
         return None
-    for rule, detail in ineffective(policy.never_send, policy.may_send, model.blocks):
+    extra = [each.block for each in plan.extra]
+    for rule, detail in ineffective(policy.never_send, policy.may_send, [*model.blocks, *extra]):
         return Ineligibility(rule=rule, detail=f"{detail}, in its site's policy")
-    asked = plan.upload.resolve(model.blocks)
+    if extra and policy.rounds_figures and not private:
+        return Ineligibility(rule="figures", detail=f"exact figures do not leave it: {_listed(extra)}")
+    asked = plan.sent(model.blocks)
     if kept := [block for block in asked if policy.withholds(block)]:
         return Ineligibility(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")
     if in_sum and not policy.embeddings_in_sums and (kept := token_rows(model.head, asked)):

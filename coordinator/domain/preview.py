@@ -21,7 +21,6 @@ from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSp
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
-from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import IDS, TAKES, class_count
 from tessera.shared.model.selectors import kept_back
 from tessera.shared.model.spec import Model
@@ -253,7 +252,7 @@ def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
 def _ask(plan: Plan, model: Model, largest_update: int) -> RoundWorkload:
     totals: dict[str, int] = {}
     for part in ("fetch", "train", "upload"):
-        blocks: tuple[Block, ...] = getattr(plan, part).resolve(model.blocks)
+        blocks = plan.sent(model.blocks) if part == "upload" else getattr(plan, part).resolve(model.blocks)
         if part == "fetch":
             # An external base is at the sites.
             blocks = tuple(block for block in blocks if block.name not in model.external)

@@ -14,7 +14,7 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, guarded
@@ -25,6 +25,7 @@ from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, traina
 from tessera.shared.model.spec import Head, Lora, Modality
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
+from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Tensor
 
 if TYPE_CHECKING:
@@ -54,6 +55,23 @@ class UnsupportedRun(ValueError):
 C = TypeVar("C", bound=MethodSettings)
 
 
+EXTRA = "extra/"
+"""The prefix of the names of extra arrays in an update, in a site's policy and in its records."""
+
+
+class ExtraArray(Frozen):
+    """An array that a plan asks for beside blocks, such as a prototype of each class."""
+
+    name: str = Field(pattern=r"^[a-z0-9_.-]{1,64}$")
+    shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=8)
+    dtype: DType = "F32"
+
+    @property
+    def block(self) -> Block:
+        """The array in the form of a block, which is in no version and whose step starts from zero."""
+        return Block(tensor=EXTRA + self.name, role="extra", shape=self.shape, dtype=self.dtype)
+
+
 class Plan(Frozen):
     """One worker's work in a round."""
 
@@ -62,9 +80,15 @@ class Plan(Frozen):
     fetch: Selector = EVERYTHING
     train: Selector = EVERYTHING
     upload: Selector = EVERYTHING
+    extra: tuple[ExtraArray, ...] = Field(default=(), max_length=64)
+    """The arrays to send beside the blocks of `upload`: `LocalResult.extra` has all of them."""
     server_state: tuple[str, ...] = Field(default=(), max_length=64)
     """Shell patterns for the names of the server state to fetch."""
     scalars: dict[str, float] = Field(default_factory=dict)
+
+    def sent(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
+        """Return the blocks of an update, with the extra arrays. Raises SelectorError as `resolve` does."""
+        return (*self.upload.resolve(blocks), *(each.block for each in self.extra))
 
 
 @dataclass(frozen=True)
@@ -117,6 +141,8 @@ class Update:
     """The admitted site of the worker's token, as `Participant.site`."""
     plan: Plan = field(default_factory=Plan)
     """The worker's plan."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """The extra arrays of the plan, by name, with zeros in the rows that the site's policy withholds."""
     staleness: int = 0
     """The number of versions since the one that it started from; the largest of several workers' updates."""
 
@@ -201,6 +227,10 @@ class CoordinatorHalf(Generic[C]):
     """True if the method can merge an update that started from an earlier version. A method's memory of its sites may
     assume that they hold the present version."""
 
+    covers_extra: ClassVar[bool] = False
+    """True if, in a run with `privacy`, the extra arrays follow from what training with noise computed, and from no
+    example otherwise; for instance a trained model's logits on public data."""
+
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
@@ -270,7 +300,7 @@ class CoordinatorHalf(Generic[C]):
 
     def largest_update(self, plan: Plan) -> int:
         """Return the most bytes of an update, before any codec. Override it if workers choose among the blocks."""
-        return sum(block.nbytes for block in plan.upload.resolve(self.run.blocks))
+        return sum(block.nbytes for block in plan.sent(self.run.blocks))
 
     def inclusion_probability(self, block: Block) -> float:
         """Return the probability that a worker sends the block, for the `inverse-probability` average. Raises
@@ -302,6 +332,8 @@ class TaskContext(Protocol):
     """The values that this site kept with its last accepted update of this run; empty the first time."""
     server_state: Mapping[str, Array]
     """The server state that the plan fetches, by name."""
+    batches: Iterable[Mapping[str, torch.Tensor]]
+    """The site's training examples in their order, each time it is iterated; none in a run with privacy."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -411,12 +443,25 @@ class TrainingStats:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """The values of an extra array."""
+
+    values: Array
+    examples: Array | int
+    """The number of examples behind each row of the first axis, or behind each of them alike. A row over fewer than
+    the site's `min_evaluation_examples` leaves as zeros."""
+
+
+@dataclass(frozen=True)
 class LocalResult:
-    """The result of local training: `upload` is sent, `keep` goes to the vault and never leaves the site."""
+    """The result of local training: `upload` and `extra` are sent, `keep` goes to the vault and never leaves the
+    site."""
 
     upload: Mapping[str, Array]
     keep: Mapping[str, Array] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Extra] = field(default_factory=dict)
+    """The plan's extra arrays, by name."""
 
 
 class WorkerHalf(Generic[C]):

@@ -16,8 +16,11 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 
-Role = Literal["query", "key", "value", "output", "mlp", "norm", "embedding", "head", "prompt", "adapter", "other"]
-"""Function of a block in a transformer."""
+Role = Literal[
+    "query", "key", "value", "output", "mlp", "norm", "embedding", "head", "prompt", "adapter", "other", "extra",
+]  # fmt: skip
+"""Function of a block in a transformer. No model has an `extra` block: it is an array that a method sends beside the
+model's blocks (`shared.methods.base.ExtraArray`)."""
 
 MAX_BLOCKS = 65_536
 MAX_SPANS = 4_096

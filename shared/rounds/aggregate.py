@@ -178,18 +178,7 @@ class Aggregation:
         updates: list[Update] = []
         blocks: dict[str, set[str]] = {}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
-            sent = [
-                Update(
-                    worker=entry.worker,
-                    examples=entry.examples,
-                    blocks=self._opened(entry, model, state),
-                    metrics=entry.metrics,
-                    site=entry.site,
-                    plan=entry.plan,
-                    staleness=current.number - entry.base.number,
-                )
-                for entry in entries
-            ]
+            sent = [self._update(entry, model, state) for entry in entries]
             if not half.merges_earlier_updates and any(update.staleness for update in sent):
                 raise UnsupportedRun("the method merges only updates that started from the present version")
             blocks |= {update.worker: set(update.blocks) for update in sent}
@@ -211,10 +200,20 @@ class Aggregation:
         sent = {worker: set(e.block_names(sums.terms)) for worker, e in sums.envelopes.items()}
         return half, state, [update], sent
 
-    def _opened(self, entry: AcceptedUpdate, model: Model, state: State) -> dict[str, Tensor]:
-        """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""
-        sent = self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan)
-        return {n: t if t.base == state.model[n] else RebasedTensor(state.model[n], t) for n, t in sent.items()}
+    def _update(self, entry: AcceptedUpdate, model: Model, state: State) -> Update:
+        """Return an accepted update. A block that has changed since it started is moved by the update's steps."""
+        sent = dict(self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan))
+        extra: dict[str, Tensor] = {each.name: sent.pop(each.block.name) for each in entry.plan.extra}
+        return Update(
+            worker=entry.worker,
+            examples=entry.examples,
+            blocks={n: t if t.base == state.model[n] else RebasedTensor(state.model[n], t) for n, t in sent.items()},
+            metrics=entry.metrics,
+            site=entry.site,
+            plan=entry.plan,
+            extra=extra,
+            staleness=state.round - entry.base.number,
+        )
 
 
 def _with_drift(

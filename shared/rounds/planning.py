@@ -63,6 +63,8 @@ OF_UPDATES = (
     "max_update_norm", "max_norm_of_median", "signals",
 )  # fmt: skip
 """The settings of a run that act on the updates of its sites."""
+OF_FILES = ("upload_budget", "upload_seconds", "max_examples")
+"""Those that act on an update without blocks too."""
 
 MAX_NAMED = 5
 MAX_WARNINGS = 16
@@ -183,13 +185,15 @@ def _check_effect(spec: RunSpec, settings: MethodSettings) -> None:
 
 
 def _check_sent(spec: RunSpec, plans: Sequence[Plan]) -> None:
-    """Raise UnsupportedRun for settings of updates if the method trains and sends none."""
+    """Raise UnsupportedRun for settings of updates if the method trains and sends no blocks."""
     if not plans or any(plan.upload or not plan.train for plan in plans):
         return
     fields = RunSpec.model_fields
-    if found := [name for name in OF_UPDATES if getattr(spec, name) != fields[name].get_default()]:
+    acting = OF_FILES if any(plan.extra for plan in plans) else ()
+    names = [name for name in OF_UPDATES if name not in acting]
+    if found := [name for name in names if getattr(spec, name) != fields[name].get_default()]:
         raise UnsupportedRun(
-            f"the method sends no updates, so that {', '.join(found)} would have no effect: leave "
+            f"the method sends no blocks, so that {', '.join(found)} would have no effect: leave "
             f"{'it' if len(found) == 1 else 'them'} out, or choose a method that sends some"
         )
 
@@ -290,6 +294,7 @@ def check_work(half: CoordinatorHalf[Any], model: Model, plans: Sequence[Plan]) 
     """
     _check_half(half)
     _check_trained(model, plans)
+    _check_extra(half, plans)
     if half.run.secure_sums:
         _check_summed(model, plans)
     if half.run.client_privacy:
@@ -312,6 +317,23 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
     for guard, is_set in guards.items():
         if is_set:
             check_merge(half, guard)
+
+
+def _check_extra(half: CoordinatorHalf[Any], plans: Iterable[Plan]) -> None:
+    """Raise UnsupportedRun if a round sends arrays beside blocks past a guard of the run."""
+    run = half.run
+    past = {
+        "secure_sums": run.secure_sums,
+        "client_privacy": run.client_privacy is not None,
+        "privacy": run.privacy is not None and not half.covers_extra,
+        "cohort.workers_per_site": run.workers_per_site > 1,
+    }
+    names = sorted({each.name for plan in plans for each in plan.extra})
+    if names and (found := [guard for guard, is_set in past.items() if is_set]):
+        raise UnsupportedRun(
+            f"the method sends arrays beside blocks ({', '.join(names)}), which {' and '.join(found)} would not "
+            f"cover: leave out {' and '.join(found)}, or choose a method that sends blocks alone, such as fedavg"
+        )
 
 
 def _check_summed(model: Model, plans: Iterable[Plan]) -> None:

@@ -17,7 +17,7 @@ from tessera.shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from tessera.shared.rounds.blob_store import BlobStore
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import PIECE, Array, Tensor, numel, squares
+from tessera.shared.tensors.lazy import PIECE, Array, Tensor, ZeroTensor, numel, squares
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.errors import Malformed
 from tessera.shared.updates.update_file import (
@@ -46,7 +46,9 @@ class HeldUpdates:
     """The values of small blocks of the version, by digest and type."""
 
     def start_of(self, base: Tensor) -> Array:
-        """Return the values of a small block of the version."""
+        """Return the values of a small block of the version, or of zeros."""
+        if isinstance(base, ZeroTensor):
+            return next(base.chunks())
         key = (getattr(base, "digest", ""), base.dtype)
         if key not in self.starts:
             (self.starts[key],) = base.chunks()
@@ -79,9 +81,12 @@ class Inspector:
 
         Raises InvalidUpdate if its form is wrong.
         """
-        asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
-        self.blobs.expect({manifest.blocks[name] for name in asked})
-        bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
+        bases: dict[str, Tensor] = {
+            block.name: self.states.tensor(block, manifest) for block in plan.upload.resolve(model.blocks)
+        }
+        self.blobs.expect({manifest.blocks[name] for name in bases})
+        asked = {block.name: block for block in plan.sent(model.blocks)}
+        bases = {name: bases.get(name) or ZeroTensor(block.shape, block.dtype) for name, block in asked.items()}
         if data is not None:
             return read_update(partial(BytesIO, data), len(data), asked, bases)
         return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
@@ -126,13 +131,17 @@ class Inspector:
             # Below, each block that is malformed is named.
             with suppress(Malformed):
                 blocks = decoded(sent, self.held.start_of)
-        if not blocks and plan.upload:
+        extra = {each.block.name for each in plan.extra}
+        if lacking := sorted(extra - blocks.keys()):
+            raise of_whole("extra-missing", f"the update lacks {', '.join(lacking)}", "Send all arrays of the plan.")
+        if plan.upload and blocks.keys() <= extra:
             raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
         faults: list[Fault] = []
         squares, usual = 0.0, small_step_squares(blocks)
         for name, tensor in blocks.items():
             try:
-                squares += usual[name] if name in usual else step_squares(tensor, tensor.base)
+                found = usual[name] if name in usual else step_squares(tensor, tensor.base)
+                squares += 0 if name in extra else found
             except Malformed as fault:
                 faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
             if len(faults) >= MAX_FAULTS:

@@ -55,6 +55,17 @@ class ArrayTensor:
             yield flat[start : start + CHUNK]
 
 
+@dataclass(frozen=True)
+class ZeroTensor:
+    """A tensor of zeros."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def chunks(self) -> Iterator[Array]:
+        return (np.zeros(count, NUMPY_DTYPES[self.dtype]) for count in chunk_counts(prod(self.shape)))
+
+
 # ---------------------------------------------------------------- tensors that arrive as differences
 
 

@@ -41,6 +41,7 @@ HeaderKind = Literal[
 FormKind = Literal[
     "unknown-format",
     "no-block",
+    "extra-missing",
     "block-not-asked",
     "slice-not-asked",
     "not-bytes",

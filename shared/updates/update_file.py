@@ -80,7 +80,9 @@ def codec_for(codec: str, change: TrainedBlock) -> str:
 
 
 def _suited(codec: str, block: Block) -> str:
-    lossy = is_statistic(block.name) and not pipeline.parse(codec).lossless
+    # An extra array may be counts, and has no error feedback.
+    exact = is_statistic(block.name) or block.role == "extra"
+    lossy = exact and not pipeline.parse(codec).lossless
     return pipeline.LOSSLESS if lossy else pipeline.suited(codec, block)
 
 

@@ -78,7 +78,8 @@ class Rounds:
             )
             self.half.check(plan, self.sites[name].examples, result.metrics)
             sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in result.upload.items()}
-            updates.append(Update(name, self.sites[name].examples, sent, result.metrics, plan=plan))
+            extra: dict[str, Tensor] = {array: ArrayTensor(each.values) for array, each in result.extra.items()}
+            updates.append(Update(name, self.sites[name].examples, sent, result.metrics, plan=plan, extra=extra))
             self.vaults[name], self.harvests[name] = dict(result.keep), result
         merged = self.half.merge(self.state, updates)
         self.state = replace(merged, model=_held(merged.model), server_state=_held(merged.server_state))

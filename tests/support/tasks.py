@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from typing import Any
 
@@ -26,7 +27,7 @@ from tessera.shared.methods.registry import coordinator_half, methods, worker_ha
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.rounds.planning import initial_state
-from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
@@ -142,6 +143,13 @@ def subject_of(method: str) -> Subject:
     raise AssertionError(f"{method} is suited to none of the models that it could be tested on")
 
 
+def fetched(state: State, plan: Plan) -> dict[str, Array]:
+    """The server state that a worker gets with a plan."""
+    patterns = plan.server_state
+    wanted = {name for name in state.server_state if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {name: to_array(state.server_state[name]) for name in wanted}
+
+
 def one_task(
     method: str,
     settings: Mapping[str, Any] | None = None,
@@ -183,7 +191,8 @@ def one_task(
     context.restore(half.private())
     half.setup(context)
     data = dataset or subject.data()
-    selected = half.select(context, Batches(data, wanted.batch_size, device))
+    context.batches = Batches(data, wanted.batch_size, device)
+    selected = half.select(context, context.batches)
     place: dict[str, Any] = {"round_number": round_number + 1, "rounds": facts.rounds}
     place["moments"] = moments if wanted.keep_moments else None
     place["scaler"] = scaler or gradient_scaler(wanted, device)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tessera.shared.cli.connection import RunNamed
+from tessera.shared.methods.base import EXTRA
 from tessera.shared.run_settings import with_meaning
 from tessera.shared.terminal.output import AsJson, note, out, print_json, table
 from tessera.shared.units import ago, size
@@ -162,6 +163,10 @@ def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
         note(f"{held.id}: {place.path(held)}")
         if decision := place.decision(held):
             note(f"{held.id}: {decision.verdict} decided by {decision.by}; the worker acts when it has the task")
+        if arrays := [name for name in held.blocks if name.startswith(EXTRA)]:
+            few = ", ".join(f"{count} of {name}" for name, count in held.withheld.items())
+            withheld = f"; rows withheld over too few examples: {few}" if few else ""
+            note(f"{held.id}: among its blocks are the arrays {', '.join(arrays)}{withheld}")
         if not held.covers_choice:
             note(f"{held.id}: epsilon does not cover what the choice of blocks reveals")
 

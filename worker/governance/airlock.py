@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.methods.base import EXTRA
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Privacy, Unit
 from tessera.shared.schema import Digest, Frozen
@@ -74,6 +76,8 @@ class Summary(Frozen):
     blocks: dict[str, BlockOut]
     metrics: dict[str, float]
     """Metrics submitted with the update."""
+    withheld: dict[str, int] = {}
+    """The number of rows of each extra array that are zero because they are over too few examples."""
     epsilon: float | None
     """Privacy loss per `unit` of all the run's updates including this one; None without differential privacy."""
     delta: float | None = None
@@ -229,6 +233,7 @@ def summary_of(
     metrics: Mapping[str, float],
     epsilon: float | None,
     privacy: Privacy | None = None,
+    withheld: Mapping[str, int] = MappingProxyType({}),
 ) -> Summary:
     return Summary(
         # Each attempt at a task has another token and makes another update.
@@ -243,9 +248,10 @@ def summary_of(
         held_at=held_at,
         update=update,
         nbytes=nbytes,
-        norm=sum(block.norm**2 for block in blocks.values()) ** 0.5,
+        norm=sum(block.norm**2 for name, block in blocks.items() if not name.startswith(EXTRA)) ** 0.5,
         blocks=dict(blocks),
         metrics=dict(metrics),
+        withheld=dict(withheld),
         epsilon=epsilon,
         delta=privacy.delta if privacy else None,
         unit=privacy.unit if privacy else None,

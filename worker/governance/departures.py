@@ -94,7 +94,7 @@ def _departure(
         approved_by=approved or "no approval asked",
         dataset=str(detail.get("dataset") or ""),
         examples=_whole(detail.get("examples")),
-        blocks=_blocks(detail),
+        blocks=_blocks(detail) + _withheld(detail),
         bytes=_whole(detail.get("bytes")) or 0,
         epsilon=_number(detail.get("epsilon")),
         figures=_figures(detail),
@@ -106,6 +106,16 @@ def _blocks(detail: Mapping[str, JsonValue]) -> str:
     """Return the number of the blocks, and which."""
     count = detail.get("blocks")
     return "" if count is None else f"{count}: {detail.get('sent')}"
+
+
+def _withheld(detail: Mapping[str, JsonValue]) -> str:
+    """Return the numbers of rows of extra arrays that were over too few examples."""
+    rows = detail.get("withheld")
+    return (
+        f"; rows withheld: {', '.join(f'{count} of {name}' for name, count in rows.items())}"
+        if isinstance(rows, dict)
+        else ""
+    )
 
 
 def _figures(detail: Mapping[str, JsonValue]) -> str:

@@ -49,7 +49,8 @@ def summary(
     if measured:
         task = task.model_copy(update={"kind": "train", "held_out": False})
     work = [_work(task, model, examples, groups, measured), *_tokenizer(task, model, raw_texts=raw_texts)]
-    figures = [*_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
+    extra = _extra(task, policy) if task.plan.extra else ()
+    figures = [*extra, *_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
     leaving = [_leaving(task, model, announced=measured > 0), *figures, *_masks(task, least_in_sum)]
     merging = _merging(task, weight_in_sum) if task.kind == "train" else ()
     of_site = _client_privacy(task) if task.kind == "train" else ()
@@ -92,16 +93,24 @@ def _leaving(task: Task, model: Model, *, announced: bool) -> str:
     if announced:
         most = size(sum(block.nbytes for block in model.blocks))
         return (
-            f"Sends the blocks that each round asks for within the site's policy, at most {len(model.blocks)} with "
-            f"{most} a round before coding, and figures of versions, {to}."
+            f"Sends the blocks and arrays that each round asks for within the site's policy, at most "
+            f"{len(model.blocks)} blocks with {most} a round before coding, and figures of versions, {to}."
         )
     sent = task.plan.upload.resolve(model.blocks)
     nbytes = size(sum(block.nbytes for block in sent))
     return (
         f"Sends {len(sent)} blocks ({in_words(sent, model.blocks)}), {nbytes} a round before coding, {to}; later "
-        "rounds may ask for other blocks, within the site's policy. Versions may also be measured on what is held "
-        "out here, which sends figures."
+        "rounds may ask for other blocks and arrays, within the site's policy. Versions may also be measured on what "
+        "is held out here, which sends figures."
     )
+
+
+def _extra(task: Task, policy: Policy | None) -> Iterator[str]:
+    named = [f"{each.block.name} ({' x '.join(map(str, each.shape))})" for each in task.plan.extra]
+    nbytes = size(sum(each.block.nbytes for each in task.plan.extra))
+    yield f"Beside blocks leave arrays computed from the examples, {nbytes} a round: {', '.join(named)}."
+    if policy and not task.privacy:
+        yield f"A row of them over fewer than {policy.min_evaluation_examples} examples leaves as zeros."
 
 
 def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str]:
@@ -230,7 +239,10 @@ def _model(model: Model) -> str:
 
 
 def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
-    """Return a description of chosen blocks by role: 'all value and 1 of 2 head blocks'."""
+    """Return a description of chosen blocks by role: 'all value and 1 of 2 head blocks'. Extra arrays are named."""
+    if arrays := [block.name for block in chosen if block.role == "extra"]:
+        kinds = ([block for block in table if block.role != "extra"] for table in (chosen, blocks))
+        return f"{in_words(*kinds)} and the arrays {', '.join(arrays)}"
     if len(chosen) == len(blocks):
         return "all blocks"
     of = Counter(block.role for block in blocks)

@@ -308,7 +308,8 @@ class Policy(Frozen):
     )
     min_evaluation_examples: PositiveInt = Field(
         default=20,
-        description="fewest examples over which a version is evaluated, or a training's loss or signals leave",
+        description="fewest examples over which a version is evaluated, or a training's loss or signals or a row of "
+        "an extra array leave",
     )
     max_evaluations: PositiveInt = Field(
         default=1_000,

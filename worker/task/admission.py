@@ -117,7 +117,7 @@ def _check_effect(run: TaskRun) -> None:
     """
     policy = run.env.policy
     if run.task.kind == "train" and (policy.never_send or policy.may_send.exclude):
-        policy.check_effect(read_model(run).blocks)
+        policy.check_effect([*read_model(run).blocks, *(each.block for each in run.task.plan.extra)])
 
 
 def _check_length(run: TaskRun, units: int) -> None:

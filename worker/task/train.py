@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 from torch import Tensor
 
-from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
+from tessera.shared.methods.base import EXTRA, Extra, LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import EPSILON
+from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.errors import TaskFailure, TrainingDiverged
 from tessera.worker.governance.policy import PolicyViolation
@@ -74,6 +76,8 @@ def train(
         is_covered = task.privacy is not None and task.privacy.selection == "noisy"
         known = partial(private.known, context, dataset)
         batches = private.watched(ReadableBatches(dataset, size, env.device, known) if is_covered else batches)
+    else:
+        context.batches = batches
     # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
     # tell what a secure sum hides.
     no_figures = env.rounds_figures(task) or task.sums is not None
@@ -112,7 +116,8 @@ def train(
         for name, value in {**probed.metrics, **result.metrics}.items()
         if not (few and name.startswith(half.signals))
     }
-    result = replace(result, keep={**probed.keep, **result.keep}, metrics=metrics)
+    sent = {**result.upload, **_extra(run, result.extra)}
+    result = replace(result, upload=sent, keep={**probed.keep, **result.keep}, metrics=metrics, extra={})
     _require_finite_keep(result, task.training.learning_rate)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}
@@ -151,6 +156,25 @@ def _require_mergeable(run: TaskRun, document: Model, units: int) -> None:
         raise PolicyViolation("figures", detail) from None
 
 
+def _extra(run: TaskRun, extra: Mapping[str, Extra]) -> dict[str, Array]:
+    """Return the values of a result's extra arrays by their names in an update, with zeros in rows over too few
+    examples, as in rows over none. Raises TaskFailure for arrays other than the plan's."""
+    shapes = {each.name: each.shape for each in run.task.plan.extra}
+    if (found := {name: each.values.shape for name, each in extra.items()}) != shapes:
+        raise TaskFailure("invalid-result", f"the method returned the extra arrays {found}, expected {shapes}")
+    # Under privacy, no noise would cover which rows are over few examples.
+    least = 0 if run.task.privacy else run.env.policy.min_evaluation_examples
+    sent = {}
+    for name, each in extra.items():
+        examples = np.broadcast_to(each.examples, shapes[name][:1])
+        sent[EXTRA + name] = values = each.values.copy()
+        values[examples < least] = 0
+        if count := int(((examples > 0) & (examples < least)).sum()):
+            run.report.withheld[EXTRA + name] = count
+            structlog.get_logger("worker").warning("rows-withheld", array=name, rows=count, least=least)
+    return sent
+
+
 def _require_finite_keep(result: LocalResult, rate: float) -> None:
     """Raise TrainingDiverged for values from which no later round of this site could train. The last step may make
     such of a finite loss, and the coordinator, which refuses them in an update, does not see what a site keeps."""
@@ -164,14 +188,19 @@ def _check_plan(run: TaskRun, loaded: Loaded) -> None:
 
     Raises PolicyViolation, TaskFailure, UnsupportedRun.
     """
-    upload, context, policy = run.task.plan.upload, loaded.context, run.env.policy
+    plan, context, policy = run.task.plan, loaded.context, run.env.policy
+    extra = [each.block for each in plan.extra]
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
-    policy.check_private(block for block in private if upload.holds(block))
+    policy.check_private(block for block in private if plan.upload.holds(block))
     tied = tied_names(context.model)
-    policy.check_effect(context.blocks, {*chain(*tied.values()), *(block.name for block in context.private)})
-    asked = upload.resolve(context.blocks)
-    policy.check_upload(asked)
+    further = {*chain(*tied.values()), *(block.name for block in context.private)}
+    policy.check_effect([*context.blocks, *extra], further)
+    asked = plan.upload.resolve(context.blocks)
+    policy.check_upload([*asked, *extra])
     policy.check_tied(asked, tied)
+    if extra and run.task.privacy is None and run.env.rounds_figures(run.task):
+        named = ", ".join(block.name for block in extra)
+        raise PolicyViolation("figures", f"exact figures over examples do not leave this site, such as {named}")
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")
     if PRIVATE in run.task.training.rates and not context.private:

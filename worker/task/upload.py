@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import EvaluationResult, Submission
-from tessera.shared.methods.base import LocalResult
+from tessera.shared.methods.base import LocalResult, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.schema import EPSILON
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.hashing import digest_at, digest_in
-from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, ZeroTensor
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import TensorEntry, read_header
 from tessera.shared.updates.update_file import (
@@ -111,8 +111,8 @@ class Egress:
     def checked(self, result: LocalResult, fetched: Fetched, feedback: Feedback) -> Iterator[UpdateFile]:
         """Yield the update, written and checked. Raises TaskFailure, PolicyViolation, OverBudget."""
         task, report = self.run.task, self.run.report
-        changes = feedback.add(_changes(result, fetched.bases))
-        asked = task.plan.upload.resolve(fetched.blocks)
+        changes = feedback.add(_changes(result, fetched.bases, task.plan))
+        asked = task.plan.sent(fetched.blocks)
         written = self._masked(changes, feedback) if self.terms else self._written(changes)
         with written as (update, exact):
             if not exact:
@@ -284,7 +284,8 @@ class Egress:
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
         sent = read_update(update.open, update.nbytes, asked, bases)
-        return feedback.settle(changes, sent, self.run.task.round)
+        rounded = (change for change in changes if change.block.role != "extra")
+        return feedback.settle(rounded, sent, self.run.task.round)
 
     def check_egress(self, update: UpdateFile, asked: Sequence[Block], keep: Collection[str]) -> None:
         """Check the file itself that is about to leave. Raises PolicyViolation."""
@@ -303,6 +304,7 @@ class Egress:
             nbytes=update.nbytes,
             blocks={name: BlockOut(nbytes=written.nbytes[name], norm=norm) for name, norm in written.norms.items()},
             metrics=self.run.report.metrics,
+            withheld=self.run.report.withheld,
             epsilon=self.run.report.metrics.get(EPSILON),
             privacy=self.run.task.privacy,
         )
@@ -311,6 +313,8 @@ class Egress:
         """Record the update in the audit before it leaves. Return the entry's digest."""
         if self.run.env.audit is None:
             return None
+        table = [*blocks, *(each.block for each in self.run.task.plan.extra)]
+        withheld: dict[str, JsonValue] = {"withheld": {**summary.withheld}} if summary.withheld else {}
         return self.run.journal.note(
             "update.leave",
             dataset=summary.dataset,
@@ -318,9 +322,10 @@ class Egress:
             update=summary.update,
             bytes=summary.nbytes,
             blocks=len(summary.blocks),
-            sent=in_words([block for block in blocks if block.name in summary.blocks], blocks),
+            sent=in_words([block for block in table if block.name in summary.blocks], table),
             **self.run.env.audit.named(summary.blocks),
             norm=summary.norm,
+            **withheld,
             epsilon=summary.epsilon,
             figures=_finite(summary.metrics),
             ledger=self.run.journal.ledger_head(),
@@ -429,7 +434,7 @@ class HeldUpdate:
         update = UpdateFile(written, summary.nbytes, opened, path, self.stored.envelope)
         if digest_at(path) != summary.update:
             raise PolicyViolation("airlock", "the file changed after its release")
-        egress.check_egress(update, task.plan.upload.resolve(self.stored.blocks), ())
+        egress.check_egress(update, task.plan.sent(self.stored.blocks), ())
         keep = env.vault.read_aside(task.run, task.id)
         ready = egress.leave(update, summary.examples, self.stored.blocks, summary, keeps=bool(keep))
         if egress.account:
@@ -453,20 +458,25 @@ def _finite(figures: Mapping[str, float]) -> dict[str, JsonValue]:
     return {name: value for name, value in sorted(figures.items()) if math.isfinite(value)}
 
 
-def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[TrainedBlock]:
-    """Return the blocks to send, in the block table's order.
+def _changes(result: LocalResult, bases: Mapping[str, BlobTensor], plan: Plan) -> list[TrainedBlock]:
+    """Return the blocks to send, in the block table's order, and the plan's extra arrays.
 
     Raises TaskFailure for an unknown block or a wrong shape.
     """
-    if unknown := sorted(set(result.upload) - set(bases)):
+    extra = (each.block for each in plan.extra)
+    starts: list[tuple[Block, Tensor]] = [
+        *((base.block, base) for base in bases.values()),
+        *((block, ZeroTensor(block.shape, block.dtype)) for block in extra),
+    ]
+    if unknown := sorted(set(result.upload) - {block.name for block, _ in starts}):
         raise TaskFailure("invalid-result", f"the method sends blocks that were not fetched: {unknown[:8]}")
     changes = []
-    for name, base in bases.items():
-        if name in result.upload:
-            values = result.upload[name]
+    for block, base in starts:
+        if block.name in result.upload:
+            values = result.upload[block.name]
             if values.shape != base.shape:
                 raise TaskFailure(
-                    "invalid-result", f"{name}: the method returned shape {values.shape}, expected {base.shape}"
+                    "invalid-result", f"{block.name}: the method returned shape {values.shape}, expected {base.shape}"
                 )
-            changes.append(TrainedBlock(base.block, ArrayTensor(values, base.dtype), base))
+            changes.append(TrainedBlock(block, ArrayTensor(values, base.dtype), base))
     return changes

@@ -75,6 +75,7 @@ class LocalTaskContext:
     private: list[Block] = field(default_factory=list)
     choose_top: Callable[[Array, int, int | None], list[int]] = largest
     """The function behind `top_k`: without noise, unless the task is private."""
+    batches: Iterable[Mapping[str, Tensor]] = ()
     placeholder: Mapping[str, Tensor] | None = None
     """A synthetic example for a private task, in which no measurement may fail because of the examples."""
     objective: CrossEntropy | None = None

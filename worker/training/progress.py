@@ -31,6 +31,8 @@ class Report:
     metrics: dict[str, float] = field(default_factory=dict)
     class_counts: ClassCounts | None = None
     """Of an evaluation, if they may leave."""
+    withheld: dict[str, int] = field(default_factory=dict)
+    """The number of rows of each extra array that are over too few examples. The coordinator does not learn it."""
     download_bytes: int = 0
     upload_bytes: int = 0
     phase: Phase = "waiting"

@@ -24,7 +24,7 @@ from tessera.shared.api.runs import Cohort, RunSpec, Training
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.methods.base import ExtraArray, MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import matcher, roles
 from tessera.shared.rounds.client_privacy import noise_share, noise_terms
@@ -239,6 +239,21 @@ def test_blocks_that_would_have_to_leave_are_named() -> None:
     assert (never.rule, never.detail) == ("never_send", "these blocks never leave it: head.weight")
     assert may
     assert (may.rule, may.detail) == ("may_send", "these blocks may not leave it: layer.0.qkv.weight#key")
+
+
+def test_a_site_that_sends_no_exact_figures_is_not_asked_for_arrays_of_them() -> None:
+    plan = Plan(upload=roles("value"), extra=(ExtraArray(name="means", shape=(2, 3)),))
+    rounded = Policy(figures="rounded").advertised_policy({}, 0)
+    found = refused_plan(rounded, MODEL, plan)
+    assert found
+    assert (found.rule, found.detail) == ("figures", "exact figures do not leave it: extra/means")
+    assert refused_plan(rounded, MODEL, plan, private=True) is None
+    assert refused_plan(rounded, MODEL, Plan(upload=roles("value"))) is None
+    assert refused_plan(Policy().advertised_policy({}, 0), MODEL, plan) is None
+    for policy in (Policy(never_send=("extra/*",)), Policy(may_send=roles("value"))):
+        refused = refused_plan(policy.advertised_policy({}, 0), MODEL, plan)
+        assert refused
+        assert refused.detail.endswith("leave it: extra/means")
 
 
 def test_a_site_whose_rule_keeps_back_no_block_is_not_planned_for() -> None:

@@ -37,6 +37,7 @@ from tests.support.tasks import (
     PLAIN,
     PROMPTED,
     Subject,
+    fetched,
     one_task,
     subject_of,
 )
@@ -141,8 +142,14 @@ def refusal(spec: RunSpec, subject: Subject) -> str:
 def one_round(spec: RunSpec, subject: Subject, round_number: int = 0) -> tuple[set[str], set[str]]:
     """The blocks that move at a site in a round of the run, and those that it sends."""
     half = coordinator_half(spec.method, run_facts(spec, subject.document()))
-    (plan,) = plans_of(half, State(round_number, {}), [Participant("a/w", 24)], Random(0)).values()
-    sgd: dict[str, Any] = {"optimizer": "sgd", "full_fine_tuning": spec.training.full_fine_tuning}
+    first = {b.name: ArrayTensor(np.zeros(b.shape, np.float32)) for b in subject.blocks}
+    state = half.start(State(round_number, first))
+    (plan,) = plans_of(half, state, [Participant("a/w", 24)], Random(0)).values()
+    sgd: dict[str, Any] = {
+        "server_state": fetched(state, plan),
+        "optimizer": "sgd",
+        "full_fine_tuning": spec.training.full_fine_tuning,
+    }
     context, result = one_task(
         spec.method.name, spec.method.settings, subject=subject, plan=plan, round_number=round_number, **sgd
     )
@@ -324,8 +331,8 @@ PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
         ("fedbabu", {"tune": "head", "tune_epochs": 0}, {}, {}, "/method/settings/tune"),
         ("scaffold", {"strength": 0, "population": 4}, {}, {}, "/method/settings/population"),
         ("feddyn", {"alpha": 0, "population": 4}, {}, {}, "/method/settings/population"),
-        ("local", {}, SENT, {}, "sends no updates, so that codec would"),
-        ("local", {}, {"signals": {"drift": True}}, {}, "sends no updates, so that signals would"),
+        ("local", {}, SENT, {}, "sends no blocks, so that codec would"),
+        ("local", {}, {"signals": {"drift": True}}, {}, "sends no blocks, so that signals would"),
         ("fedavg", {}, {"signals": {"every": 2}}, {}, "or set drift to true"),
         (
             "local",
@@ -382,7 +389,7 @@ def test_a_setting_of_attention_is_refused_where_nothing_attends(fusion: dict[st
     said = refusal(spec_of("pfeddc", {"fusion": fusion}), replace(PROMPTED, prompts=Prompts(vision=2, text=2)))
     assert "/method/settings/fusion/" in said
     nothing = spec_of("pfeddc", {"share": "nothing", "fusion": {"kind": "mean"}}, SENT)
-    assert "sends no updates" in refusal(nothing, replace(PROMPTED, prompts=Prompts(vision=2, text=2)))
+    assert "sends no blocks" in refusal(nothing, replace(PROMPTED, prompts=Prompts(vision=2, text=2)))
 
 
 @pytest.mark.parametrize("method", sorted(methods()))

@@ -36,7 +36,7 @@ PLAN = Plan(upload=Selector.model_validate({"include": [{"names": list(ASKED)}]}
 
 # They need what no file alone has: a file that shrinks, a chunk of several, float64, a method that judges.
 ELSEWHERE = {"file-changed", "chunk-too-long", "bytes-missing", "stage-size", "norm-overflow"}
-ELSEWHERE |= {"metrics-unusable", "envelope-unusable"}
+ELSEWHERE |= {"metrics-unusable", "envelope-unusable", "extra-missing"}
 
 
 @pytest.fixture(scope="module", params=["streamed", "held"])

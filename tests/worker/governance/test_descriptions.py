@@ -39,8 +39,8 @@ def test_a_run_is_told_in_full() -> None:
     assert summary(task(), MODEL, 1204) == (
         "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
-        "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
-        "measured on what is held out here, which sends figures. Figures are exact, to three digits. With updates "
+        "trial-office; later rounds may ask for other blocks and arrays, within the site's policy. Versions may also "
+        "be measured on what is held out here, which sends figures. Figures are exact, to three digits. With updates "
         "leave the mean loss, and what the method measures in training. A round asks all sites of the coordinator; "
         "it needs updates of 1 within 3600 seconds. A site weighs as many examples as it has, up to four times the "
         "median site's. The sum of a block is divided by the weight of the sites that sent it. No "
@@ -179,8 +179,8 @@ def test_a_run_that_measures_first_says_all_that_it_will_do() -> None:
     assert told.startswith(
         "Trains blocks of a BERT with 1 layer, which each round names, on `notes` (1,204 examples) for 3 epochs a "
         "round, 20 rounds, by the method fedfrozen. Measures its versions on what is held out of the data set (300 "
-        "examples). Sends the blocks that each round asks for within the site's policy, at most "
-        f"{len(MODEL.blocks)} with {nbytes} a round before coding, and figures of versions, to orchestrator "
+        "examples). Sends the blocks and arrays that each round asks for within the site's policy, at most "
+        f"{len(MODEL.blocks)} blocks with {nbytes} a round before coding, and figures of versions, to orchestrator "
         "trial-office."
     )
     # As the request of a task that trains.
