@@ -388,7 +388,7 @@ def test_a_method_is_guarded_or_refused() -> None:
         merged = half.merge(state, updates)
         for block, tensor in merged.model.items():
             assert np.abs(to_array(tensor) - start[block]).max() < 2, (name, block)
-    assert refused == {"scaffold", "feddyn"}
+    assert refused == {"scaffold", "feddyn", "fedproto"}
 
 
 class Own(CoordinatorHalf[MethodSettings]):

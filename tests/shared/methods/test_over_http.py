@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import cos, pi
 from pathlib import Path
@@ -20,6 +20,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
+from tests.support.chain_rows import audit_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.tasks import DIGITS_VIT, untrained
@@ -38,6 +39,8 @@ class Finished:
     manifests: list[Manifest]
     rounds: list[Round]
     vault: set[str]
+    left: list[Mapping[str, Any]]
+    """What the audit of site a says of the updates that left, oldest first."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +82,9 @@ class Field:
             with path.open("rb") as file:
                 kept = set(read_header(file, path.stat().st_size).entries)
         manifests = [client.manifest(version.digest) for version in client.versions(run.id)]
-        return Finished(document, manifests, list(client.rounds(run.id)), kept)
+        entries = [entry for entry in audit_in(self.folder / "a").read() if entry.run == run.id]
+        left = [entry.detail for entry in entries if entry.action == "update.leave"]
+        return Finished(document, manifests, list(client.rounds(run.id)), kept, left)
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +189,22 @@ def test_local_sends_no_block_and_moves_no_version(field: Field) -> None:
     assert done.vault == set(done.model.by_name)
     # From the second round on there is nothing to fetch either.
     assert all(task.download_bytes == 0 for task in done.rounds[1].tasks)
+
+
+def test_fedproto_sends_prototypes_alone_and_none_of_few_examples(field: Field) -> None:
+    done = field.run("fedproto", {"lam": 0.1}, sends=False)
+    first, *_, last = done.manifests
+    assert last.blocks == first.blocks
+    assert last.server_state["prototypes"].digest != first.server_state["prototypes"].digest
+    assert done.vault == set(done.model.by_name)
+    # 10 x 64 and 10 values of four bytes, and a header.
+    arrays = 4 * (10 * 64 + 10)
+    for round_ in done.rounds:
+        assert all(0 < task.upload_bytes < arrays + 500 for task in round_.tasks)
+    assert all(task.download_bytes < arrays + HEADERS for task in done.rounds[1].tasks)
+    for detail in done.left:
+        assert detail["blocks"] == 2
+        assert detail["sent"] == "no blocks and the arrays extra/prototypes, extra/counts"
+        # Of an eighth of the digits, some classes have fewer than 20 examples.
+        assert detail["withheld"]["extra/prototypes"] == detail["withheld"]["extra/counts"] > 0
+    assert not any("withheld" in name for round_ in done.rounds for task in round_.tasks for name in task.metrics)

@@ -201,7 +201,7 @@ def test_one_site_changes_a_version_by_its_clip_norm_at_most(
 
 
 def test_each_method_is_admitted_with_some_settings_above_or_refused_with_all() -> None:
-    assert set(methods()) - {method for method, _ in EACH} == {"feddyn", "fednova", "scaffold"}
+    assert set(methods()) - {method for method, _ in EACH} == {"feddyn", "fednova", "fedproto", "scaffold"}
 
 
 def test_an_update_within_the_clip_norm_is_summed_as_it_is(tmp_path: Path) -> None:

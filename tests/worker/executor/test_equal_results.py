@@ -14,6 +14,8 @@ import torch
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
+from tessera.shared.tensors.lazy import to_array
+from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.executor.executor import ProcessExecutor
@@ -215,6 +217,14 @@ def test_two_ranks_train_as_one_process(
     name: str, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(CASES[name], executor, monkeypatch)
+
+
+def test_two_ranks_send_the_arrays_of_one_process(executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("fedproto", {"lam": 5.0}, examples=90, rounds=2, spec={"codec": LOSSLESS})
+    results = case.run(), divided(case, executor, monkeypatch)
+    one, two = (to_array(result.state().server_state["prototypes"]) for result in results)
+    assert one.any(axis=1).all()
+    np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["full", "scaffold", "noise"])

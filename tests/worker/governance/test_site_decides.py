@@ -32,6 +32,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app as audit_app
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.airlock import Airlock, HeldTask, summary_of
+from tessera.worker.governance.departures import departures
 from tessera.worker.governance.opening_hours import USAGE, Opening, Used, local_time
 from tessera.worker.settings import read_settings
 from tessera.worker.settings_reload import SettingsFile
@@ -398,18 +399,74 @@ def test_an_update_that_is_withheld_fails_its_task_by_name(coordinator: LiveCoor
     assert desk.audit() == ["task.start", "update.hold", "update.withhold", "task.fail"]
 
 
+PROTOTYPES = {"method": MethodSpec(name="fedproto")}
+
+
+@pytest.mark.parametrize(
+    ("policy", "spec", "rule", "detail"),
+    [
+        ("max_epochs = 1", {"training": Training(epochs=2)}, "max_epochs", "2 epochs are more than the 1 allowed"),
+        ("never_send = ['extra/c*']", PROTOTYPES, "never_send", "these blocks never leave: extra/counts"),
+        (
+            "may_send = { include = [{ roles = ['head'] }] }",
+            PROTOTYPES,
+            "may_send",
+            "these blocks may not leave: extra/counts, extra/prototypes",
+        ),
+        (
+            "figures = 'rounded'",
+            PROTOTYPES,
+            "figures",
+            "exact figures over examples do not leave this site, such as extra/prototypes, extra/counts",
+        ),
+    ],
+)
 def test_what_the_policy_refuses_is_in_the_chain_by_its_rule(
-    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: LiveCoordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    spec: dict[str, Any],
+    rule: str,
+    detail: str,
 ) -> None:
     client = coordinator.client()
-    desk = Desk(coordinator, tmp_path, "max_epochs = 1\n")
+    desk = Desk(coordinator, tmp_path, f"{policy}\n")
     with desk.working() as agent:
         # As a coordinator has it that does not heed what it is shown.
         monkeypatch.setattr(agent, "_current_claim", lambda: agent._claim)
-        run = begin(client, training=Training(epochs=2), cohort=Cohort(max_attempts=1))
+        run = begin(client, **spec, cohort=Cohort(max_attempts=1))
         until(lambda: client.run(run.id).state == "paused")
     assert desk.audit() == ["task.start", "task.refuse"]
-    assert desk.details("task.refuse") == [{"rule": "max_epochs", "detail": "2 epochs are more than the 1 allowed"}]
+    assert desk.details("task.refuse") == [{"rule": rule, "detail": detail}]
+
+
+def test_a_person_reads_which_arrays_an_update_has_before_it_leaves(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "airlock = true\napprove_runs = true\n")
+    with desk.working():
+        run = begin(client, **PROTOTYPES)
+        (asked,) = until(lambda: desk.say("inbox")["runs"])
+        assert (
+            "Beside blocks leave arrays computed from the examples, 680 bytes a round: extra/prototypes (10 x 16), "
+            "extra/counts (10). A row of them over fewer than 20 examples leaves as zeros." in asked["summary"]
+        )
+        desk.say("approve", "demo")
+        (held,) = until(lambda: desk.say("airlock")["updates"])
+        assert held["blocks"].keys() == {"extra/counts", "extra/prototypes"}
+        assert (held["norm"], held["withheld"].keys()) == (0.0, held["blocks"].keys())
+        shown = CliRunner().invoke(app, ["airlock", "--config", str(desk.file)], env={"COLUMNS": "200"}).output
+        assert "arrays extra/prototypes, extra/counts; rows withheld over too few examples:" in shown
+        desk.say("release", held["id"])
+        until(lambda: client.run(run.id).state == "completed")
+    (left,) = departures(audit_in(desk.settings.state_dir).read(), None, None)
+    rows = held["withheld"]["extra/counts"]
+    assert left.blocks == (
+        "2: no blocks and the arrays extra/prototypes, extra/counts; rows withheld: "
+        f"{rows} of extra/counts, {rows} of extra/prototypes"
+    )
 
 
 def test_nothing_leaves_while_it_cannot_be_written_down(coordinator: LiveCoordinator, tmp_path: Path) -> None:

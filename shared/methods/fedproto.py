@@ -1,0 +1,126 @@
+"""FedProto: sites share the mean features of each class, its prototypes, and no part of their models.
+
+Tan et al. 2022, FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI, arXiv 2105.00243. With h
+the features of an example and C_y the global prototype of its class, of D dimensions, a site's own model trains with
+
+    loss = f_k + lam * mean over a batch of |h - C_y|^2 / D,
+
+equation (7) with the distances of single examples, as in the authors' code; a class without a prototype adds nothing.
+The site then sends the mean features of its examples of each class (equation 3) and their numbers n_kj. The server's
+C_j is the mean of these weighted by n_kj, which equation (6) divides by the number of sites once more: that would
+shrink it. The features are the input of the model's head. A site counts with at most `max_examples` examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import Field
+
+from tessera.shared.methods.base import (
+    CoordinatorHalf,
+    Extra,
+    ExtraArray,
+    Guard,
+    LocalResult,
+    Method,
+    MethodSettings,
+    Participant,
+    Plan,
+    State,
+    TaskContext,
+    TrainingStats,
+    UnsupportedRun,
+    Update,
+    WorkerHalf,
+)
+from tessera.shared.model.selectors import NOTHING, Selector
+from tessera.shared.tensors.lazy import ArrayTensor, to_array
+
+if TYPE_CHECKING:
+    import torch
+
+PROTOTYPES, COUNTS = "prototypes", "counts"
+
+
+class FedProtoSettings(MethodSettings):
+    lam: float = Field(default=1.0, ge=0, le=1000, description="weight of the distance to the global prototypes")
+
+
+class FedProtoCoordinator(CoordinatorHalf[FedProtoSettings]):
+    def start(self, state: State) -> State:
+        if not self._matrices or self.run.head not in (None, "image-classification", "text-classification"):
+            raise UnsupportedRun("fedproto needs a model that gives each example one class: choose such a head")
+        return replace(state, server_state={PROTOTYPES: ArrayTensor(np.zeros(self._shape, np.float32))})
+
+    @property
+    def _matrices(self) -> list[tuple[int, ...]]:
+        return [block.shape for block in self.run.blocks if block.role == "head" and len(block.shape) == 2]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self._matrices[-1][0], self._matrices[0][1]  # [classes, features]
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        sent = (ExtraArray(name=PROTOTYPES, shape=self._shape), ExtraArray(name=COUNTS, shape=self._shape[:1]))
+        return Plan(stage="prototypes", upload=NOTHING, extra=sent, server_state=(PROTOTYPES,))
+
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        last = to_array(state.server_state[PROTOTYPES])
+        sums, counts = np.zeros(last.shape), np.zeros((len(last), 1))
+        for update in updates:
+            own = to_array(update.extra[COUNTS]).clip(min=0).astype(np.float64)[:, None]
+            own *= min(1.0, update.examples / max(own.sum(), 1.0))
+            sums += own * to_array(update.extra[PROTOTYPES])
+            counts += own
+        merged = np.divide(sums, counts, out=last.astype(np.float64), where=counts > 0).astype(np.float32)
+        return replace(state.advanced({}), server_state={PROTOTYPES: ArrayTensor(merged)})
+
+    def check_merge(self, guard: Guard) -> None:
+        raise UnsupportedRun(f"fedproto merges prototypes, past {guard}: leave out {guard}, or choose another method")
+
+
+class FedProtoWorker(WorkerHalf[FedProtoSettings]):
+    loss_by_example = True
+    one_example_per_row = True
+
+    def private(self) -> Selector:
+        return self.run.trainable
+
+    def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["labels"]
+        if labels.ndim != 1 or labels.is_floating_point():
+            raise UnsupportedRun("fedproto needs one class for each example: choose another method for these labels")
+        output, features = context.forward_with_features(batch)  # features: [examples, features]
+        near = features.new_tensor(context.server_state[PROTOTYPES])[labels.clamp(min=0)]
+        known = (labels >= 0) & near.any(dim=1)  # [examples]
+        return output.loss + self.settings.lam * ((features - near).square().mean(dim=1) * known).mean()
+
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        sums = np.zeros(context.server_state[PROTOTYPES].shape)
+        counts = np.zeros(len(sums))
+        for batch in context.batches:
+            labelled = batch["labels"] >= 0
+            labels, features = batch["labels"][labelled], context.features(batch, {})[labelled].float()
+            np.add.at(sums, labels.cpu().numpy(), features.cpu().numpy())
+            counts += np.bincount(labels.cpu().numpy(), minlength=len(counts))
+        means = sums / np.maximum(counts, 1)[:, None]
+        extra = {
+            PROTOTYPES: Extra(means.astype(np.float32), counts),
+            COUNTS: Extra(counts.astype(np.float32), counts),
+        }
+        return replace(super().collect(context, selected, stats), extra=extra)
+
+
+METHOD = Method(
+    name="fedproto",
+    good_for="sites that keep their own models and share what a class looks like to them",
+    sends="the mean features of each class and its number of examples",
+    settings=FedProtoSettings,
+    coordinator=FedProtoCoordinator,
+    worker=FedProtoWorker,
+    source="Tan et al., FedProto, AAAI 2022, arXiv 2105.00243, equations (3), (6) and (7)",
+)
