@@ -1,6 +1,6 @@
 """The live workers, and what stops an action of the conductor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sqlalchemy.orm import Session
 
@@ -8,7 +8,6 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import candidates, live_workers, remembering
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict
 
 
@@ -48,10 +47,6 @@ class Liveness:
         """Return the live workers that could take part in a round, with the facts that decide among a site's."""
         with self._database.snapshot() as session:
             return remembering(session, run_id, candidates(session, invited, self.workers(session)))
-
-    def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
-        """Return True if all planned workers are still live: planning and waiting to write take time."""
-        return plans.keys() <= {worker.name for worker in self.workers(session)}
 
     def is_settled(self) -> bool:
         """Return True if every live worker has had the time to call: nothing has kept them from it for that long."""

@@ -12,7 +12,7 @@ from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, requ
 from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds, versions
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.snapshots import terms_of
+from tessera.coordinator.db.snapshots import sites_due, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
 from tessera.coordinator.domain.eligibility import unsuited
@@ -59,7 +59,10 @@ class RoundActions:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
             require(run.state == "running" and run.version_number == base.number, "the run has moved on")
             require(terms_of(session, run_id, run.changes).spec == spec, "the run's settings have changed")
-            require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
+            planned = [worker for worker in self.liveness.workers(session) if worker.name in plans]
+            require(len(planned) == len(plans), "a worker that was planned for is no longer live")
+            # A site that joined after the decision measures its own model before the round changes it (decision 9).
+            require(not sites_due(session, run, invited, planned), "a worker that was planned for evaluates first")
             if not plans:
                 move_run(session, now, ACTOR, run_id, "complete", "the method planned nothing more")
                 return []

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
+from tessera.coordinator.conductor.liveness import Liveness
 from tessera.coordinator.dashboard.queries import moved_by_run, round_sums
+from tessera.coordinator.db.tables import SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.domain.eligibility import RunTerms
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
@@ -16,7 +22,7 @@ from tessera.shared.client.round_outcomes import outcomes
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.comparison import History, compare
 from tessera.shared.metrics.rows import rows_of
-from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
+from tests.support.coordinator import WAIT_SECONDS, Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, TOO_MANY, telling
 
@@ -164,6 +170,33 @@ def test_a_site_that_was_away_is_asked_about_the_latest_version_only(coordinator
     until(lambda: client.run(run.id).version.number == 2)
     task = late.take()
     assert about(task) == ("evaluate", True, 2)
+
+
+def test_a_site_that_joins_while_a_round_opens_measures_the_version_first(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = coordinator.client()
+    here, late = site(coordinator, "here"), site(coordinator, "late")
+    willing, joined = Liveness.willing, threading.Event()
+
+    def joining(self: Liveness, run_id: str, invited: RunTerms) -> list[LiveWorker]:
+        if not joined.is_set():
+            joined.set()
+            late.enrol()
+        return willing(self, run_id, invited)
+
+    monkeypatch.setattr(Liveness, "willing", joining)
+    here.enrol()
+    at_sites(client, rounds=5, cohort=Cohort(sites=("here", "late")))
+    here.evaluate(here.take(), accuracy=0.5)
+    assert joined.wait(WAIT_SECONDS)
+    late.evaluate(late.take(), accuracy=0.5)
+    late.train(late.take())
+    mine = (
+        select(TaskRow.kind).join(WorkerRow).join(SiteRow).where(SiteRow.name == "late").order_by(TaskRow.created_at)
+    )
+    with coordinator.services.database.snapshot() as session:
+        assert session.scalars(mine).all()[:2] == ["evaluate", "train"]
 
 
 def test_what_a_site_did_not_begin_gives_way_to_the_next_version(coordinator: LiveCoordinator) -> None:
