@@ -11,7 +11,6 @@ from sqlalchemy import select
 
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import WorkerRow
-from tessera.coordinator.db.workers import note_used
 from tessera.shared.api.admin import TokenSpec
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -78,8 +77,7 @@ def test_a_token_is_listed_with_its_last_use(tmp_path: Path) -> None:
         http.get("/v1/runs")
         assert last_used() == used_at + timedelta(seconds=60)
         # What is stored, without what the process still holds.
-        with coordinator.services.database.transaction() as session:
-            note_used(session, coordinator.services.last_seen.take_uses())
+        coordinator.services.last_seen.store_uses(coordinator.services.database)
         assert last_used() == used_at + timedelta(seconds=60)
 
 

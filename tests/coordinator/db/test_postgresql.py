@@ -28,6 +28,7 @@ from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, RunRow, Upload
 from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, PostgresWakeups, serving_name
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.raw import announced
 from tests.support.storage import add_run
 
 
@@ -108,10 +109,10 @@ def test_sites_that_announce_at_several_coordinators_at_once_keep_to_their_quota
         over = threads // 2 * wishes - most
         assert answers == {(site, status): n for site in (0, 1) for status, n in ((201, most), (429, over))}
         with one.services.database.snapshot() as session:
-            announced = session.execute(
+            counted = session.execute(
                 select(AnnouncedRow.site_id, func.sum(AnnouncedRow.bytes)).group_by(AnnouncedRow.site_id)
             ).all()
-            assert [total for _, total in announced] == [most * each_bytes] * 2
+            assert [total for _, total in counted] == [most * each_bytes] * 2
             assert session.scalar(select(func.count()).select_from(UploadRow)) == 2 * most
             created = select(func.count()).where(AuditRow.action == "site.create", AuditRow.actor != "test")
             assert session.scalar(created) == threads * 2
