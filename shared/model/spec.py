@@ -102,7 +102,7 @@ class Fusion(Frozen):
         return mlp if self.kind == "mlp" else {}
 
     def divides(self, width: int) -> bool:
-        """Return whether the heads, if any, divide prompts of this width."""
+        """Return True if there are no heads, or if they divide prompts of this width."""
         return not self.attends or width % self.heads == 0
 
 

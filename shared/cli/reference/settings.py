@@ -27,8 +27,8 @@ unknown variables `TESSERA_...` are your own: a starting coordinator logs them a
 
 STATE is `$XDG_STATE_HOME/tessera/coordinator`, or `~/.local/state/tessera/coordinator`. The coordinator creates this
 folder, and in other places only the last folder of a path: the folder of a database has to exist, so that a misspelt
-path begins no new database. `TESSERA_METHODS=/opt/our-methods` names folders, separated as in `PATH`, each file of
-which is a method ([writing-a-method.md](../writing-a-method.md)): set it for the coordinator and for each worker.
+path begins no new database. `TESSERA_METHODS=/opt/our-methods` names folders, separated as in `PATH`, with one
+method in each file ([writing-a-method.md](../writing-a-method.md)): set it for the coordinator and for each worker.
 """
 
 SECTIONS = {
