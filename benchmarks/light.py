@@ -27,7 +27,7 @@ from tessera.shared.api.tasks import Claim, Failure, Submission, Task
 from tessera.shared.client.client import Client
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
-from tessera.shared.tensors.lazy import Array, Computed
+from tessera.shared.tensors.lazy import Array, ComputedTensor
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.state.blob_cache import BlobTensor
 
@@ -105,7 +105,7 @@ class Prepared:
         changes, start = [], 0
         for block in blocks:
             base = BlobTensor(self._base, block, start)
-            changes.append(TrainedBlock(block, Computed(block.shape, block.dtype, (base,), moved), base))
+            changes.append(TrainedBlock(block, ComputedTensor(block.shape, block.dtype, (base,), moved), base))
             start += block.nbytes
         with self._update.open("wb") as file:
             self._digest = write_update(file, task.codec, changes).digest

@@ -51,7 +51,7 @@ from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, MethodS
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.outliers import scores
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
@@ -181,7 +181,7 @@ def opened(folder: Path) -> Blobs:
     return Blobs(database, str(folder / "blobs"), folder / "staging", 65_536, 1 << 18)
 
 
-def saved(blobs: Blobs, database: Database, stored: Sequence[Stored]) -> None:
+def saved(blobs: Blobs, database: Database, stored: Sequence[StoredBlob]) -> None:
     with database.transaction() as session:
         blobs.record(session, 1.0, stored)
 

@@ -28,7 +28,7 @@ from tessera.shared.aggregation.mean import average
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
-from tessera.shared.rounds.blob_store import Batch, Stored
+from tessera.shared.rounds.blob_store import Batch, StoredBlob
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, digest_of, lockstep, related
@@ -60,7 +60,7 @@ class InMemory:
     def read(self, digest: str) -> bytes:
         return self._blobs[digest]
 
-    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+    def put(self, pieces: Iterable[bytes | memoryview]) -> StoredBlob:
         raise NotImplementedError("these are read only")
 
     def batch(self) -> AbstractContextManager[Batch]:

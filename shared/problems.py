@@ -42,7 +42,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.validation_errors import messages_of
 from tessera.shared.version import install_line
 
@@ -53,7 +53,7 @@ MAX_FAULTS = 50
 MAX_DETAIL = 600
 
 
-class Fault(Frozen):
+class Fault(Value):
     """One error: `pointer` is a JSON pointer into the request, or the name of a block or header.
 
     `code` is the kind of the error, if it has one: see `shared.updates.errors`.
@@ -64,7 +64,7 @@ class Fault(Frozen):
     code: str = ""
 
 
-class ProblemDocument(Frozen, extra="ignore"):
+class ProblemDocument(Value, extra="ignore"):
     """The body of every response with a status of 400 or more. Readers pass over members that they do not know."""
 
     type: str

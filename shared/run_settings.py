@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from tessera.shared.schema import ActsOnlyIf, Frozen
+from tessera.shared.schema import Condition, Value
 
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
@@ -23,7 +23,7 @@ MAX_MAGNITUDE = 30
 COLOURS = ("brightness", "contrast", "saturation", "hue", "rand_augment")
 
 
-class Augmentation(Frozen):
+class Augmentation(Value):
     """Random changes of images in training. By default there are none."""
 
     crop: tuple[float, float] | None = Field(
@@ -77,13 +77,13 @@ class Augmentation(Frozen):
         return [name for name in COLOURS if getattr(self, name)]
 
 
-class Training(Frozen):
+class Training(Value):
     """Settings of local training, common to all methods."""
 
-    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
-        ActsOnlyIf(("momentum",), lambda training: training.optimizer == "sgd", 'optimizer to "sgd"'),
-        ActsOnlyIf(("betas",), lambda training: training.optimizer == "adamw", 'optimizer to "adamw"'),
-        ActsOnlyIf(("decay_norms_and_biases",), lambda training: training.weight_decay > 0, "weight_decay above 0"),
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("momentum",), lambda training: training.optimizer == "sgd", 'optimizer to "sgd"'),
+        Condition(("betas",), lambda training: training.optimizer == "adamw", 'optimizer to "adamw"'),
+        Condition(("decay_norms_and_biases",), lambda training: training.weight_decay > 0, "weight_decay above 0"),
     )
 
     # Write a setting that is newer than 0.1.0 only if it is used (`exclude_if`): what sites keep of a run that began
@@ -220,7 +220,7 @@ def with_meaning(epsilon: float, shown: str) -> str:
     return f"{shown}: {NO_PROTECTION}" if epsilon > WEAK_EPSILON else shown
 
 
-class Budget(Frozen):
+class Budget(Value):
     """Privacy loss per protected unit: (epsilon, delta) for neighbouring data sets, in one of which one unit of the
     other, an example or a group, is replaced by nothing."""
 
@@ -307,8 +307,8 @@ class Privacy(UnitBudget):
     of one worker's data set. It does not cover whole sites, nor evaluations.
     """
 
-    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
-        ActsOnlyIf(
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
             ("selection_share", "selections"), lambda privacy: privacy.selection == "noisy", 'selection to "noisy"'
         ),
     )

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 
-class ActsOnlyIf(NamedTuple):
+class Condition(NamedTuple):
     """Settings of a record that have no effect unless a condition on the record holds."""
 
     settings: tuple[str, ...]
@@ -30,12 +30,12 @@ class ActsOnlyIf(NamedTuple):
     """The setting that makes them act, with its value."""
 
 
-class Frozen(BaseModel):
-    """A value: immutable, with no unknown fields, and no number that JSON cannot carry."""
+class Value(BaseModel):
+    """An immutable record, with no unknown fields, and no number that JSON cannot carry."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = ()
+    conditions: ClassVar[tuple[Condition, ...]] = ()
     """The settings that others can leave without effect: a new run with one of these is refused."""
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -46,7 +46,7 @@ class Frozen(BaseModel):
         return copied
 
 
-def without_effect(record: Frozen) -> Iterator[tuple[str, str]]:
+def without_effect(record: Value) -> Iterator[tuple[str, str]]:
     """Yield the path of each setting, also of nested records, that differs from its default and has no effect, with
     the remedies."""
     fields = type(record).model_fields
@@ -55,7 +55,7 @@ def without_effect(record: Frozen) -> Iterator[tuple[str, str]]:
             if getattr(record, name) != fields[name].get_default(call_default_factory=True) and not holds(record):
                 yield name, f"has no effect here: leave it out, or set {remedy}"
     for name in fields:
-        if isinstance(value := getattr(record, name), Frozen):
+        if isinstance(value := getattr(record, name), Value):
             yield from ((f"{name}/{path}", said) for path, said in without_effect(value))
 
 

@@ -46,7 +46,7 @@ from tessera.shared.diagnostics import Setting, effective, toml_of
 from tessera.shared.environment import PREFIX, refuse_misspelt
 from tessera.shared.near_names import absent, did_you_mean, unread
 from tessera.shared.problems import Invalid
-from tessera.shared.schema import Bytes, Frozen, Label, Resources, TaskKind
+from tessera.shared.schema import Bytes, Label, Resources, TaskKind, Value
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, MAX_SITE_WEIGHT, Fingerprint
 from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import messages_of
@@ -147,7 +147,7 @@ class DataSettings(BaseSettings):
         return env_settings, init_settings
 
 
-class SecureSumsSettings(Frozen):
+class SecureSumsSettings(Value):
     """This site in secure sums, which hide its updates from the coordinator."""
 
     site: Label = Field(description="this site's name at the coordinator")

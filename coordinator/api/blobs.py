@@ -26,7 +26,7 @@ from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.schema import TokenRole
 
 router = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
@@ -113,7 +113,7 @@ async def get_blob(
 ) -> Response:
     """Return a blob that the caller may read. A blob never changes."""
 
-    def find() -> tuple[Stored, list[Portion]]:
+    def find() -> tuple[StoredBlob, list[Portion]]:
         with serving.database.snapshot() as session:
             if not readable_blobs(session, caller, [digest]):
                 raise NotFound(f"there is no blob {digest} that this token may read")

@@ -27,7 +27,7 @@ from obstore.store import ObjectStore, S3Store, from_url
 
 from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import StoreAway, StoreSpoilt
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 
 WINDOW_BYTES = 8 << 20
 """Bytes of one request for a whole object, so that no single request reaches the time limit."""
@@ -126,7 +126,7 @@ class Objects:
         with _translated():
             yield from obstore.list(self.store, chunk_size=at_a_time)
 
-    def open(self, blob: Stored) -> BinaryIO:
+    def open(self, blob: StoredBlob) -> BinaryIO:
         """Return a seekable file. Reading it raises StoreSpoilt and StoreAway."""
         if blob.digest in self._ahead:
             return io.BufferedReader(cast("io.RawIOBase", _WindowedFile(self, blob)))
@@ -152,7 +152,7 @@ class Objects:
             share = self._readahead_bytes // (len(self._ahead) * len(os.sched_getaffinity(0)))
             self._window_bytes = max(LEAST_WINDOW_BYTES, min(WINDOW_BYTES, share))
 
-    def window(self, blob: Stored, at: int) -> memoryview:
+    def window(self, blob: StoredBlob, at: int) -> memoryview:
         """Return the bytes from `at` to the end of the window of the object in which it is. Raises StoreSpoilt and
         StoreAway."""
         size = self._window_bytes
@@ -166,7 +166,7 @@ class Objects:
                 self._windows.keep(name, data)
         return memoryview(data)[at - start :]
 
-    def read(self, blob: Stored, start: int, stop: int) -> bytes:
+    def read(self, blob: StoredBlob, start: int, stop: int) -> bytes:
         """Return bytes `start` to `stop` of the object that was hashed. Raises StoreSpoilt and StoreAway."""
         for _ in range(2):
             expected = self._tags.get(blob.digest) or self.hash(blob)
@@ -177,17 +177,17 @@ class Objects:
             self._distrust(blob)
         raise StoreSpoilt(f"blob {blob.digest} is being replaced in the store while it is read")
 
-    def knows(self, blob: Stored) -> bool:
+    def knows(self, blob: StoredBlob) -> bool:
         """Return True if the object was hashed, by this process or an earlier one. Reading it compares its tag."""
         if blob.digest not in self._tags and blob.stamp is not None:
             self._tags.keep(blob.digest, blob.stamp)
         return bool(self._tags.get(blob.digest))
 
-    def _distrust(self, blob: Stored) -> None:
+    def _distrust(self, blob: StoredBlob) -> None:
         """Have the object hashed before its next use, though its row has a tag."""
         self._tags.keep(blob.digest, "")
 
-    def hash(self, blob: Stored) -> str:
+    def hash(self, blob: StoredBlob) -> str:
         """Hash an object and return the tag that identifies it from then on. Raise StoreSpoilt and StoreAway."""
         computed, tags, piece = hashlib.sha256(), set[str](), b""
         for at in range(0, blob.size, WINDOW_BYTES):
@@ -203,7 +203,7 @@ class Objects:
             self._windows.keep(_name(blob, self._window_bytes, 0), piece)
         return tag
 
-    def _get(self, blob: Stored, start: int, stop: int) -> tuple[bytes, str]:
+    def _get(self, blob: StoredBlob, start: int, stop: int) -> tuple[bytes, str]:
         """Return bytes of an object of the blob's size, and its tag."""
         try:
             with _translated("object"):
@@ -219,7 +219,7 @@ class Objects:
         raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name: it has another length")
 
 
-def _name(blob: Stored, size: int, start: int) -> str:
+def _name(blob: StoredBlob, size: int, start: int) -> str:
     """Return the name of a window of this size."""
     return f"{blob.digest} {size} {start}"
 
@@ -227,7 +227,7 @@ def _name(blob: Stored, size: int, start: int) -> str:
 class _ObjectFile(io.RawIOBase):
     """An object as a plain readable file."""
 
-    def __init__(self, objects: Objects, blob: Stored) -> None:
+    def __init__(self, objects: Objects, blob: StoredBlob) -> None:
         self._objects = objects
         self._blob = blob
         self._at = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tessera.shared.problems import NotFound
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 
 STREAM_BYTES = 1 << 20
 """Bytes read and sent at a time; each piece takes a thread, and perhaps a request to the store."""
@@ -15,7 +15,7 @@ STREAM_BYTES = 1 << 20
 class Portion:
     """Part of a response with several blobs: several small ones, or one large one."""
 
-    blobs: tuple[Stored, ...]
+    blobs: tuple[StoredBlob, ...]
     inline: bool
 
     @property

@@ -34,7 +34,7 @@ from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits.cache import Recent
 from tessera.coordinator.limits.disk import is_full
 from tessera.shared.problems import NotFound, StoreSpoilt
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.mmap_file import MappedFile, mapped
 
 READAHEAD_BYTES = 128 << 20
@@ -95,7 +95,7 @@ class Blobs:
         self._hashing = [threading.Lock() for _ in range(HASHES)]
         self.began_at = database.now()
         # Blobs are immutable, and missing ones are not cached.
-        self._rows: Recent[Stored] = Recent(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
+        self._rows: Recent[StoredBlob] = Recent(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
         self._objects = Objects(url, readahead_bytes) if "://" in url else None
         # Used unless there is an object store.
@@ -113,7 +113,7 @@ class Blobs:
 
     # ------------------------------------------------------------ writing
 
-    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+    def put(self, pieces: Iterable[bytes | memoryview]) -> StoredBlob:
         """Store bytes durably under their digest. Enter them with `record`."""
         with self.writer() as writer:
             for piece in pieces:
@@ -134,7 +134,7 @@ class Blobs:
         finally:
             path.unlink(missing_ok=True)
 
-    def keep(self, file: BinaryIO) -> Stored:
+    def keep(self, file: BinaryIO) -> StoredBlob:
         """Store the bytes of a `file` durably under their digest. Enter them with `record`."""
         file.seek(0)
         computed = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
@@ -144,13 +144,13 @@ class Blobs:
         """Return a batch of blobs that are durable at the end of `with`, after one wait for the disk."""
         return BlobBatch(self)
 
-    def adopt(self, path: Path, digest: str, size: int) -> Stored:
+    def adopt(self, path: Path, digest: str, size: int) -> StoredBlob:
         """Store a finished file of the staging folder under its checked digest."""
         if size <= self.inline_bytes:
-            return Stored(digest, size, path.read_bytes())
+            return StoredBlob(digest, size, path.read_bytes())
         self.move(path, digest)
         self.flush_names([digest])
-        return Stored(digest, size)
+        return StoredBlob(digest, size)
 
     def move(self, path: Path, digest: str) -> None:
         """Store a file as `adopt` does, but without making its name durable: `flush_names` does."""
@@ -172,7 +172,7 @@ class Blobs:
             for folder in (*sorted(folders), self._root):
                 flush(folder)
 
-    def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
+    def record(self, session: Session, now: float, stored: Sequence[StoredBlob]) -> None:
         """Enter blobs in the table; existing rows stay as they are."""
         rows = [
             {
@@ -186,7 +186,7 @@ class Blobs:
         ]
         insert_missing(session, BlobRow, rows)
 
-    def save(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+    def save(self, pieces: Iterable[bytes | memoryview]) -> StoredBlob:
         """Store and record bytes."""
         stored = self.put(pieces)
         with self._database.transaction() as session:
@@ -259,7 +259,7 @@ class Blobs:
             return cast("BinaryIO", MappedFile(self._map(self._path(digest))))
         return self._open(row)
 
-    def _open(self, blob: Stored) -> BinaryIO:
+    def _open(self, blob: StoredBlob) -> BinaryIO:
         if blob.inline is not None:
             return io.BytesIO(blob.inline)
         if self._objects:
@@ -278,7 +278,7 @@ class Blobs:
                 return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
         return None
 
-    def is_sound(self, blob: Stored) -> bool:
+    def is_sound(self, blob: StoredBlob) -> bool:
         """Return True if this process knows the blob to be sound, or its file is as it was when that was known."""
         if self._objects and blob.inline is None:
             return self._objects.knows(blob)
@@ -288,13 +288,13 @@ class Blobs:
             self._sound.keep(blob.digest, None)
         return True
 
-    def verify(self, blob: Stored) -> str | None:
+    def verify(self, blob: StoredBlob) -> str | None:
         """Hash a blob unless it is known to be sound; return its stamp if it was hashed. Raises StoreSpoilt and
         StoreAway."""
         with self._hashing[hash(blob.digest) % HASHES]:
             return None if self.is_sound(blob) else self.rehash(blob)
 
-    def rehash(self, blob: Stored) -> str | None:
+    def rehash(self, blob: StoredBlob) -> str | None:
         """Hash a blob and return its stamp. Raises StoreSpoilt if it is missing or its bytes do not match its digest,
         and StoreAway."""
         if self._objects and blob.inline is None:
@@ -325,7 +325,7 @@ class Blobs:
                 async for piece in self.stream(portion.blobs[0], first, last):
                     yield piece
 
-    async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
+    async def stream(self, blob: StoredBlob, start: int, stop: int) -> AsyncIterator[bytes]:
         """Yield bytes `start` to `stop` of a blob in the same way."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
@@ -349,7 +349,7 @@ class Blobs:
                     start += len(piece)
                     yield piece
 
-    def find(self, session: Session, digest: str) -> Stored:
+    def find(self, session: Session, digest: str) -> StoredBlob:
         """Return a blob's row. Raises NotFound."""
         row = session.execute(_ROWS, {"digests": [digest]}).one_or_none()
         if row is None:
@@ -366,7 +366,7 @@ class Blobs:
         rows = session.execute(columns.where(BlobRow.digest.in_(set(digests))))
         for digest, size, created_at, inline, stamp in rows:
             self._note_sound(digest, created_at)
-            single[digest] = Portion((Stored(digest, size, stamp=stamp),), inline)
+            single[digest] = Portion((StoredBlob(digest, size, stamp=stamp),), inline)
         require_all(digests, single)
         portions: list[Portion] = []
         for digest in digests:
@@ -409,19 +409,19 @@ class Blobs:
             contents = {digest: inline for digest, inline in rows if inline is not None}
         require_all(digests, contents)
         for digest in digests:
-            self.verify(Stored(digest, len(contents[digest]), contents[digest]))
+            self.verify(StoredBlob(digest, len(contents[digest]), contents[digest]))
         return b"".join(contents[digest] for digest in digests)
 
-    def _stored(self, row: Row[str, int, bytes | None, float, str | None]) -> Stored:
+    def _stored(self, row: Row[str, int, bytes | None, float, str | None]) -> StoredBlob:
         self._note_sound(row.digest, row.created_at)
-        return Stored(row.digest, row.size, row.inline, row.stamp)
+        return StoredBlob(row.digest, row.size, row.inline, row.stamp)
 
     def _note_sound(self, digest: str, created_at: float) -> None:
         # A later instant is of before the clock was set back.
         if self.began_at < created_at <= self._database.now():
             self._sound.keep(digest, None)
 
-    def __contains__(self, blob: Stored) -> bool:
+    def __contains__(self, blob: StoredBlob) -> bool:
         """Return True if the store has an object of this digest and size, regardless of the table."""
         if self._objects:
             return self._objects.size(blob.digest) == blob.size
@@ -441,7 +441,7 @@ class Blobs:
                 for row in session.execute(_ROWS, {"digests": wanted}):
                     self._rows.keep(row.digest, self._stored(row))
 
-    def _row(self, digest: str) -> Stored:
+    def _row(self, digest: str) -> StoredBlob:
         if (known := self._rows.get(digest)) is None:
             with self._database.snapshot() as session:
                 known = self.find(session, digest)
@@ -490,18 +490,18 @@ class BlobWriter:
             self._file.write(piece)
             self._head.clear()
 
-    def finish(self) -> Stored:
+    def finish(self) -> StoredBlob:
         """Store the bytes durably under their digest, or leave that to the batch. Enter them with `record`."""
         digest = f"sha256:{self._received.hexdigest()}"
         if not self._file or not self._path:
-            return Stored(digest, self._size, bytes(self._head))
+            return StoredBlob(digest, self._size, bytes(self._head))
         self._file.close()
         if self._batch is None:
             return self._blobs.adopt(self._path, digest, self._size)
         self._batch.take(self._path, digest)
         # The batch owns the file from here on.
         self._path = None
-        return Stored(digest, self._size)
+        return StoredBlob(digest, self._size)
 
 
 class BlobBatch:

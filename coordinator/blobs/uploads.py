@@ -36,7 +36,7 @@ from tessera.shared.problems import (
     TooLarge,
     UploadBusy,
 )
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
 
 LEAST_BYTES_PER_SECOND = 1024
@@ -182,7 +182,7 @@ class Uploads:
         return upload.length
 
     def enter(
-        self, session: Session, now: float, owner: str, stored: Stored, *, site_id: str, more_bytes: int = 0
+        self, session: Session, now: float, owner: str, stored: StoredBlob, *, site_id: str, more_bytes: int = 0
     ) -> None:
         """Record a blob of a site that came whole as a complete upload. `more_bytes` count against the quota as well.
 
@@ -311,7 +311,7 @@ class Uploads:
         if _is_at(path, file):
             path.unlink()
 
-    def _complete(self, upload: Upload, stored: Stored) -> None:
+    def _complete(self, upload: Upload, stored: StoredBlob) -> None:
         with self.database.transaction() as session:
             self.blobs.record(session, self.database.now(), [stored])
             row = session.get(UploadRow, upload.id)

@@ -23,7 +23,7 @@ from tessera.shared.api.secure_sums import HelperKind, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.secure_sums import Sums, terms_of_round
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
@@ -64,7 +64,7 @@ class SecureRounds:
         values: str,
         willing: Sequence[LiveWorker],
         plans: Mapping[str, Plan],
-    ) -> tuple[Stored, Terms] | None:
+    ) -> tuple[StoredBlob, Terms] | None:
         """Return the stored terms of the next round; None for a run without secure sums.
 
         Raises TooFewWilling if too few helpers are live, or have signed yet that they sign no set of an abandoned
@@ -106,7 +106,7 @@ class SecureRounds:
             terms = Terms(**{**dict(terms), "abandoned": abandoned})
         return self.blobs.put([canonical(terms)]), terms
 
-    def record(self, session: Session, found: tuple[Stored, Terms] | None) -> RoundSums | None:
+    def record(self, session: Session, found: tuple[StoredBlob, Terms] | None) -> RoundSums | None:
         """Record the terms of a round that is about to open, so that workers may fetch them."""
         if found is None:
             return None

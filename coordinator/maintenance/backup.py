@@ -35,7 +35,7 @@ from tessera.shared.methods.registry import keeps_nothing
 from tessera.shared.model.spec import Model
 from tessera.shared.privacy.noise import secret_key
 from tessera.shared.problems import NotFound, Problem, StoreAway, StoreSpoilt
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.versions import States
 from tessera.shared.updates.codecs import pipeline
 
@@ -195,7 +195,7 @@ def _faulty_blobs(database: Database, blobs: Blobs) -> Iterator[str]:
             rows = session.execute(page.order_by(BlobRow.digest).limit(ROWS)).all()
         for digest, size, inline in rows:
             try:
-                blobs.rehash(Stored(digest, size, inline))
+                blobs.rehash(StoredBlob(digest, size, inline))
             except StoreSpoilt as fault:
                 if not _was_removed(database, digest):
                     yield fault.detail
@@ -298,10 +298,10 @@ def _connected(file: Path) -> Connection:
     return create_engine(f"sqlite:///{file}", poolclass=NullPool).connect()
 
 
-def _stored(session: Session) -> list[Stored]:
+def _stored(session: Session) -> list[StoredBlob]:
     """Return the blobs that are not stored in a table."""
     rows = session.execute(select(BlobRow.digest, BlobRow.size).where(BlobRow.inline.is_(None)))
-    return [Stored(digest, size) for digest, size in rows]
+    return [StoredBlob(digest, size) for digest, size in rows]
 
 
 def _copy_rows(source: Connection, target: Session) -> int:
@@ -316,7 +316,7 @@ def _copy_rows(source: Connection, target: Session) -> int:
 
 
 def _copy_blobs(
-    database: Database, stored: Iterable[Stored], blobs: Blobs, target: Blobs, copied: CopyCounts
+    database: Database, stored: Iterable[StoredBlob], blobs: Blobs, target: Blobs, copied: CopyCounts
 ) -> bool:
     """Copy the blobs that the target lacks; return True if all were still there. `database` is that of the source."""
     complete = True
@@ -341,7 +341,7 @@ def _copy_blobs(
     return complete
 
 
-def _remove_damaged(stored: Iterable[Stored], kept: Blobs) -> None:
+def _remove_damaged(stored: Iterable[StoredBlob], kept: Blobs) -> None:
     """Hash those of these blobs that the backup has, and remove the damaged ones, so that they are copied again."""
     for blob in stored:
         if blob in kept:

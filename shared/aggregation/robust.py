@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from tessera.shared.aggregation.mean import Normalization
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import (
     PIECE,
     Array,
@@ -38,7 +38,7 @@ FEW_SENDERS = "blocks_with_few_senders"
 """The name of a version's number: how many blocks were sent, but by too few for the rule."""
 
 
-class RobustRule(Frozen):
+class RobustRule(Value):
     """One way to make a step of many."""
 
     @property

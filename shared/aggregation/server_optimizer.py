@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import Array
 
 PREFIX = "server/"
@@ -32,7 +32,7 @@ class OptimizerMoment:
     next: Callable[[Array, Array], Array]
 
 
-class OptimizerRule(Frozen):
+class OptimizerRule(Value):
     """One kind of server optimizer. Its arithmetic is on flat float64 chunks."""
 
     @property

@@ -12,7 +12,6 @@ from pydantic import (
 
 from tessera.shared.schema import (
     EnrolmentState,
-    Frozen,
     Identifier,
     Label,
     Message,
@@ -23,12 +22,13 @@ from tessera.shared.schema import (
     TaskKind,
     TaskState,
     TokenRole,
+    Value,
 )
 
 # ---------------------------------------------------------------- sites, tokens, status
 
 
-class SiteSpec(Frozen):
+class SiteSpec(Value):
     name: Label
 
 
@@ -57,7 +57,7 @@ class WorkerView(Message):
     """Its token was revoked; a worker whose token is revoked is not live."""
 
 
-class TokenSpec(Frozen):
+class TokenSpec(Value):
     name: Label
     role: TokenRole
     site: Label | None = Field(default=None, description="for roles site and enrolment: whose workers it admits")
@@ -136,7 +136,7 @@ class Enrolment(Message):
     poll_seconds: Annotated[float, Field(ge=0.5, le=60)] = 2.0
 
 
-class Approval(Frozen):
+class Approval(Value):
     """An administrator's yes. The code shows that it is the worker's that was meant, and not another's."""
 
     code: str = Field(max_length=16)

@@ -27,16 +27,16 @@ from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
 from tessera.shared.schema import (
     SCORED_LABELS,
-    ActsOnlyIf,
     Bytes,
+    Condition,
     Digest,
-    Frozen,
     Label,
     Message,
     Rounds,
     RoundState,
     RunState,
     Seed,
+    Value,
 )
 from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, tolerance_of
 from tessera.shared.tensors.lazy import digest_of
@@ -48,12 +48,12 @@ from tessera.shared.updates.codecs import pipeline
 DeadlineSeconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
 
-class Cohort(Frozen):
+class Cohort(Value):
     """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
     workers, under names that the site chooses."""
 
-    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
-        ActsOnlyIf(
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
             ("target_updates",),
             lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
             "it below size and the number of sites",
@@ -100,7 +100,7 @@ class Cohort(Frozen):
         return CohortTerms(**rules, invited=len(self.sites), invited_digest=named)
 
 
-class Evaluation(Frozen):
+class Evaluation(Value):
     """Data on which new versions are measured: a central data set, each site's held-out examples, or both."""
 
     dataset: Label | None = Field(default=None, description="central: a worker that holds this data set evaluates")
@@ -127,11 +127,11 @@ class Evaluation(Frozen):
         return rounds // self.every + 1 + (rounds % self.every > 0)
 
 
-class Signals(Frozen):
+class Signals(Value):
     """Measurements of each round that no method needs."""
 
-    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = (
-        ActsOnlyIf(("every",), lambda signals: signals.drift, "drift to true"),
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("every",), lambda signals: signals.drift, "drift to true"),
     )
 
     drift: bool = Field(
@@ -159,7 +159,7 @@ class Bounds(Message):
         return f"{examples}, {norm}"
 
 
-class RunSpec(Frozen):
+class RunSpec(Value):
     """An orchestrator's definition of a run. `model` and `version` are digests of blobs uploaded before."""
 
     name: Label = Field(description="the run's name, for people; several runs may have the same")
@@ -428,12 +428,12 @@ LIVE_SETTINGS: Mapping[str, Any] = {"rounds": True, "cohort": {"quorum", "deadli
 """The settings that a live run may change."""
 
 
-class CohortPatch(Frozen):
+class CohortPatch(Value):
     quorum: PositiveInt | None = None
     deadline_seconds: DeadlineSeconds | None = None
 
 
-class RunPatch(Frozen):
+class RunPatch(Value):
     """Changes of a run; what is left out stays. The last two act from the next round on, but a longer deadline is
     that of the open round too."""
 

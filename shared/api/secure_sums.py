@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from tessera.shared.schema import AuditHead, Digest, Frozen, Label, Message
+from tessera.shared.schema import AuditHead, Digest, Label, Message, Value
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, MAX_HELPERS, MAX_SENDERS, Agreement
 
 HelperKind = Literal["agree", "open", "abandon"]
@@ -21,7 +21,7 @@ MAX_STATEMENT_BYTES = 1 << 15
 MAX_DOCUMENT_BYTES = MAX_SENDERS * MAX_STATEMENT_BYTES
 
 
-class SecureSums(Frozen):
+class SecureSums(Value):
     """Secure aggregation: the coordinator learns the sum of the sites' updates, and none of the updates. Without
     privacy beside it, the sum itself is exact."""
 

@@ -17,14 +17,14 @@ from pydantic import (
 
 from tessera.shared.json_limits import read_document
 from tessera.shared.model.blocks import MAX_BLOCKS, Name
-from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Frozen, Message, canonical
+from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Digest, Message, Value, canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import digest_of
 
 # ---------------------------------------------------------------- versions
 
 
-class ServerTensor(Frozen):
+class ServerTensor(Value):
     digest: Digest
     shape: tuple[PositiveInt, ...] = Field(max_length=8)
     dtype: DType
@@ -34,7 +34,7 @@ class ServerTensor(Frozen):
         return prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
 
-class Manifest(Frozen):
+class Manifest(Value):
     """A version: the digest of each block, and what the method remembers. Its own digest is the version's.
 
     As a document it may name an earlier version's manifest as its root, and then has only the blocks that differ, so

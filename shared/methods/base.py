@@ -24,7 +24,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, trainable_blocks
 from tessera.shared.model.spec import Head, Lora, Modality
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Tensor
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     PromptFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-class MethodSettings(Frozen):
+class MethodSettings(Value):
     """A method's own settings; unknown names are rejected."""
 
     @property
@@ -59,7 +59,7 @@ EXTRA = "extra/"
 """The prefix of the names of extra arrays in an update, in a site's policy and in its records."""
 
 
-class ExtraArray(Frozen):
+class ExtraArray(Value):
     """An array that a plan asks for beside blocks, such as a prototype of each class."""
 
     name: str = Field(pattern=r"^[a-z0-9_.-]{1,64}$")
@@ -72,7 +72,7 @@ class ExtraArray(Frozen):
         return Block(tensor=EXTRA + self.name, role="extra", shape=self.shape, dtype=self.dtype)
 
 
-class Plan(Frozen):
+class Plan(Value):
     """One worker's work in a round."""
 
     stage: str = Field(default="train", pattern=r"^[ -~]{0,64}$")
@@ -604,7 +604,7 @@ UPDATE_NORM = "update_norm"
 """The metric with an update's l2 norm, which the coordinator measures."""
 
 
-class MethodSpec(Frozen):
+class MethodSpec(Value):
     """A method's name and settings, in the specs of runs and tasks."""
 
     name: str = Field(description="the method's name")

@@ -21,11 +21,11 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import EVERYTHING, Match, Selector, roles
-from tessera.shared.schema import ActsOnlyIf
+from tessera.shared.schema import Condition
 
 
 class FedBabuSettings(MethodSettings):
-    conditions = (ActsOnlyIf(("tune",), lambda settings: settings.tune_epochs > 0, "tune_epochs above 0"),)
+    conditions = (Condition(("tune",), lambda settings: settings.tune_epochs > 0, "tune_epochs above 0"),)
 
     head: tuple[Match, ...] = Field(
         default=roles("head").include, min_length=1, description="the blocks that keep their first value"

@@ -44,8 +44,8 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.fedprox import overshoots
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
 from tessera.shared.model.selectors import Selector
-from tessera.shared.schema import ActsOnlyIf
-from tessera.shared.tensors.lazy import Array, Computed, DerivedTensor
+from tessera.shared.schema import Condition
+from tessera.shared.tensors.lazy import Array, ComputedTensor, DerivedTensor
 from tessera.shared.tensors.statistics import is_statistic
 
 GRADIENT = "gradient/"
@@ -56,7 +56,7 @@ SIZE = "size"
 
 
 class FedDynSettings(PopulationSettings):
-    conditions = (ActsOnlyIf(("population",), lambda settings: settings.alpha > 0, "alpha above 0"),)
+    conditions = (Condition(("population",), lambda settings: settings.alpha > 0, "alpha above 0"),)
 
     alpha: float = Field(default=0.01, ge=0, le=1000, description="strength of the regularization")
 
@@ -109,7 +109,7 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
             mean, base = model[name], state.model[name]
             exact = replace(mean, dtype="F64") if isinstance(mean, DerivedTensor) else mean
             add = partial(scaled_sum, 1 / self.settings.alpha)
-            model[name] = Computed(base.shape, base.dtype, (exact, server_state[GRADIENT + name]), add)
+            model[name] = ComputedTensor(base.shape, base.dtype, (exact, server_state[GRADIENT + name]), add)
         return replace(merged, model=model, server_state={**merged.server_state, **server_state})
 
 

@@ -55,7 +55,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.model.blocks import Block, Role, layer_labels, layers_of
 from tessera.shared.model.selectors import Match, Selector
-from tessera.shared.schema import ActsOnlyIf
+from tessera.shared.schema import Condition
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 
 if TYPE_CHECKING:
@@ -129,12 +129,12 @@ SLOWED = "slowed"
 
 class FedFrozenSettings(MethodSettings):
     conditions = (
-        ActsOnlyIf(
+        Condition(
             ("patience", "signal", "gain", "least_warmup_rounds", "most_warmup_rounds"),
             lambda settings: settings.warmup_rounds == "auto",
             'warmup_rounds to "auto"',
         ),
-        ActsOnlyIf(("signals",), lambda s: s.warmup_rounds not in ("auto", 0), "warmup_rounds to a number above 0"),
+        Condition(("signals",), lambda s: s.warmup_rounds not in ("auto", 0), "warmup_rounds to a number above 0"),
     )
 
     freeze: Freeze = Field(default="query_key", description="the blocks that the second stage freezes")

@@ -40,14 +40,14 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.promptfl import LocalStart, PromptCoordinator, local_prompts, model_prompts
 from tessera.shared.model.selectors import Selector
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
-class Transport(Frozen):
+class Transport(Value):
     """Unbalanced optimal transport, with entropy, from an image's patches to the text features of a class.
 
     Each feature receives the same share of `mass`, and no patch gives more than its share of an image's mass of one.

@@ -27,14 +27,14 @@ from pydantic import Field
 from tessera.shared.methods.base import Method, MethodSettings, Phase, State, TaskContext, WorkerHalf
 from tessera.shared.methods.promptfl import PromptCoordinator, model_prompts, noise, parameters
 from tessera.shared.model.selectors import Selector
-from tessera.shared.schema import ActsOnlyIf
+from tessera.shared.schema import Condition
 
 if TYPE_CHECKING:
     import torch
 
 
 class FedPGPSettings(MethodSettings):
-    conditions = (ActsOnlyIf(("temperature",), lambda settings: settings.mu > 0, "mu above 0"),)
+    conditions = (Condition(("temperature",), lambda settings: settings.mu > 0, "mu above 0"),)
 
     rank: int = Field(default=4, ge=1, le=1024, description="rank of a site's own term")
     mu: float = Field(default=1.0, ge=0, le=1000, description="weight of the contrastive term")

@@ -31,7 +31,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Match, Selector
-from tessera.shared.schema import ActsOnlyIf
+from tessera.shared.schema import Condition
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ PREVIOUS = "previous/"
 
 
 class MoonSettings(MethodSettings):
-    conditions = (ActsOnlyIf(("temperature",), lambda settings: settings.mu > 0, "mu above 0"),)
+    conditions = (Condition(("temperature",), lambda settings: settings.mu > 0, "mu above 0"),)
 
     mu: float = Field(default=1.0, ge=0, le=1000, description="weight of the contrastive term")
     temperature: float = Field(default=0.5, gt=0, le=100, description="T: divides the similarities")

@@ -22,7 +22,7 @@ from pydantic import Field, PositiveInt
 
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
 from tessera.shared.tensors.hashing import derive_seed
-from tessera.shared.tensors.lazy import Array, ArrayTensor, Computed, Tensor, to_array, weighted_steps
+from tessera.shared.tensors.lazy import Array, ArrayTensor, ComputedTensor, Tensor, to_array, weighted_steps
 
 MEMBERS = "members"
 """The name of the population in the server state, float64 [members, 2]: a digest of a site's name, and its weight."""
@@ -140,7 +140,9 @@ class PopulationCoordinator(CoordinatorHalf[S]):
                 steps = weighted_steps(base, [(weight(share, u), u.blocks[name]) for share, u in senders])
                 rest = kept - fsum(share for share, _ in senders) if self._replaces else kept
                 sources = (steps,) if last is None else (steps, last)
-                server_state[prefix + name] = Computed(base.shape, steps.dtype, sources, partial(scaled_sum, rest))
+                server_state[prefix + name] = ComputedTensor(
+                    base.shape, steps.dtype, sources, partial(scaled_sum, rest)
+                )
         return members, server_state
 
 

@@ -13,7 +13,7 @@ from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.blocks import Block, Role
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.run_settings import Privacy
-from tessera.shared.schema import ActsOnlyIf
+from tessera.shared.schema import Condition
 
 Score = Literal["attention", "sink-corrected", "gradient-norm", "fisher", "random", "first", "last", "fixed"]
 OF_ATTENTION = frozenset({"attention", "sink-corrected"})
@@ -25,19 +25,19 @@ ON_PURPOSE = frozenset({"first", "last", "fixed"})
 
 class SAFLSettings(MethodSettings):
     conditions = (
-        ActsOnlyIf(
+        Condition(
             ("tokens", "collapsed_below"),
             lambda settings: settings.score in OF_ATTENTION or settings.needs_heads,
             "score to attention",
         ),
-        ActsOnlyIf(
+        Condition(
             ("profile_every", "profile_batches"),
             lambda settings: settings.looks_at_data or settings.needs_heads,
             "score to attention",
         ),
-        ActsOnlyIf(("prune_by",), lambda settings: settings.prune > 0, "prune above 0"),
-        ActsOnlyIf(("starved_after",), lambda settings: settings.score not in ON_PURPOSE, "score to attention"),
-        ActsOnlyIf(("layers", "share", "upload_bytes"), lambda settings: settings.score != "fixed", "score to last"),
+        Condition(("prune_by",), lambda settings: settings.prune > 0, "prune above 0"),
+        Condition(("starved_after",), lambda settings: settings.score not in ON_PURPOSE, "score to attention"),
+        Condition(("layers", "share", "upload_bytes"), lambda settings: settings.score != "fixed", "score to last"),
     )
 
     score: Score = Field(

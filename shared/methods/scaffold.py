@@ -35,7 +35,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings
 from tessera.shared.model.selectors import Selector
 from tessera.shared.schedule import full_rate_steps, local_steps, require_summable
-from tessera.shared.schema import ActsOnlyIf
+from tessera.shared.schema import Condition
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array
 
@@ -45,7 +45,7 @@ STEPS = "steps"
 
 
 class ScaffoldSettings(PopulationSettings):
-    conditions = (ActsOnlyIf(("population",), lambda settings: settings.strength > 0, "strength above 0"),)
+    conditions = (Condition(("population",), lambda settings: settings.strength > 0, "strength above 0"),)
 
     strength: float = Field(default=1.0, ge=0, le=1, description="share of the difference that is corrected")
 

@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import Array
 
 
-class TaskTokens(Frozen):
+class TaskTokens(Value):
     """The tokens that carry the task: where attention counts as attention to the task."""
 
     where: Literal["first", "last", "ids"] = Field(

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 
 Role = Literal[
@@ -36,7 +36,7 @@ Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_check
 """A block's or tensor's name. It is a label only: no name is ever used as a path."""
 
 
-class TensorSlice(Frozen):
+class TensorSlice(Value):
     """The rows of `axis` of a tensor that a block covers, as half-open spans in ascending order.
 
     Spans, rather than one range, because some families interleave queries, keys and values head by head.
@@ -64,7 +64,7 @@ class TensorSlice(Frozen):
         return np.concatenate([np.arange(start, stop) for start, stop in self.spans])
 
 
-class Block(Frozen):
+class Block(Value):
     """One tensor, or one part of it. `shape` is the block's own: a part's axis counts only its rows."""
 
     tensor: Name

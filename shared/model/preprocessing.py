@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from tessera.shared.json_limits import check_document
 from tessera.shared.problems import Invalid, faults_of
-from tessera.shared.schema import Digest, Frozen
+from tessera.shared.schema import Digest, Value
 
 MAX_FILE_BYTES = 64 << 20
 """Limit on a file. The largest tokenizers of published models take half of it."""
@@ -42,14 +42,14 @@ Sides = dict[
 TOKENIZER: FileName = "tokenizer.json"
 
 
-class FileRef(Frozen):
+class FileRef(Value):
     """A file of the model folder as a blob."""
 
     digest: Digest
     nbytes: Annotated[int, Field(ge=1, le=MAX_FILE_BYTES)]
 
 
-class TokenizerSettings(Frozen):
+class TokenizerSettings(Value):
     """Known keys of `tokenizer_config.json`. The class always reads `tokenizer.json` alone."""
 
     tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
@@ -66,7 +66,7 @@ class TokenizerSettings(Frozen):
     mask_token: Word | None = None
 
 
-class ProcessorSettings(Frozen):
+class ProcessorSettings(Value):
     """Known keys of `preprocessor_config.json`: plain numbers. The class follows from the model's type."""
 
     do_convert_rgb: bool | None = None

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from tessera.shared.model.blocks import Block, Role
 from tessera.shared.near_names import did_you_mean, nearest
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 
 MAX_PATTERNS = 16_384
 """The most names in a selector: each is compared with each block, which for more would take minutes."""
@@ -32,7 +32,7 @@ _resolved: "dict[tuple[int, Selector], tuple[tuple[Block, ...], tuple[Block, ...
 """By the table's identity and the selector: the table, which must not be freed before, and the selected blocks."""
 
 
-class Match(Frozen):
+class Match(Value):
     """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
 
     roles: tuple[Role, ...] | None = Field(default=None, description="blocks of any of these roles")
@@ -61,7 +61,7 @@ class Match(Frozen):
 _ANY = Match()
 
 
-class Selector(Frozen):
+class Selector(Value):
     """Blocks that match any of `include` and none of `exclude`."""
 
     include: tuple[Match, ...] = Field(default=(Match(),), description="conditions, of which a block meets one")

@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, PositiveFloat, model_validator
 from tessera.shared.json_limits import read_document
 from tessera.shared.model.blocks import MAX_BLOCKS, Block, Name, Role, check_table
 from tessera.shared.model.preprocessing import FileName, FileRef
-from tessera.shared.schema import ActsOnlyIf, Digest, Frozen
+from tessera.shared.schema import Condition, Digest, Value
 
 Head = Literal[
     "image-classification",
@@ -48,7 +48,7 @@ PROMPT_STD = 0.02
 """The standard deviation of prompts that start as noise: CoOp's, and that of most token embeddings."""
 
 
-class Fusion(Frozen):
+class Fusion(Value):
     """The combination of the federation's prompt and a site's own into one, both [tokens, width].
 
     `attention`: multi-head cross-attention from one (the query) to the other; the result, with a norm of at most the
@@ -59,8 +59,8 @@ class Fusion(Frozen):
     """
 
     conditions = (
-        ActsOnlyIf(("heads",), lambda fusion: fusion.attends, "kind to attention"),
-        ActsOnlyIf(("asks",), lambda fusion: fusion.adds, "kind to attention or mlp"),
+        Condition(("heads",), lambda fusion: fusion.attends, "kind to attention"),
+        Condition(("asks",), lambda fusion: fusion.adds, "kind to attention or mlp"),
     )
 
     kind: Literal["attention", "plain", "mean", "concat", "mlp", "random-attention"] = Field(
@@ -106,7 +106,7 @@ class Fusion(Frozen):
         return not self.attends or width % self.heads == 0
 
 
-class Prompts(Frozen):
+class Prompts(Value):
     """Numbers of learnt tokens that are added to the input of each tower of a dual encoder.
 
     With a `depth` above 1 the inputs of as many layers have tokens of their own, which take the place of those of the
@@ -123,7 +123,7 @@ class Prompts(Frozen):
         return self.vision if modality == "vision" else self.text
 
 
-class Lora(Frozen):
+class Lora(Value):
     """Low-rank adapters, alpha / rank * B A, beside each matrix that has a block of one of these roles."""
 
     rank: Annotated[int, Field(ge=1, le=1024)]
@@ -144,7 +144,7 @@ def stored_name(tensor: str) -> str:
     return tensor.replace(".base_layer.", ".")
 
 
-class Model(Frozen):
+class Model(Value):
     """The definition of the model that every worker of a run builds: `config` is a transformers config as JSON, with
     its `model_type`.
 

@@ -21,7 +21,7 @@ from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, Stat
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half
 from tessera.shared.metrics.selections import Choices, choices, selection_scalars
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.client_privacy import Release, SummedRelease, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts, warnings_of
@@ -62,7 +62,7 @@ class NextVersion:
 
     ref: VersionRef
     manifest: Manifest
-    blobs: Sequence[Stored]
+    blobs: Sequence[StoredBlob]
     """Its new blobs, made safe; the last is the manifest's own."""
     kept: AbstractSet[str]
     """The blobs of the version before it."""

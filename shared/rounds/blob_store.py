@@ -7,7 +7,7 @@ from typing import BinaryIO, Protocol
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlob:
     """A blob whose bytes are safe. `inline` has them where a store keeps few bytes apart from files."""
 
     digest: str
@@ -21,7 +21,7 @@ class Writer(Protocol):
     """Bytes on their way to becoming a blob."""
 
     def write(self, piece: bytes | memoryview) -> None: ...
-    def finish(self) -> Stored:
+    def finish(self) -> StoredBlob:
         """Make the bytes safe under their digest."""
         ...
 
@@ -51,7 +51,7 @@ class BlobStore(Protocol):
         ...
 
     def read(self, digest: str) -> bytes: ...
-    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored: ...
+    def put(self, pieces: Iterable[bytes | memoryview]) -> StoredBlob: ...
     def batch(self) -> AbstractContextManager[Batch]:
         """Return a batch whose finished blobs are safe at the end of `with`; unfinished blobs leave nothing
         behind."""

@@ -34,7 +34,7 @@ from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.lazy import (
     Array,
-    Computed,
+    ComputedTensor,
     SteppedTensor,
     Tensor,
     WeightedSum,
@@ -208,7 +208,7 @@ class Release:
             # The sign is turned, as in `mean_step`.
             total = _wide_sum(base, [(-factor, blocks[name]) for factor, blocks in senders if name in blocks])
             noise = Noise(base.shape, derived_key(self.key, f"block/{name}"), deviation)
-            step = Computed(base.shape, "F64", (total, noise), mean)
+            step = ComputedTensor(base.shape, "F64", (total, noise), mean)
             moved[name] = SteppedTensor(base.shape, base.dtype, (base, step))
         return moved
 

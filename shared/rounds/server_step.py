@@ -9,7 +9,7 @@ import numpy as np
 from tessera.shared.aggregation.server_optimizer import PREFIX, OptimizerMoment, OptimizerRule
 from tessera.shared.methods.base import CoordinatorHalf, State, Update
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import Array, Computed, DerivedTensor, SteppedTensor, Tensor
+from tessera.shared.tensors.lazy import Array, ComputedTensor, DerivedTensor, SteppedTensor, Tensor
 from tessera.shared.tensors.statistics import is_statistic
 
 
@@ -58,7 +58,7 @@ def _step(
         moved: Array = start - optimizer.step(g, dict(zip(entered, rest, strict=True)))
         return moved
 
-    new = Computed(base.shape, base.dtype, (base, gradient, *entered.values()), stepped)
+    new = ComputedTensor(base.shape, base.dtype, (base, gradient, *entered.values()), stepped)
     return new, {f"{PREFIX}{letter}/{name}": tensor for letter, tensor in entered.items()}
 
 
@@ -67,7 +67,7 @@ def _gradient(base: Tensor, merged: Tensor) -> Tensor:
     if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step
     exact = replace(merged, dtype="F64") if isinstance(merged, DerivedTensor) else merged
-    return Computed(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
+    return ComputedTensor(base.shape, "F64", (base, exact), lambda parts: _wide(parts[0]) - _wide(parts[1]))
 
 
 def _entered(moment: OptimizerMoment, last: Tensor | None, gradient: Tensor, kind: DType) -> Tensor:
@@ -80,7 +80,7 @@ def _entered(moment: OptimizerMoment, last: Tensor | None, gradient: Tensor, kin
     if last is not None and last.shape != gradient.shape:
         raise ValueError(f"a moment of shape {last.shape} is not one of a block of shape {gradient.shape}")
     sources = (gradient,) if last is None else (gradient, last)
-    return Computed(gradient.shape, "F64" if kind == "F64" else "F32", sources, enter)
+    return ComputedTensor(gradient.shape, "F64" if kind == "F64" else "F32", sources, enter)
 
 
 def _wide(part: Array) -> Array:

@@ -17,7 +17,7 @@ from tessera.shared.model.config_safety import require_safe
 from tessera.shared.model.preprocessing import TOKENIZER, require_file, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Fault, Invalid, NotFound, faults_of
-from tessera.shared.rounds.blob_store import Batch, BlobStore, Stored
+from tessera.shared.rounds.blob_store import Batch, BlobStore, StoredBlob
 from tessera.shared.tensors.bundles import bundled, bundles
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import (
@@ -91,14 +91,14 @@ class States:
     def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
         return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
 
-    def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[Stored]]:
+    def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[StoredBlob]]:
         """Make a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.
         `before` is the digest of the version that it came from, if there is one.
 
         Returns its manifest and the new blobs, the manifest's own last.
         """
         tensors = [tensor for part in (state.model, state.server_state) for _, tensor in sorted(part.items())]
-        new: list[Stored] = []
+        new: list[StoredBlob] = []
         digests = {id(tensor): tensor.digest for tensor in tensors if isinstance(tensor, StoredTensor)}
         groups = related([tensor for tensor in tensors if not isinstance(tensor, StoredTensor)])
         for group, stored in zip(groups, materialize(self._blobs, groups, self._threads), strict=True):
@@ -188,7 +188,7 @@ class States:
                 yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
 
 
-def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
+def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[StoredBlob]]:
     """Compute groups of tensors, each group in one pass, and make them safe. Return the blob of each."""
     # Many small tensors as one. The largest first, so that no thread is left with one when the others have done.
     places = bundles(groups)
@@ -212,7 +212,7 @@ def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list
     return [by_place[place] for place in range(len(groups))]
 
 
-def _materialize_bundle(batch: Batch, groups: Groups) -> list[list[Stored]]:
+def _materialize_bundle(batch: Batch, groups: Groups) -> list[list[StoredBlob]]:
     """Compute and store groups: one alone, or a bundle of small tensors."""
     if len(groups) == 1:
         return [_materialize_group(batch, groups[0])]
@@ -227,7 +227,7 @@ def _materialize_bundle(batch: Batch, groups: Groups) -> list[list[Stored]]:
     return found
 
 
-def _materialize_group(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:
+def _materialize_group(batch: Batch, group: Sequence[Tensor]) -> list[StoredBlob]:
     with ExitStack() as stack:
         writers = [stack.enter_context(batch.writer()) for _ in group]
         for chunks in lockstep(group):

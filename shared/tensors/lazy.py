@@ -20,7 +20,7 @@ CHUNK = 1 << 18
 """Elements per chunk: 1 MiB of float32, which stays in a core's cache between the steps of a sum."""
 
 PIECE = 1 << 15
-"""Elements that a `Computed` is handed at a time: 256 KiB of float64, so that its intermediate results are still in
+"""Elements that a `ComputedTensor` is handed at a time: 256 KiB of float64, so that its intermediate results stay in
 the core's second cache."""
 
 Array = np.ndarray
@@ -184,7 +184,7 @@ class DerivedTensor(ABC):
 
 
 @dataclass(frozen=True)
-class Computed(DerivedTensor):
+class ComputedTensor(DerivedTensor):
     """The result of `compute` over its sources, which is handed pieces of them of any length."""
 
     compute: Callable[[Sequence[Array]], Array]

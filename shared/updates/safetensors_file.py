@@ -16,7 +16,7 @@ from typing import Annotated, BinaryIO, TypeVar, cast
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.hashing import Sink
 from tessera.shared.updates.errors import HeaderKind, Malformed
 from tessera.shared.validation_errors import message_of
@@ -34,7 +34,7 @@ class ContainerError(Malformed):
 _Offset = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 
 
-class TensorEntry(Frozen):
+class TensorEntry(Value):
     """A tensor with the position of its bytes, relative to the end of the header."""
 
     dtype: str

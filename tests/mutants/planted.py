@@ -95,7 +95,7 @@ def table_first(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
     if upload.length <= self.blobs.inline_bytes:
         self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
         return
-    self._complete(upload, uploads.Stored(upload.digest, upload.length))
+    self._complete(upload, uploads.StoredBlob(upload.digest, upload.length))
     self.blobs.adopt(path, upload.digest, upload.length)
 
 

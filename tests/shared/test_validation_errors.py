@@ -16,7 +16,7 @@ from pydantic_core import _pydantic_core
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import methods
-from tessera.shared.schema import Bytes, Digest, Frozen, Identifier, Label
+from tessera.shared.schema import Bytes, Digest, Identifier, Label, Value
 from tessera.shared.validation_errors import (
     PATTERNS,
     in_one_line,
@@ -31,32 +31,32 @@ RAW = re.compile(
 )
 
 
-class Iid(Frozen):
+class Iid(Value):
     scheme: Literal["iid"] = "iid"
     count: int
 
 
-class Shards(Frozen):
+class Shards(Value):
     scheme: Literal["shards"] = "shards"
     each: int
 
 
-class Part(Frozen):
+class Part(Value):
     part: Annotated[Iid | Shards, Field(discriminator="scheme")]
 
 
-class Table(Frozen):
+class Table(Value):
     learning_rate: float = 1.0
     batch_size: int = 1
 
 
-class Pair(Frozen):
+class Pair(Value):
     table: Table = Table()
     many: dict[str, Part] = {}
     both: Annotated[int, Field(ge=1)] | tuple[Label, ...] | dict[Label, Table] = 1
 
 
-class Empty(Frozen):
+class Empty(Value):
     pass
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema, TensorSchema, name_digests
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset_info import DatasetInfo, Pixels
 from tessera.worker.data.groups import Groups, UngroupedExamples, is_unnamed
@@ -27,7 +27,7 @@ from tessera.worker.errors import DataError
 LABELS = "labels"
 
 
-class Options(Frozen):
+class Options(Value):
     """An adapter's options from the settings file. Unknown options are refused."""
 
 

@@ -20,7 +20,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import EXTRA
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Privacy, Unit
-from tessera.shared.schema import Digest, Frozen
+from tessera.shared.schema import Digest, Value
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.state.atomic_files import sync_names
 from tessera.worker.state.database import Database
@@ -49,7 +49,7 @@ class UpdateWithheld(Exception):
         self.by = by
 
 
-class BlockOut(Frozen):
+class BlockOut(Value):
     """Size and norm of one block of a held update."""
 
     nbytes: int
@@ -58,7 +58,7 @@ class BlockOut(Frozen):
     """The l2 norm of its difference from the version, before coding."""
 
 
-class Summary(Frozen):
+class Summary(Value):
     """Content of a held update, for the person who decides."""
 
     id: str
@@ -88,7 +88,7 @@ class Summary(Frozen):
     """False if epsilon does not cover what the choice of blocks reveals."""
 
 
-class ReleaseDecision(Frozen):
+class ReleaseDecision(Value):
     """A person's decision on the update with this digest."""
 
     update: Digest
@@ -98,7 +98,7 @@ class ReleaseDecision(Frozen):
     reason: str = ""
 
 
-class HeldTask(Frozen):
+class HeldTask(Value):
     """The rest of what it takes to send a held update, also after a restart of the worker."""
 
     work: Digest

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, Frozen, TaskKind
+from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
 from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.database import Database, StateError
 
@@ -39,7 +39,7 @@ class Unapproved(Exception):
         self.code = code
 
 
-class ApprovalDecision(Frozen):
+class ApprovalDecision(Value):
     """A person's decision on a request."""
 
     approved: bool
@@ -49,7 +49,7 @@ class ApprovalDecision(Frozen):
     reason: str = ""
 
 
-class Request(Frozen):
+class Request(Value):
     """A run's request for approval, in plain words."""
 
     run: str

@@ -16,7 +16,7 @@ import structlog
 from pydantic import Field, model_validator
 
 from tessera.shared.client.notice_channels import Channel, Undelivered, WebhookUrl, channels
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
@@ -35,7 +35,7 @@ MAX_NAMED = 5
 log = structlog.get_logger("worker")
 
 
-class NoticeSettings(Frozen):
+class NoticeSettings(Value):
     """Notices to the site's people of runs that wait for approval and updates that wait for release."""
 
     webhook: WebhookUrl | None = Field(default=None, description="https:// URL to which a notice is posted")

@@ -9,7 +9,7 @@ import structlog
 from pydantic import NonNegativeFloat
 
 from tessera.shared.run_settings import is_open, minutes_until_open
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.worker.governance.policy import Policy
 from tessera.worker.state.database import Database
 
@@ -24,7 +24,7 @@ def local_time() -> datetime:
     return datetime.now(UTC).astimezone()
 
 
-class Used(Frozen):
+class Used(Value):
     """Working time on one day of the site's calendar."""
 
     day: str

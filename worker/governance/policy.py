@@ -21,7 +21,7 @@ from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective, ma
 from tessera.shared.privacy.noise_shares import epsilon_of
 from tessera.shared.run_settings import MAX_EPSILON, Budget, Privacy, Span, Training, Unit, UnitBudget
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
-from tessera.shared.schema import MAX_NUMBER, Bytes, BytesOrRate, Frozen, Label, TaskKind
+from tessera.shared.schema import MAX_NUMBER, Bytes, BytesOrRate, Label, TaskKind, Value
 from tessera.shared.secure_sums.messages import NoiseTerms
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
@@ -109,7 +109,7 @@ def check_use(task: Task, *, for_evaluation: bool) -> None:
 SINGLE_EXAMPLES = "the run protects single examples: it needs privacy.unit = 'group'"
 
 
-class PrivacyFloor(Frozen):
+class PrivacyFloor(Value):
     """The minimum privacy of a run that trains here, on any data set. Figures without noise need permission."""
 
     epsilon: float = Field(gt=0, le=1000, description="largest epsilon of a run")
@@ -276,7 +276,7 @@ Pattern = Annotated[str, AfterValidator(_matchable)]
 """A shell pattern for names of blocks."""
 
 
-class Policy(Frozen):
+class Policy(Value):
     """A site's rules. By default any installed method may use any configured data set within these limits."""
 
     orchestrators: tuple[str, ...] | None = Field(

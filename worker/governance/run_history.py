@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import JsonValue, NonNegativeInt, PositiveInt
 
 from tessera.shared.api.tasks import MERGING, Task
-from tessera.shared.schema import Digest, Frozen, Label, TaskKind
+from tessera.shared.schema import Digest, Label, TaskKind, Value
 from tessera.shared.secure_sums.committee import is_abandoned
 from tessera.shared.secure_sums.messages import Hex32, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
@@ -44,7 +44,7 @@ LIVE_TERMS = ("quorum", "deadline_seconds")
 """Those of the rules of cohorts that may change while a run lives, as the number of rounds may."""
 
 
-class Handed(Frozen):
+class Handed(Value):
     """The last round for which a worker submitted updates, and their number."""
 
     round: int
@@ -57,7 +57,7 @@ class Handed(Frozen):
     """The id of the task, if tensors that its run keeps at the site are of it."""
 
 
-class Record(Frozen):
+class Record(Value):
     """The history of one run, over the workers that share the database."""
 
     terms: dict[str, JsonValue] = {}
@@ -71,7 +71,7 @@ class Record(Frozen):
     """Evaluations that began, over all data sets."""
 
 
-class Contribution(Frozen):
+class Contribution(Value):
     """An update that left into an exact secure sum."""
 
     run: str

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from tessera.shared.diagnostics import toml_of
 from tessera.shared.model.blocks import Role
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.validation_errors import in_one_line
 
 Spans = tuple[tuple[int, int], ...]
@@ -268,14 +268,14 @@ class MappingError(ValueError):
     """A mapping that cannot be read or does not fit its model."""
 
 
-class Piece(Frozen):
+class Piece(Value):
     """A number of consecutive rows of one role in a fused tensor."""
 
     role: Role
     rows: PositiveInt
 
 
-class TensorPattern(Frozen):
+class TensorPattern(Value):
     """The role, or the fused parts, of all tensors whose full name matches a pattern.
 
     In the pattern, `*` matches any text and `{layer}` a number, which becomes the block's layer.
@@ -302,7 +302,7 @@ class TensorPattern(Frozen):
         return re.fullmatch(pattern, name)
 
 
-class MappingFile(Frozen):
+class MappingFile(Value):
     """The mapping file of one architecture (format: docs/blockmap.md)."""
 
     model_type: Annotated[str, Field(min_length=1, max_length=128)]

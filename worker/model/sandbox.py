@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from tessera.shared.model.spec import Model
-from tessera.shared.schema import Frozen, canonical
+from tessera.shared.schema import Value, canonical
 from tessera.worker.errors import UnsafeConfig
 from tessera.worker.model.config import check_config
 from tessera.worker.model.layouts import MappingFile
@@ -80,14 +80,14 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 FOLDER = Path(__file__).parent
 
 
-class LayoutRequest(Frozen):
+class LayoutRequest(Value):
     """The model that a child lays out."""
 
     model: Model
     mapping: MappingFile | None = None
 
 
-class TokenizerRequest(Frozen):
+class TokenizerRequest(Value):
     """The texts that a child converts with an untrusted tokenizer, whose parser is native code."""
 
     tokenizer: str

@@ -15,7 +15,7 @@ from pydantic import JsonValue, NonNegativeInt
 from tessera.shared.api.tasks import Task
 from tessera.shared.run_settings import Budget, InvalidDelta, Privacy, Unit, check_delta, rho_of
 from tessera.shared.schedule import local_steps
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, epsilon, noise_multiplier, within
 from tessera.worker.privacy.budgets import SiteLimits
@@ -38,7 +38,7 @@ from tessera.worker.state.privacy_ledger import (
 E = TypeVar("E", NoisySteps, NoisyChoice)
 
 
-class Charges(Frozen):
+class Charges(Value):
     """A task's charges, for its checkpoint and for its update that waits for release."""
 
     reserved: tuple[NonNegativeInt, ...]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.privacy.noise import KEY_BYTES, NoiseSource, secret_key
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
@@ -46,7 +46,7 @@ class Account(Protocol):
     def spent(self) -> float: ...
 
 
-class NoiseState(Frozen):
+class NoiseState(Value):
     """The noise and the choices of a task in its checkpoint, to resume with the same: as secret as the data."""
 
     noise_key: str

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tessera.shared.problems import NotFound
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.state.atomic_files import sweep, temporary_file
 from tessera.worker.state.blob_cache import DIGEST
@@ -91,7 +91,7 @@ class Folder:
         data = self.small(digest)
         return self.path(digest).read_bytes() if data is None else data
 
-    def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
+    def put(self, pieces: Iterable[bytes | memoryview]) -> StoredBlob:
         with self.writer() as writer:
             for piece in pieces:
                 writer.write(piece)
@@ -154,8 +154,8 @@ class FolderWriter:
         self._received.update(piece)
         self._size += len(piece)
 
-    def finish(self) -> Stored:
+    def finish(self) -> StoredBlob:
         self._file.flush()
         digest = f"sha256:{self._received.hexdigest()}"
         self._folder.adopt(self._path, digest)
-        return Stored(digest, self._size)
+        return StoredBlob(digest, self._size)

@@ -8,13 +8,13 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.schema import Frozen, Label
+from tessera.shared.schema import Label, Value
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DeviceName
 
 
-class Conditions(Frozen):
+class Conditions(Value):
     """The first four settings affect the results; the others affect only the use of the machine.
 
     `dropout` is the probability that a worker never answers a task.

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 from tessera.shared.client.run_file import Note, check_spec, read_toml
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.problems import Invalid, faults_of
-from tessera.shared.schema import Frozen, Label, Resources
+from tessera.shared.schema import Label, Resources, Value
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
 from tessera.worker.errors import DataError
 from tessera.worker.settings import DataSource
@@ -162,7 +162,7 @@ class SimulationTable(Conditions):
         return _loaded("simulation.test", partial(inventory.load_source, self.test)) if self.test else None
 
 
-class SweepTable(Frozen):
+class SweepTable(Value):
     """The file's `[sweep]`: what its simulations vary, by dotted key, and their seeds."""
 
     vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(min_length=1)

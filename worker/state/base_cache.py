@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt
 
 from tessera.shared.problems import DigestMismatch
-from tessera.shared.schema import Digest, Frozen
+from tessera.shared.schema import Digest, Value
 from tessera.shared.tensors.hashing import Hashing
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import Span
@@ -28,7 +28,7 @@ BASES_FOLDER = "bases"
 """Name of the folder of copied blocks in the worker's state directory."""
 
 
-class FileState(Frozen):
+class FileState(Value):
     """The properties of a file that change with its content."""
 
     size: NonNegativeInt
@@ -41,7 +41,7 @@ class FileState(Frozen):
         return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
 
 
-class Place(Frozen):
+class Place(Value):
     """The bytes of a block in a file."""
 
     block: str
@@ -66,7 +66,7 @@ class Place(Frozen):
         return ", ".join(Path(name).name for name in self.sources or (self.file,))
 
 
-class BaseRecord(Frozen):
+class BaseRecord(Value):
     """A base that was added."""
 
     source: Annotated[str, Field(min_length=1)]

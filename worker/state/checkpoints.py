@@ -17,7 +17,7 @@ from uuid import uuid4
 import structlog
 
 from tessera.shared.rounds.eta import LIVE_TASKS
-from tessera.shared.schema import Frozen, canonical
+from tessera.shared.schema import Value, canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.safetensors_file import ContainerError, read_header
 from tessera.worker.state.atomic_files import sync_names, write_secret
@@ -35,7 +35,7 @@ KEY, DOCUMENT = "key", "document"
 """The entries of a file's metadata: JSON documents."""
 
 
-class CheckpointKey(Frozen):
+class CheckpointKey(Value):
     """Everything that a task's training depends on. Threads and loaders are not part of it."""
 
     run: str

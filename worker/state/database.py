@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.worker.state.atomic_files import WriteFailed, sync_names, temporary_file
 
 DATABASE_FILE = "state.db"
@@ -83,7 +83,7 @@ ERRNOS = {
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_ERROR}
 """The codes of a damaged file. The last is that of a missing table; a text that is not UTF-8 has no code."""
 
-M = TypeVar("M", bound=Frozen)
+M = TypeVar("M", bound=Value)
 Row = tuple[Any, ...]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import Field, NonNegativeInt, ValidationError
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 from tessera.worker.state.database import Database, StateError
 
 BEGINNING = "0" * 64
@@ -31,7 +31,7 @@ class ChainError(StateError):
     """A chain is not reliable. The message names the entry and the reason."""
 
 
-class Link(Frozen):
+class Link(Value):
     """An entry of a chain."""
 
     seq: NonNegativeInt
@@ -58,7 +58,7 @@ class TaskRef(NamedTuple):
         return cls(task.run, task.run_name, task.round, task.id, task.token)
 
 
-class Head(Frozen):
+class Head(Value):
     """The length and last digest of a chain: it identifies all entries, and reveals nothing without the key."""
 
     entries: NonNegativeInt

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tessera.shared.run_settings import Budget, Unit
-from tessera.shared.schema import Frozen, Label
+from tessera.shared.schema import Label, Value
 from tessera.worker.state.database import Database
 from tessera.worker.state.hash_chain import (
     Chain,
@@ -51,7 +51,7 @@ class LedgerError(ChainError):
     """A ledger is not reliable; the message names the entry and the reason. Spending stops until it is repaired."""
 
 
-class NoisySteps(Frozen):
+class NoisySteps(Value):
     """`steps` sums of clipped gradients of examples or groups, each of a Poisson sample, with Gaussian noise of
     `noise_multiplier` times the most that one of them moves a sum: the clip norm, times the root of the number of
     parts if these are clipped apart."""
@@ -62,7 +62,7 @@ class NoisySteps(Frozen):
     steps: PositiveInt
 
 
-class _ZeroConcentrated(Frozen):
+class _ZeroConcentrated(Value):
     rho: float = Field(gt=0)
     """The loss in zCDP (Bun and Steinke 2016, arXiv 1605.02065)."""
 
@@ -84,7 +84,7 @@ Use = Literal["training", "choice", "evaluation", "lost"]
 lost ledger."""
 
 
-class ExactUse(Frozen):
+class ExactUse(Value):
     """A use of the data without noise: no epsilon bounds its privacy loss. A run has one line a day for each use."""
 
     kind: Literal["exact"] = "exact"

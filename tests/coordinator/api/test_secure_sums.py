@@ -20,7 +20,7 @@ from tessera.shared.api.secure_sums import HelperReport, SecureSums
 from tessera.shared.api.tasks import Failure
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Conflict
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SigningKey
@@ -321,7 +321,7 @@ class Overtaken:
     blobs: Blobs
     first: Callable[[], None]
 
-    def put(self, pieces: Sequence[bytes]) -> Stored:
+    def put(self, pieces: Sequence[bytes]) -> StoredBlob:
         stored = self.blobs.put(pieces)
         self.first()
         return stored

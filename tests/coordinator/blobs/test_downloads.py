@@ -16,7 +16,7 @@ from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits import request_memory
 from tessera.coordinator.limits.cache import Recent
 from tessera.coordinator.limits.request_memory import HELD_BYTES
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import announced
@@ -166,7 +166,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each blob was hashed."""
     counted, real = Counter[str](), Blobs.rehash
 
-    def counting(self: Blobs, blob: Stored) -> str | None:
+    def counting(self: Blobs, blob: StoredBlob) -> str | None:
         counted[blob.digest] += 1
         return real(self, blob)
 

@@ -31,7 +31,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import NotFound, StoreAway, StoreSpoilt
 from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
@@ -339,4 +339,4 @@ def test_two_processes_share_a_bucket(tmp_path: Path, database: Database, bucket
         assert there.read(stored.digest) == DATA
         there.save([DATA])
         assert here.read(stored.digest) == DATA
-        assert isinstance(stored, Stored)
+        assert isinstance(stored, StoredBlob)

@@ -20,7 +20,7 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import NotFound, StoreSpoilt
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, until
 from tests.support.storage import NOW, blobs_in, unfinished
@@ -45,7 +45,7 @@ def files(blobs: Blobs) -> list[Path]:
     return [*stored, *unfinished(blobs)]
 
 
-async def streamed(blobs: Blobs, stored: Stored, start: int, stop: int) -> bytes:
+async def streamed(blobs: Blobs, stored: StoredBlob, start: int, stop: int) -> bytes:
     return b"".join([piece async for piece in blobs.stream(stored, start, stop)])
 
 
@@ -167,7 +167,7 @@ def test_reading_a_large_blob_in_small_pieces_copies_no_more_than_these(blobs: B
 
 @pytest.mark.both_databases
 def test_a_batch_is_safe_at_its_end_and_takes_writers_in_several_threads(blobs: Blobs, database: Database) -> None:
-    def write(size: int) -> Stored:
+    def write(size: int) -> StoredBlob:
         with batch.writer() as writer:
             writer.write(data_of(size))
             return writer.finish()

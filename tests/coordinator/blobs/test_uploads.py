@@ -19,7 +19,7 @@ from sqlalchemy import select, update
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.db.tables import SiteRow, UploadRow
 from tessera.shared.problems import DigestMismatch
-from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.raw import PART, announced, head
@@ -349,7 +349,7 @@ def test_an_upload_has_the_length_of_its_bytes_whatever_is_announced_meanwhile(
     location = http.post("/v1/uploads", headers=announced(SMALL)).headers["Location"]
     real = Uploads._complete
 
-    def late(self: Uploads, upload: Upload, stored: Stored) -> None:
+    def late(self: Uploads, upload: Upload, stored: StoredBlob) -> None:
         with coordinator.services.database.transaction() as session:
             session.execute(update(UploadRow).values(length=len(SMALL) + 1))
         real(self, upload, stored)

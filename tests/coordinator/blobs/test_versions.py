@@ -13,7 +13,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import State
 from tessera.shared.rounds.versions import States, StoredTensor
-from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, Computed, digest_of
+from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, ComputedTensor, digest_of
 from tests.support.storage import NOW, blobs_in, unfinished
 
 pytestmark = pytest.mark.both_databases(long="postgresql")
@@ -40,8 +40,8 @@ def blobs(tmp_path: Path, database: Database) -> Blobs:
     return blobs_in(tmp_path, database)
 
 
-def times(factor: int, source: ArrayTensor) -> Computed:
-    return Computed(source.shape, "F32", (source,), lambda parts: factor * parts[0])
+def times(factor: int, source: ArrayTensor) -> ComputedTensor:
+    return ComputedTensor(source.shape, "F32", (source,), lambda parts: factor * parts[0])
 
 
 def test_what_shares_a_source_is_stored_in_one_pass(blobs: Blobs, database: Database) -> None:

@@ -22,7 +22,7 @@ from tessera.shared.tensors.lazy import (
     CHUNK,
     PIECE,
     ArrayTensor,
-    Computed,
+    ComputedTensor,
     ScaledCodes,
     SparseElements,
     Steps,
@@ -289,13 +289,13 @@ class Counted(ArrayTensor):
         return super().chunks()
 
 
-def added(*sources: Tensor, calls: list[int] | None = None) -> Computed:
+def added(*sources: Tensor, calls: list[int] | None = None) -> ComputedTensor:
     def add(parts: Sequence[np.ndarray]) -> np.ndarray:
         if calls is not None:
             calls.append(len(parts[0]))
         return np.sum(parts, axis=0)
 
-    return Computed(sources[0].shape, "F32", sources, add)
+    return ComputedTensor(sources[0].shape, "F32", sources, add)
 
 
 def test_in_lockstep_what_several_need_is_read_and_computed_once_a_chunk() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Value
 
 
 def iid(rows: int, count: int, seed: int) -> list[np.ndarray]:
@@ -108,7 +108,7 @@ MAX_SITES = 1000
 Alpha = Annotated[float, Field(gt=0, le=1e6)]
 
 
-class Scheme(Frozen):
+class Scheme(Value):
     """The settings of every scheme: the number of sites, this site's index, and the seed of random draws."""
 
     scheme: str
@@ -198,7 +198,7 @@ class Domain(Scheme):
         return domains(origins, self.count, self.seed, labels, self.label_alpha)
 
 
-class Distortion(Frozen):
+class Distortion(Value):
     """A distortion of images: they are turned, then inverted, then noise is added."""
 
     quarter_turns: int = Field(default=0, ge=0, le=3, description="counter-clockwise")
