@@ -319,7 +319,7 @@ def test_an_evaluation_that_the_site_refuses_is_not_counted(
         return TaskRunner(**{**given, "policy": Policy(min_evaluation_examples=least), "history": history})
 
     divided(Case("fedavg", measured=EXAMPLES, training={"steps": 1}), executor, monkeypatch, runner)
-    assert history.measured("data") == counted
+    assert history.measured("test") == counted
 
 
 class StoppingRunner(TaskRunner):
