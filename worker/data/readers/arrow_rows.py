@@ -27,6 +27,8 @@ class ArrowRows:
         self._starts = np.cumsum([0, *map(len, self._batches)])
         self.begins = np.cumsum([0, *(sum(len(each.batch) for each in file) for file in files)])
         """The first row of each file, and the number of all rows."""
+        self._lists: dict[str, list[tuple[NDArray[Any], NDArray[Any]] | None]] = {}
+        """The offsets and the values of columns of lists, by batch."""
         self._end = files[-1][-1].custom_metadata if files[-1] else None
 
     def __reduce__(self) -> tuple[type[ArrowRows], tuple[Sequence[mmap.mmap]]]:
@@ -42,29 +44,33 @@ class ArrowRows:
         found: Mapping[str, Any] = json.loads((self._end or {})[_NOTES])
         return found
 
-    def cells(self, names: Sequence[str], rows: NDArray[np.int64]) -> Iterator[tuple[Any, ...]]:
-        """Yield, by batch, the places of the batch's rows among `rows`, and the cells of these columns, copied."""
-        for places, batch, at in self._chosen(rows):
-            yield places, *(batch.column(name).take(pa.array(at)) for name in names)
+    def lists(self, name: str, rows: NDArray[np.int64]) -> list[NDArray[Any] | None]:
+        """Return a column's lists of numbers in these rows, as views of the files; None in a batch without lists."""
+        if name not in self._lists:
+            columns = [batch.column(name) for batch in self._batches]
+            self._lists[name] = [
+                None if each.null_count else (np.asarray(each.offsets), np.asarray(each.values)) for each in columns
+            ]
+        of_batches, at = self._located(rows)
+        found = zip((self._lists[name][batch] for batch in of_batches), at, strict=True)
+        return [each and each[1][each[0][row] : each[0][row + 1]] for each, row in found]
 
     def values(self, name: str, rows: NDArray[np.int64]) -> list[Any]:
         """Return a column's values in these rows."""
-        found: list[Any] = [None] * len(rows)
-        for places, batch, at in self._chosen(rows):
-            # One by one, since Arrow cannot take rows of all its types.
-            column = batch.column(name)
-            for place, row in zip(places.tolist(), at.tolist(), strict=True):
-                found[place] = column[row].as_py()
-        return found
+        of_batches, at = self._located(rows)
+        columns = {batch: self._batches[batch].column(name) for batch in set(of_batches)}
+        # One by one, since Arrow cannot take rows of all its types.
+        values = [columns[batch][row].as_py() for batch, row in zip(of_batches, at, strict=True)]
+        self.release()
+        return values
 
-    def _chosen(
-        self, rows: NDArray[np.int64]
-    ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch, NDArray[np.int64]]]:
+    def _located(self, rows: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+        """Return the batch of each row, and its place there."""
         of_batches = np.searchsorted(self._starts, rows, side="right") - 1
-        for batch in np.unique(of_batches).tolist():
-            places = np.flatnonzero(of_batches == batch)
-            yield places, self._batches[batch], rows[places] - self._starts[batch]
-        # Pages that were read would count as this process's memory until they are needed elsewhere.
+        return of_batches.tolist(), (rows - self._starts[of_batches]).tolist()
+
+    def release(self) -> None:
+        """Give pages back, which would count as this process's memory until they are needed elsewhere."""
         for each in self._maps:
             each.madvise(mmap.MADV_DONTNEED)
 

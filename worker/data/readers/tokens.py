@@ -63,12 +63,17 @@ class TokenRows:
 
     def __call__(self, places: Sequence[int]) -> dict[str, Tensor]:
         self.check()
-        shape, chosen = (len(places), self.width), np.array(places, np.int64)
-        rows = {name: np.full(shape, self.padding[name], np.int64) for name in self.columns}
-        for at, *cells in self.tokens.cells([IDS, *self.columns.values()], chosen):
-            real = np.arange(self.width) < np.diff(cells[0].offsets)[:, None]
-            for (name, column), found in zip(self.columns.items(), cells[1:], strict=True):
-                of_batch = rows[name][at]
-                of_batch[real] = USUAL[column] if found.null_count else found.flatten()
-                rows[name][at] = of_batch
+        chosen = np.array(places, np.int64)
+        lists = {column: self.tokens.lists(column, chosen) for column in {IDS, *self.columns.values()}}
+        lengths = [0 if each is None else len(each) for each in lists[IDS]]
+        real = np.arange(self.width) < np.array(lengths)[:, None]
+        rows = {}
+        for name, column in self.columns.items():
+            values = [
+                np.full(length, USUAL[column]) if each is None else each
+                for each, length in zip(lists[column], lengths, strict=True)
+            ]
+            rows[name] = np.full(real.shape, self.padding[name], np.int64)
+            rows[name][real] = np.concatenate(values)
+        self.tokens.release()
         return {name: torch.from_numpy(values) for name, values in rows.items()}
