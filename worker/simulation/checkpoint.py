@@ -18,7 +18,7 @@ from tessera.shared.schema import Message
 from tessera.worker.state.atomic_files import sweep, written_whole
 
 SETTINGS = "simulation.json"
-"""The file with what determines a simulation's results."""
+"""The file with the settings that determine a simulation's results."""
 SHOWN = 20
 """Most differences that a refusal lists."""
 
@@ -190,7 +190,7 @@ def _read(kind: type[M], file: Path) -> M:
 
 
 def differences(pointer: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
-    """Return what differs between two documents, each under its pointer: the value before and now."""
+    """Return the differences between two documents, each under its pointer: the value before and now."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted({*before, *now})
         return [d for key in keys for d in differences(f"{pointer}/{key}", before.get(key), now.get(key))]

@@ -136,7 +136,7 @@ class Comparison:
                 yield name, others
 
     def remarks(self) -> Iterator[str]:
-        """Yield what a reader of the figures has to know: what they measure, and which are not in all simulations."""
+        """Yield remarks for a reader of the figures: their meaning, and the figures that some simulations lack."""
         for name, found in self.folders.items():
             said = {remark: None for seed in self.seeds for remark in remarks_on(found[seed].summary)}
             yield from (f"{name}: {remark}" for remark in said)

@@ -42,11 +42,11 @@ class Conditions(Value):
         return self
 
     def is_there(self, site: str, number: int) -> bool:
-        """Return whether a site is available in a round."""
+        """Return True if a site is available in a round."""
         return number not in self.away.get(site, ())
 
     def falls_silent(self, seed: int, number: int, attempt: int, worker: str) -> bool:
-        """Return whether a worker never answers in this attempt at a round."""
+        """Return True if a worker never answers in this attempt at a round."""
         rng = Random(derive_seed(seed, "dropout", number, attempt, worker))  # noqa: S311 (no secret: reproducible)
         return rng.random() < self.dropout
 

@@ -163,7 +163,7 @@ class SimulationTable(Conditions):
 
 
 class SweepTable(Value):
-    """The file's `[sweep]`: what its simulations vary, by dotted key, and their seeds."""
+    """The file's `[sweep]`: the values of each dotted key that its simulations vary, and their seeds."""
 
     vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(min_length=1)
     seeds: Annotated[tuple[NonNegativeInt, ...], AfterValidator(lambda seeds: tuple(dict.fromkeys(seeds)))] = ()

@@ -164,7 +164,7 @@ class _Federation:
         """Return the inputs that determine the results. Modules that a method's file imports are not among them."""
         sites, test = population.identity(), asdict(Holding.of(self.test)) if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
-        # Without it, a changed method would seem to have the results of the one before.
+        # Without it, a changed method would seem to have the results of the former method.
         code = own_file_digest(spec.method.name)
         return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, "method_file": code, **said}
 

@@ -66,7 +66,7 @@ class Order(Message):
 
     @property
     def holder(self) -> str:
-        """The name under which it is known what its worker holds: empty for the central evaluator."""
+        """The name under which its worker's blobs are recorded: empty for the central evaluator."""
         return self.worker if self.kind == "train" or self.held_out else ""
 
 
@@ -299,7 +299,7 @@ class InProcessCoordinator:
         return view
 
     def _holds(self, order: Order, shelf: Lent) -> frozenset[str]:
-        """Note and return what an order's worker holds at its end."""
+        """Record and return the blobs that an order's worker holds at its end."""
         held = shelf.kept(self._states.manifest(order.version.digest).digests)
         # Most workers hold the same, which is then in memory once.
         held = self._last_held = self._last_held if held == self._last_held else held
@@ -307,7 +307,7 @@ class InProcessCoordinator:
         return held
 
     def _checked(self, order: Order, report: Submission) -> tuple[Mapping[str, float], Sequence[str]]:
-        """Return what was measured of a valid update, and the names of its blocks. Raises InvalidUpdate."""
+        """Return the measurements of a valid update, and the names of its blocks. Raises InvalidUpdate."""
         check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
         if order.sums:
             terms, site = self._terms(order.sums), order.worker.partition("/")[0]

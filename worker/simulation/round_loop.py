@@ -63,7 +63,7 @@ class Simulation:
     versions: list[CommittedVersion] = field(default_factory=list)
 
     def run(self, until: int | None, watch: Watch) -> bool:
-        """Continue to version `until`, or to the last. Return whether the run is over then.
+        """Continue to version `until`, or to the last. Return True if the run is over then.
 
         Raises Stalled, Invalid, and the exceptions of a method's code.
         """
@@ -213,7 +213,7 @@ class Simulation:
         return [self._order(number, attempt, worker, plan, sums) for worker, plan in plans.items()]
 
     def _sum_task(self, plans: Mapping[str, Plan], state: State, attempt: int) -> SumTask | None:
-        """Return what the round's tasks carry for a secure sum; None for a run without."""
+        """Return the secure sum's part of the round's tasks; None for a run without secure sums."""
         if self.spec.secure_sums is None or not plans:
             return None
         weight = max(self.population.weight(self.population.site_of(worker)) for worker in plans)
@@ -272,7 +272,7 @@ class Simulation:
         )
 
     def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
-        """Return how each order ended, in the sequence of `orders`."""
+        """Return the end of each order, in the sequence of `orders`."""
         views, left = dict[str, TaskView](), deque(self._arrivals(orders, attempt))
         self.coordinator.cohort = len(orders)
         while left:
@@ -291,7 +291,7 @@ class Simulation:
         return [views[order.id] for order in orders]
 
     def _needed_updates(self, views: Iterable[TaskView]) -> int | None:
-        """Return how many more updates the round waits for; None for all."""
+        """Return the number of updates that the round still waits for; None for all."""
         cohort = self.spec.cohort
         if not cohort.target_updates:
             return None
@@ -399,6 +399,6 @@ def _ended(made: Round, merged: Merged) -> Round:
 
 
 def _reason(made: Round) -> str:
-    """Return why a round was abandoned, with its workers' problems."""
+    """Return the reason why a round was abandoned, with its workers' problems."""
     said = [f"{task.worker}: {task.problem.detail}" for task in made.tasks if task.problem]
     return "; ".join([made.reason or "", *said])

@@ -80,7 +80,7 @@ def curve_of(summary: Mapping[str, Any]) -> Curve | None:
 
 
 def remarks_on(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a reader of `figures_of` has to know of them."""
+    """Yield remarks for a reader of `figures_of`."""
     at_sites = summary["sites"]
     if own := _own(at_sites):
         yield "the scores are those of the sites' own models"

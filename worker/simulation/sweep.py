@@ -154,7 +154,7 @@ def checked(
 
 
 def _valid(name: str, made: Callable[[], T]) -> T:
-    """Return what a combination makes; its refusals name it."""
+    """Return the result of `made`; its refusals name the combination."""
     try:
         return made()
     except Invalid as fault:
@@ -194,7 +194,7 @@ def work(
     `ended` receives each job, the number that have ended, and the reason of its failure or None. All processes end
     with this one, and with any exception in it.
     """
-    # What this process imported and checked need not be repeated; and a process that is killed takes no other along.
+    # The fork repeats no import and no check of this process; and a process that is killed ends no other.
     context, left = get_context("fork"), deque(jobs)
     running: dict[Any, tuple[Job, BaseProcess]] = {}
     try:
@@ -229,7 +229,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _reason(job: Job, code: int) -> str | None:
-    """Return why a job's process failed; None if it did not."""
+    """Return the reason why a job's process failed; None if it did not."""
     if code < 0:
         return (
             f"its process was ended by {signal.Signals(-code).name}; with too little memory, give fewer --processes"
@@ -329,7 +329,7 @@ class SweepTable:
         return [TABLE, TABLE_CSV, *([PLOT] if picture else [])]
 
     def markdown(self) -> str:
-        """Return the table for people: the score, its jitter, bytes, and what each level took."""
+        """Return the table for people: the score, its jitter, bytes, and the cost of each level."""
         if len(self.seeds) > 1:
             said = (
                 f"Means over seeds {', '.join(map(str, self.seeds))}, with the standard deviation. A difference is "

@@ -26,14 +26,14 @@ WORKER = "worker"
 
 @dataclass(frozen=True)
 class VirtualSite:
-    """A virtual site's data, or a function that loads them, and what its worker declares."""
+    """A virtual site's data, or a function that loads them, and the declarations of its worker."""
 
     data: Dataset | Callable[[], Dataset]
     resources: Mapping[str, float] = field(default_factory=dict)
     weight: int = 1
     """In exact secure sums."""
     audit_key: bytes | None = field(default=None, repr=False)
-    """A worker's `audit_key`, to repeat what it trains. Without one, nothing is mixed into training seeds but, in
+    """A worker's `audit_key`, to repeat its training. Without one, nothing is mixed into training seeds but, in
     secure sums, the site's name."""
 
     changes: Mapping[int, Dataset | Callable[[], Dataset]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class VirtualSite:
 
 @dataclass(frozen=True)
 class Holding:
-    """The sizes of a site's data, and a digest of what results depend on in them."""
+    """The sizes of a site's data, and a digest of the content that results depend on."""
 
     examples: int
     held_out: int
@@ -66,7 +66,7 @@ class Holding:
 
 def _content(data: Dataset) -> str:
     about = hashlib.sha256(row_settings(data))
-    # What is in memory is hashed as a whole.
+    # Tensors in memory are hashed as a whole.
     if data.sources is not None or data.on_disk:
         for each in data.identities():
             about.update(each)
@@ -105,7 +105,7 @@ class VirtualSites:
         return worker.removesuffix(f"/{WORKER}")
 
     def identity(self) -> dict[str, Any]:
-        """Return what the results depend on in each site, as JSON."""
+        """Return the data of each site that the results depend on, as JSON."""
         found = {}
         for name, site in self._sites.items():
             declared = {"resources": dict(site.resources), "weight": site.weight}
@@ -175,5 +175,5 @@ class Lent:
         return self._folder.place(digest)
 
     def kept(self, version: set[str]) -> frozenset[str]:
-        """Return what the worker holds after the task: what it fetched, and what it held of the current version."""
+        """Return the blobs that the worker holds after the task: fetched, and of the current version."""
         return frozenset(self._fetched | (self._held & version))

@@ -1,7 +1,8 @@
 """The processes in which virtual workers do their tasks: this one, or several that it forks.
 
-A forked process does tasks as this one would, and hands back what its coordinator accepted. The files are the same,
-so that a task may follow another of its site in another process. Messages are JSON; blobs follow as they are.
+A forked process does tasks as this process would, and returns the updates that its coordinator accepted. The files
+are the same, so that a task may follow another of its site in another process. Messages are JSON; blobs
+follow as they are.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class WorkerProcesses:
             each.orders.append(order)
 
     def _answer(self, each: _Process) -> Answer:
-        """Receive the answer to a process's first order, and what its coordinator accepted."""
+        """Receive the answer to a process's first order, and the update that its coordinator accepted."""
         coordinator, order = self._workers.coordinator, each.orders[0]
         try:
             answer = Answer.model_validate_json(each.connection.recv_bytes())
@@ -211,7 +212,7 @@ def _serve(connection: Connection, copies: Sequence[Connection], workers: Worker
 
 
 def _autograd_refusal() -> str | None:
-    """Return why this fork cannot train, if it cannot.
+    """Return the reason why this fork cannot train; None if it can.
 
     Where there is a GPU, a first backward pass starts threads, also on the CPU, and a fork does not have them.
     """

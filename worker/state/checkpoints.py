@@ -82,7 +82,7 @@ class TaskCheckpoint:
             structlog.get_logger("worker").warning("checkpoint-not-written", detail=str(fault), remedy=remedy)
 
     def reread(self) -> bool:
-        """Read the checkpoint if it was replaced since the last call. Return whether there is a newer one."""
+        """Read the checkpoint if it was replaced since the last call. Return True if there is a newer one."""
         is_newer, self._is_newer = self._is_newer, False
         if is_newer:
             self.document = read_checkpoint(self.path)[1]
@@ -112,7 +112,7 @@ class Checkpoints:
         self.forget_instance()
 
     def note_instance(self) -> None:
-        """Leave this process's name to the one that resumes from its checkpoints."""
+        """Leave this process's name to the process that resumes from its checkpoints."""
         if not self._noted:
             write_secret(self._folder / INSTANCE, self.instance)
             self._noted = True
