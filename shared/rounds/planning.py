@@ -64,7 +64,7 @@ OF_UPDATES = (
 )  # fmt: skip
 """The settings of a run that act on the updates of its sites."""
 OF_FILES = ("upload_budget", "upload_seconds", "max_examples")
-"""Those that act on an update without blocks too."""
+"""The settings in `OF_UPDATES` that act on an update without blocks too."""
 
 MAX_NAMED = 5
 MAX_WARNINGS = 16
