@@ -270,7 +270,7 @@ class Agent:
             self._alive.touch()
 
     def _tidy(self) -> None:
-        """Settle pending receipts, and remove old vaults of ended runs and old verdicts on models."""
+        """Settle pending receipts, and remove old vaults of ended runs."""
         vault, days = self._runner.vault, self._settings.keep_vaults_days
         vault.settle(self._client.task)
         if self._runner.checkpoints:
@@ -279,8 +279,6 @@ class Agent:
         if time.monotonic() < self._removes_at:
             return
         self._removes_at = time.monotonic() + REMOVAL_SECONDS
-        if self._runner.sandbox:
-            self._runner.sandbox.sweep(time.time())
         if days == "forever":
             return
         for run in vault.unused(time.time() - days * DAY_SECONDS):

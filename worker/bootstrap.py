@@ -1,6 +1,7 @@
 """The composition root of a worker: its parts, built from its settings."""
 
 import math
+import time
 from dataclasses import replace
 
 import structlog
@@ -12,6 +13,7 @@ from tessera.worker.deltas import check_deltas
 from tessera.worker.errors import ConfigError
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.inventory import datasets_of, devices_of, inventory_of, mappings_of
 from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
@@ -35,9 +37,8 @@ from tessera.worker.stores import (
     run_history_of,
     sum_party_of,
 )
-from tessera.worker.task.environment import TRAINING_SEEDS
-from tessera.worker.task.execution import Direct
-from tessera.worker.task.runner import Executor, TaskRunner
+from tessera.worker.task.environment import TRAINING_SEEDS, Executor
+from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
 
@@ -78,22 +79,25 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
     executor: Executor
     if len(devices) > 1:
         threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
-        ranks = RankSettings(devices=tuple(map(str, devices)), threads=threads, sources=settings.sources)
-        executor = several = ProcessExecutor(ranks, settings.state_dir)
+        names = tuple(map(str, devices))
+        ranks = RankSettings(devices=names, threads=threads, sandboxed=True, sources=settings.sources)
+        executor = several = ProcessExecutor(ranks, settings.state_dir, settings.compute, settings.micro_batch)
         inventory = several.inventory()
     else:
-        datasets = datasets_of(settings.sources, cuda=devices[0].type == "cuda", make=True)
-        executor, inventory = Direct(datasets, devices[0].type), inventory_of(settings.datasets, datasets)
+        sandbox, datasets = (
+            Sandbox(shared_folder()),
+            datasets_of(settings.sources, cuda=devices[0].type == "cuda", make=True),
+        )
+        sandbox.sweep(time.time())
+        setup = TrainingSetup(devices[0], settings.micro_batch, settings.compute)
+        executor, inventory = Direct(datasets, setup, sandbox=sandbox), inventory_of(settings.datasets, datasets)
     check_deltas(settings, inventory)
     runner = TaskRunner(
         coordinator=client,
         datasets=inventory.datasets,
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        # On several devices, the ranks have the model, and this process only its shapes.
-        setup=TrainingSetup(
-            torch.device("meta") if len(devices) > 1 else devices[0], settings.micro_batch, settings.compute
-        ),
+        executor=executor,
         vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
@@ -106,8 +110,6 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
         history=run_history_of(settings),
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir), settings.base_sources, tls_of(settings)),
-        sandbox=Sandbox(shared_folder()),
-        executor=executor,
         checkpoints=Checkpoints(vault_folder),
         duration_quantum_seconds=settings.duration_quantum_seconds,
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,

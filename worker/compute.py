@@ -4,6 +4,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+MicroBatch = int | Literal["auto"] | None
+"""Number of examples in a forward and backward pass: a whole batch if None, as many as fit if `auto`."""
+
 
 class Compute(BaseModel):
     """The table `compute` of a worker's settings. The defaults change no bit."""

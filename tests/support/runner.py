@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Coordinator, Shelf
-from tessera.worker.task.execution import Direct
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.setup import TrainingSetup
 
@@ -19,4 +19,4 @@ def task_runner(
     scratch: Path, **given: Any,
 ) -> TaskRunner:  # fmt: skip
     infos = {name: dataset.info for name, dataset in datasets.items()}
-    return TaskRunner(client, infos, setup, vault, shelf, scratch, executor=Direct(datasets), **given)
+    return TaskRunner(client, infos, Direct(datasets, setup), vault, shelf, scratch, **given)

@@ -27,13 +27,15 @@ from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.registry import load as load_data
+from tessera.worker.executor.stages.direct import Direct
+from tessera.worker.executor.stages.load import load
+from tessera.worker.executor.stages.train import train
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.virtual_sites import Lent
 from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TRAINING_SEEDS, Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.fetch import fetch, load
-from tessera.worker.task.train import train
+from tessera.worker.task.fetch import fetch
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import until
@@ -94,13 +96,15 @@ def trained_at(folder: Path, vit: ModelFolder, spec: Mapping[str, Any], site: st
     (plan,) = plans_of(half, State(0, {}), [Participant("any", 1)], Random(0)).values()
     task = task_of(run, plan, version, run="r", number=1, seed=training_seed(run, 1, site), **about)
     data = load_data("arrays", {"file": folder / f"{site}.safetensors"})
+    direct = Direct({run.dataset: data}, TrainingSetup(torch.device("cpu")))
     env = TaskEnvironment(
-        Client("http://127.0.0.1:1", "t"), {}, TrainingSetup(torch.device("cpu")),
+        Client("http://127.0.0.1:1", "t"), {run.dataset: data.info}, direct,
         Vault(folder / site / "vault"), Lent(blobs, frozenset()), folder,
         seed_key=derived(audit_key(site), TRAINING_SEEDS),
     )  # fmt: skip
     job = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), run.dataset, None, None))
-    result, _ = train(job, load(job, fetch(job, data.info)), data, None)
+    local = direct.local(job)
+    result, _ = train(local, load(local, fetch(job, data.info)), data, None)
     return {name: values.ravel() for name, values in result.upload.items()}, job.training_seed
 
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import atexit
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import numpy as np
 import structlog
 from pydantic import BaseModel
 
 from tessera.shared.methods.base import LocalResult
-from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset_info import Inventory
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import Array, digest_of
+from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock
+from tessera.worker.compute import Compute, MicroBatch
+from tessera.worker.data.dataset_info import DatasetInfo, Inventory
 from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.errors import HiddenFailure, TaskFailure
 from tessera.worker.executor.folder import (
     ARRAYS,
+    CHECK,
+    CONVERT,
     DIGESTS,
     FAILURE,
     INVENTORY,
@@ -34,6 +40,8 @@ from tessera.worker.executor.folder import (
     Answer,
     Base,
     CheckpointPlace,
+    CheckRecord,
+    ConvertRecord,
     DigestsRecord,
     FailureRecord,
     InventoryRecord,
@@ -51,11 +59,11 @@ from tessera.worker.executor.launcher import IDLE_SECONDS, LocalLauncher, RankSe
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import WriteFailed, sweep
+from tessera.worker.state.base_sources import Take
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
-from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.execution import Outcome
-from tessera.worker.task.fetch import Fetched
+from tessera.worker.task.environment import SiteRecords, TaskRun
+from tessera.worker.task.handover import Checked, Fetched, Outcome
 from tessera.worker.training.progress import Report
 
 if TYPE_CHECKING:
@@ -87,18 +95,29 @@ class ProcessExecutor:
     further tasks of that run follow.
     """
 
-    def __init__(self, settings: RankSettings, state_dir: Path) -> None:
+    def __init__(
+        self,
+        settings: RankSettings,
+        state_dir: Path,
+        compute: Compute | None = None,
+        micro_batch: MicroBatch = None,
+    ) -> None:
         self._devices = settings.devices
+        self.compute = compute or Compute()
+        self.micro_batch = micro_batch
         self.folder = state_dir / FOLDER
         """The folder of the folders of processes."""
         self._launcher = LocalLauncher(settings, self.folder)
         self._run = ""
         self._until = 0.0
+        self._checked: dict[tuple[str, ...], Checked] = {}
+        """The models that the present processes have checked, each for the tasks of one kind."""
         atexit.register(self.close)
 
     @property
     def kind(self) -> str:
-        return f"{len(self._devices)} {self._devices[0].partition(':')[0]}"
+        count, (kind, _, _) = len(self._devices), self._devices[0].partition(":")
+        return kind if count == 1 else f"{count} {kind}"
 
     def inventory(self) -> Inventory:
         """Return the facts about the data sets, once the first rank has loaded them. Raises SettingsError for a data
@@ -123,15 +142,35 @@ class ProcessExecutor:
         result, arrays = self._submitted(run, hand_over, {})
         return ExampleDigests(arrays["digests"], result.content)
 
+    def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> Checked:
+        task, about = run.task, (self.compute, run.task.method, run.task.plan, run.task.training, run.task.privacy)
+        digests = (digest_of(canonical(one)) for one in about if one)
+        key = (str(self._home(run)), task.kind, task.model, task.dataset, *digests)
+        if key not in self._checked:
+            record = CheckRecord(**self._context(run, document), dataset=dataset)
+            result, _ = self._submitted(run, lambda folder: write_document(folder / CHECK, record), {})
+            assert result.checked  # noqa: S101  (as asked for)
+            self._checked[key] = result.checked
+        return self._checked[key]
+
+    def convert(self, run: TaskRun, document: Model, folder: BaseFolder, blocks: Iterable[Block], take: Take) -> None:
+        def taken(name: str, path: str, sources: list[str]) -> None:
+            take(ConvertedBlock(wanted[name], memoryview(Path(path).read_bytes()), tuple(map(Path, sources))))
+
+        wanted = {block.name: block for block in blocks}
+        about = {"config": document.config, "head": document.head, "folder": folder.path}
+        record = ConvertRecord(**about, blocks=tuple(wanted.values()))
+        self._submitted(run, lambda folder: write_document(folder / CONVERT, record), {"take": taken})
+
     def execute(
         self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> Outcome:
-        """Execute a task as `task.execution.execute` does. Raises its exceptions, and ExecutorEnded.
+        """Execute a task as `stages.execution.execute` does. Raises its exceptions, and ExecutorEnded.
 
         With a checkpoint that was written in between, new processes then go on from it: a task that ends them before
         the next one fails. A sharded model has no checkpoints.
         """
-        if run.env.setup.compute.shard:
+        if self.compute.shard:
             checkpoint = None
         while True:
             try:
@@ -149,13 +188,13 @@ class ProcessExecutor:
 
     def close(self) -> None:
         """End the processes, if there are any, and remove what they share."""
-        self._launcher.close()
+        self._close_processes()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _executed(
         self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> Outcome:
-        hand_over = partial(_hand_over, run=run, fetched=fetched, account=account, checkpoint=checkpoint)
+        hand_over = partial(self._hand_over, run=run, fetched=fetched, account=account, checkpoint=checkpoint)
         result, arrays = self._submitted(run, hand_over, functions_of(run, account, checkpoint))
         local = None
         if result.metrics is not None:
@@ -166,67 +205,80 @@ class ProcessExecutor:
         self, run: TaskRun, hand_over: Callable[[Path], None], functions: Mapping[str, Callable[..., Any]]
     ) -> tuple[ResultRecord, dict[str, Array]]:
         """Submit the folder that `hand_over` fills. Return the result with its arrays. Raises as `execute` does."""
-        if self._run not in ("", run.task.run) or time.monotonic() > self._until:
-            # The memory of its devices is for one run.
-            self._launcher.close()
-        self._run = run.task.run
-        folder = self._launcher.home() / f"task-{uuid4().hex}"
+        folder = self._home(run) / f"task-{uuid4().hex}"
         folder.mkdir(mode=0o700)
         try:
             hand_over(folder)
             handle = self._launcher.submit(folder)
             result = Waiting(folder, run, functions, partial(self._launcher.poll, handle)).wait()
-            arrays = read_arrays(folder / RESULT_ARRAYS)
+            arrays = read_arrays(folder / RESULT_ARRAYS) if (folder / RESULT_ARRAYS).is_file() else {}
         except Unwanted as unwanted:
             raise unwanted.reason from None
         except BaseException:
             # Otherwise ranks may be out of step, or still at work.
-            if len(self._devices) > 1 or not (folder / FAILURE).exists():
-                self._launcher.close()
+            together = len(self._devices) > 1 and (folder / TASK).exists()
+            if together or not (folder / FAILURE).exists():
+                self._close_processes()
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
         return result, arrays
 
+    def _home(self, run: TaskRun) -> Path:
+        """Return the folder of the processes for a run."""
+        # The memory of several devices is for one run.
+        other = len(self._devices) > 1 and self._run not in ("", run.task.run)
+        if other or time.monotonic() > self._until:
+            self._close_processes()
+        self._run = run.task.run
+        return self._launcher.home()
 
-def _hand_over(
-    folder: Path,
-    run: TaskRun,
-    fetched: Fetched,
-    account: PrivacyAccount | None,
-    checkpoint: TaskCheckpoint | None,
-) -> None:
-    """Write a task into its folder. Raises OSError."""
-    task, env = run.task, run.env
-    noise = env.noise_key(task)
-    arrays = {**under("kept", fetched.kept), **under("state", fetched.server_state)}
-    write_arrays(folder / ARRAYS, arrays)
-    record = TaskRecord(
-        task=task.model_copy(update={"seed": run.training_seed, "token": 0, "inline_blobs": ()}),
-        document=fetched.document,
-        mapping=fetched.mapping,
-        manifest=fetched.manifest,
-        blocks=fetched.blocks,
-        bases={base.block.name: _place(folder / f"base-{n}", base) for n, base in enumerate(fetched.bases.values())},
-        four_bits=fetched.four_bits,
-        tokenizer={name: raw.decode() for name, raw in fetched.tokenizer.items()},
-        report=run.report,
-        micro_batch=env.setup.micro_batch,
-        compute=env.setup.compute,
-        policy=env.policy.model_dump(mode="json", exclude_defaults=True),
-        allowances=dict(env.allowances),
-        loss_scale={name: float(value) for name, value in env.vault.load_scale(task.run).items()},
-        full_precision=env.full_precision,
-        units=account.units if account else None,
-        counted=env.history is not None,
-        sandboxed=env.sandbox is not None,
-        verdicts=env.sandbox.folder if env.sandbox else None,
-        checkpoint=checkpoint
-        and CheckpointPlace(key=checkpoint.key, path=checkpoint.path, seconds=env.checkpoint_seconds),
-        noise_seed=noise.hex() if noise else None,
-    )
-    write_document(folder / TASK, record)
+    def _close_processes(self) -> None:
+        self._launcher.close()
+        self._checked.clear()
+
+    def _context(self, run: TaskRun, document: Model) -> dict[str, Any]:
+        """Return the fields of a ContextRecord."""
+        env, seed = run.env, run.training_seed
+        return {
+            "task": run.task.model_copy(update={"seed": seed, "token": 0, "inline_blobs": ()}),
+            "document": document,
+            "mapping": run.mapping(document),
+            "report": run.report,
+            "micro_batch": self.micro_batch,
+            "compute": self.compute,
+            "policy": env.policy.model_dump(mode="json", exclude_defaults=True),
+            "allowances": dict(env.allowances),
+            "full_precision": env.full_precision,
+        }
+
+    def _hand_over(
+        self,
+        folder: Path,
+        run: TaskRun,
+        fetched: Fetched,
+        account: PrivacyAccount | None,
+        checkpoint: TaskCheckpoint | None,
+    ) -> None:
+        """Write a task into its folder. Raises OSError."""
+        noise, bases = run.env.noise_key(run.task), fetched.bases.values()
+        arrays = {**under("kept", fetched.kept), **under("state", fetched.server_state)}
+        write_arrays(folder / ARRAYS, arrays)
+        record = TaskRecord(
+            **self._context(run, fetched.document),
+            manifest=fetched.manifest,
+            blocks=fetched.blocks,
+            bases={base.block.name: _place(folder / f"base-{n}", base) for n, base in enumerate(bases)},
+            four_bits=fetched.four_bits,
+            tokenizer={name: raw.decode() for name, raw in fetched.tokenizer.items()},
+            loss_scale=SiteRecords(run).loss_scale(),
+            units=account.units if account else None,
+            checkpoint=checkpoint
+            and CheckpointPlace(key=checkpoint.key, path=checkpoint.path, seconds=run.env.checkpoint_seconds),
+            noise_seed=noise.hex() if noise else None,
+        )
+        write_document(folder / TASK, record)
 
 
 class Waiting:
@@ -344,17 +396,10 @@ def functions_of(
 ) -> dict[str, Callable[..., Any]]:
     """Return the functions that the executor may call, by name. The agent writes the ledger: only it has the key, and
     the executor learns only during a task how many steps the method's phases take."""
-    env, task = run.env, run.task
+    records = SiteRecords(run)
     found: dict[str, Callable[..., Any]] = {
-        "note_exact": run.journal.note_exact,
-        "reserve_figures": run.journal.reserve_figures,
-        "keep_scale": lambda scale: env.vault.keep_scale(
-            task.run, {name: np.array(value, np.float64) for name, value in scale.items()}
-        ),
+        name: getattr(records, name) for name in ("note_exact", "reserve_figures", "measure", "keep_scale")
     }
-    if env.history:
-        history = env.history
-        found["measure"] = lambda: history.measure(task.run, task.dataset, env.policy)
     if checkpoint:
         found["note_instance"] = checkpoint.note_instance
     if account:

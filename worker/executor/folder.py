@@ -1,7 +1,8 @@
 """The folder of a task: what the agent hands over, and what the executor returns. No key and no token lies in it.
 
 - `task.json`, `arrays.safetensors`: the task, and the tensors that the site keeps of the run. Blocks lie elsewhere.
-- `digests.json`, in place of a task: the name of a data set of which the agent needs the examples' digests.
+- `check.json`, `digests.json` or `convert.json`, in place of a task: its model to check, a data set whose examples'
+  digests the agent needs, or a published model to convert.
 - `progress.json`: the report so far, replaced twice a second.
 - `request-N.json`, `answer-N.json`: what the agent has to record before the executor goes on, such as privacy.
 - `stop`: the task is no longer wanted.
@@ -17,26 +18,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import Manifest
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
-from tessera.shared.model.spec import Model
+from tessera.shared.model.spec import Head, Model
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.safetensors_file import read_header, write
-from tessera.worker.compute import Compute
-from tessera.worker.data.dataset_info import Inventory
+from tessera.worker.compute import Compute, MicroBatch
+from tessera.worker.data.dataset_info import DatasetInfo, Inventory
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.checkpoints import CheckpointKey
-from tessera.worker.training.optimization.micro_batch import MicroBatch
+from tessera.worker.task.handover import Checked
 from tessera.worker.training.progress import Report
 
-TASK, ARRAYS, DIGESTS = "task.json", "arrays.safetensors", "digests.json"
+TASK, ARRAYS = "task.json", "arrays.safetensors"
+DIGESTS, CHECK, CONVERT = "digests.json", "check.json", "convert.json"
 INVENTORY = "inventory.json"
 PROGRESS, STOP = "progress.json", "stop"
 RESULT, RESULT_ARRAYS, FAILURE = "result.json", "result.safetensors", "failure.json"
@@ -78,38 +80,52 @@ class CheckpointPlace(Document):
     seconds: float
 
 
-class TaskRecord(Document):
-    """One task, after everything that needs the coordinator."""
+class ContextRecord(Document):
+    """The context of a task: its model, and the site's rules and settings."""
 
     task: Task
     """The task, with the site's seed and no lease."""
     document: Model
     mapping: MappingFile | None
-    manifest: Manifest
-    blocks: tuple[Block, ...]
-    bases: dict[str, Base]
-    four_bits: frozenset[str]
-    tokenizer: dict[FileName, str]
     report: Report
     micro_batch: MicroBatch
     compute: Compute
     policy: dict[str, Any]
     """Without its defaults, some of which are no settings that a person can write."""
     allowances: dict[str, Allowance]
-    loss_scale: dict[str, float]
     full_precision: bool
+
+
+class CheckRecord(ContextRecord):
+    """A request to check a task's model, before its version is fetched."""
+
+    dataset: DatasetInfo
+
+
+class TaskRecord(ContextRecord):
+    """One task, after everything that needs the coordinator."""
+
+    manifest: Manifest
+    blocks: tuple[Block, ...]
+    bases: dict[str, Base]
+    four_bits: frozenset[str]
+    tokenizer: dict[FileName, str]
+    loss_scale: dict[str, float]
     units: int | None
     """The number of protected examples or groups; None if the agent keeps no account of the task's privacy."""
-    counted: bool
-    """True if the agent counts evaluations."""
-    sandboxed: bool
-    """True if a run's tokenizer is tried in a sandbox first."""
-    verdicts: Path | None
-    """The sandbox's folder of verdicts, if there is one."""
     checkpoint: CheckpointPlace | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
     noise_seed: str | None
     """The noise of a simulation, which protects no data; None has the executor draw a secret key of its own."""
+
+
+class ConvertRecord(Document):
+    """A request for blocks that transformers makes of the tensors of a published model."""
+
+    config: dict[str, JsonValue]
+    head: Head
+    folder: Path
+    blocks: tuple[Block, ...]
 
 
 class DigestsRecord(Document):
@@ -144,12 +160,14 @@ class Answer(Document):
 class ResultRecord(Document):
     """The end of a task that succeeded."""
 
-    examples: int
+    report: Report
+    examples: int = 0
     metrics: dict[str, float] | None = None
     """Those of the method's result; None of an evaluation."""
     content: str = ""
     """The digest of a data set's content, if digests were asked for."""
-    report: Report
+    checked: Checked | None = None
+    """The model's block table, if it was to be checked."""
 
 
 class FailureRecord(Document):

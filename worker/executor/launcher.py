@@ -32,6 +32,8 @@ class RankSettings(Document):
     """Threads of one operation in each rank."""
     idle_seconds: float = IDLE_SECONDS
     timeout_seconds: float = TIMEOUT_SECONDS
+    sandboxed: bool = False
+    """True if untrusted models and tokenizers are tried in a sandbox first."""
     sources: DataSources | None = None
     """The sources of the data sets that the first rank loads."""
 

@@ -11,29 +11,32 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, cast
 
-import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
 
 from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.problems import Invalid
 from tessera.shared.telemetry import logging
-from tessera.shared.tensors.lazy import Array
+from tessera.shared.updates.base_folder import BaseFolder
 from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.device_failure import is_device_failure
-from tessera.worker.errors import DataChanged, DataError, HiddenFailure
+from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.checkpoints import GroupCheckpoints
 from tessera.worker.executor.executor import Progress
 from tessera.worker.executor.folder import (
     ARRAYS,
+    CHECK,
+    CONVERT,
     DIGESTS,
     FAILURE,
     INVENTORY,
@@ -44,6 +47,9 @@ from tessera.worker.executor.folder import (
     STOPPED,
     TASK,
     Answer,
+    CheckRecord,
+    ContextRecord,
+    ConvertRecord,
     DigestsRecord,
     FailureRecord,
     InventoryRecord,
@@ -60,22 +66,22 @@ from tessera.worker.executor.folder import (
 )
 from tessera.worker.executor.group import FirstRankFailed, Group
 from tessera.worker.executor.launcher import SETTINGS, RankSettings
+from tessera.worker.executor.stages.check import check, require_memory
+from tessera.worker.executor.stages.execution import execute, hiding, without_cause
+from tessera.worker.executor.stages.local_task import LocalTask, Records
+from tessera.worker.executor.stages.run_cache import RunCache
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import RunHistory
+from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.inventory import datasets_of, inventory_of
-from tessera.worker.model.sandbox import Sandbox
+from tessera.worker.model.sandbox import Sandbox, shared_folder
+from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.settings import DataSources, SettingsError
 from tessera.worker.state.atomic_files import disk_error
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.state.vault import Vault
-from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
-from tessera.worker.task.execution import Outcome, execute, hiding, without_cause
-from tessera.worker.task.fetch import Fetched, require_memory
+from tessera.worker.task.handover import Fetched, Outcome
 from tessera.worker.task.heartbeat import Stopped
-from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
-from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.progress import Report
 from tessera.worker.training.ranks import OneRank
@@ -103,7 +109,10 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = _joined(home, rank, settings, device) if len(settings.devices) > 1 else None
-    executor = Rank(home, device, group, settings.sources)
+    sandbox = Sandbox(shared_folder()) if settings.sandboxed else None
+    executor = Rank(home, device, group, settings.sources, sandbox)
+    if rank == 0 and sandbox:
+        sandbox.sweep(time.time())
     if rank == 0 and settings.sources:
         executor.load()
     while folder := executor.ranks.same(lambda: _next(settings.idle_seconds)):
@@ -152,19 +161,22 @@ class Rank:
     """One rank, for as long as it lives. Without a `group` it is alone."""
 
     def __init__(
-        self, home: Path, device: torch.device, group: Group | None, sources: DataSources | None = None
+        self,
+        home: Path,
+        device: torch.device,
+        group: Group | None,
+        sources: DataSources | None = None,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self._home = home
         self._sources = sources
+        self._sandbox = sandbox
         self._loaded: dict[str, Dataset] = {}
         """The data sets as they were loaded, in the first rank."""
         self._device = device
         self._group = group
         self.ranks: Group | OneRank = group or OneRank()
-        self._models = ModelCache()
-        self._scalers: dict[str, torch.amp.GradScaler] = {}
-        self._piece_sizes: dict[str, PieceSize] = {}
-        self._tokenized: dict[str, tuple[str, Dataset]] = {}
+        self._cache = RunCache()
         self._dataset: tuple[object, Dataset] | None = None
         self._folder = home
         self._report = Report()
@@ -188,9 +200,11 @@ class Rank:
         """Execute the task in a folder. The first rank writes its result there, and any rank its failure."""
         self._folder, self._requests, self._checkpoints = folder, 0, None
         try:
-            if (folder / DIGESTS).exists():
-                self._digest(read_document(DigestsRecord, folder / DIGESTS))
-                return
+            for request, answer in self._requests_of_first.items():
+                if (folder / request).exists():
+                    if self.ranks.is_first:
+                        answer(folder / request)
+                    return
             outcome = self._execute(read_document(TaskRecord, folder / TASK))
             # All wait for it: they would end if the first one read no next task for a while.
             self.ranks.same(lambda: self._write(outcome))
@@ -210,9 +224,6 @@ class Rank:
         if self.ranks.shards > 1:
             # Its parts refer to each other, and two of them may not fit.
             gc.collect()
-        elif outcome.built:
-            # What a sharded model trains is set once.
-            self._models.keep(outcome.built)
 
     @property
     def _number(self) -> int:
@@ -224,10 +235,10 @@ class Rank:
         allow_tf32(allowed=given.compute.tf32)
         if given.compute.shard:
             # A model that is kept is whole.
-            self._models = ModelCache()
-        run = TaskRun(self._environment(given), task, self._check, given.report, cast("Journal", _Agent(self._ask)))
+            self._cache = RunCache()
+        local = self._local(given, given.loss_scale, given.noise_seed)
         trains = task.kind == "train"
-        rounds = not trains and run.env.rounds_figures(task)
+        rounds = not trains and local.rules.rounds_figures(task)
         # Its files may have changed since the agent started.
         with hiding(in_sum=trains and task.sums is not None), without_cause(rounds=rounds):
             dataset = self._read(task.dataset)
@@ -245,12 +256,12 @@ class Rank:
         )
         if self._group:
             self._group.sharded = given.compute.shard
-        if not (fetched.is_whole and self._models.holds(task.run, task.model, fetched.four_bits)):
-            require_memory(run, fetched.document, fetched.four_bits)
+        if not (fetched.is_whole and self._cache.models.holds(task.run, task.model, fetched.four_bits)):
+            require_memory(local, fetched.document, fetched.four_bits)
         account: Any = None
         if given.units is not None:
             account = _Agent(self._ask, units=given.units)
-        return execute(run, fetched, dataset, account, self._saving(given))
+        return execute(local, fetched, dataset, account, self._saving(given))
 
     def _saving(self, given: TaskRecord) -> TrainingCheckpoints | None:
         place = given.checkpoint
@@ -262,47 +273,71 @@ class Rank:
         self._checkpoints = GroupCheckpoints(stored, place.seconds, self._group)
         return self._checkpoints
 
-    def _environment(self, given: TaskRecord) -> TaskEnvironment:
-        noise = bytes.fromhex(given.noise_seed) if given.noise_seed else None
-        scale = {name: np.array(value, np.float64) for name, value in given.loss_scale.items()}
-        history = _Agent(self._ask, measure=lambda *_: self._ask("measure"))
-        return TaskEnvironment(
-            coordinator=cast("Coordinator", None),
-            datasets={},
-            setup=TrainingSetup(self._device, given.micro_batch, given.compute, self.ranks),
-            vault=cast("Vault", _Agent(self._ask, load_scale=lambda _: scale, keep_scale=self._keep_scale)),
-            shelf=cast("Shelf", None),
-            scratch=self._folder,
-            policy=Policy.model_validate(given.policy),
-            models=self._models,
-            scalers=self._scalers,
-            piece_sizes=self._piece_sizes,
-            tokenized=self._tokenized,
-            allowances=given.allowances,
-            history=cast("RunHistory", history) if given.counted else None,
-            sandbox=Sandbox(given.verdicts) if given.sandboxed else None,
-            full_precision=given.full_precision,
-            noise_key=lambda _: noise,
+    def _local(
+        self, given: ContextRecord, loss_scale: Mapping[str, float] | None = None, noise_seed: str | None = None
+    ) -> LocalTask:
+        policy = Policy.model_validate(given.policy)
+        return LocalTask(
+            given.task,
+            SiteRules(policy=policy, allowances=given.allowances, full_precision=given.full_precision),
+            cast("Records", _Agent(self._ask, keep_scale=self._keep_scale)),
+            TrainingSetup(self._device, given.micro_batch, given.compute, self.ranks),
+            self._cache,
+            self._folder,
+            self._check,
+            given.report,
+            loss_scale or {},
+            self._sandbox,
+            bytes.fromhex(noise_seed) if noise_seed else None,
         )
 
-    def _keep_scale(self, _: str, state: Mapping[str, Array]) -> None:
+    def _keep_scale(self, scale: Mapping[str, float]) -> None:
         # Also where one rank fails alone, so that the others must not take part.
         if self.ranks.is_first:
-            self._ask_alone("keep_scale", {name: float(value) for name, value in state.items()})
+            self._ask_alone("keep_scale", dict(scale))
 
-    def _digest(self, given: DigestsRecord) -> None:
-        """Write the digests of a data set's examples, in the first rank."""
+    # ------------------------------------------------------------ requests that the first rank answers alone
 
-        def check() -> None:
-            if self._attend():
-                raise TaskStopped
+    @property
+    def _requests_of_first(self) -> Mapping[str, Callable[[Path], None]]:
+        return {DIGESTS: self._digest, CHECK: self._check_model, CONVERT: self._convert}
 
-        if self.ranks.is_first:
-            self._report = given.report
-            digests = digests_of(self._whole(given.dataset), check)
-            write_arrays(self._folder / RESULT_ARRAYS, {"digests": digests.readable})
-            result = ResultRecord(examples=len(digests.readable), report=given.report, content=digests.content)
-            write_document(self._folder / RESULT, result)
+    def _check_alone(self) -> None:
+        if self._attend():
+            raise TaskStopped
+
+    def _digest(self, request: Path) -> None:
+        """Write the digests of a data set's examples."""
+        given = read_document(DigestsRecord, request)
+        self._report = given.report
+        digests = digests_of(self._whole(given.dataset), self._check_alone)
+        write_arrays(self._folder / RESULT_ARRAYS, {"digests": digests.readable})
+        self._answer(ResultRecord(report=given.report, content=digests.content))
+
+    def _check_model(self, request: Path) -> None:
+        """Write the model's block table."""
+        given = read_document(CheckRecord, request)
+        self._report = given.report
+        local = replace(self._local(given), check=self._check_alone)
+        checked = check(local, given.document, given.mapping, given.dataset)
+        self._answer(ResultRecord(report=given.report, checked=checked))
+
+    def _convert(self, request: Path) -> None:
+        """Hand the agent each block that transformers makes of a published model. Raises TaskFailure."""
+        given, path = read_document(ConvertRecord, request), self._folder / "block"
+        try:
+            for made in converted_blocks(given.config, given.head, BaseFolder.open(given.folder), given.blocks):
+                path.write_bytes(made.data)
+                self._ask_alone("take", made.block.name, str(path), [str(source) for source in made.sources])
+        except (Invalid, ValueError) as fault:
+            # Of files of this site, for its own log.
+            raise TaskFailure("no-base", str(fault)) from fault
+        self._answer(ResultRecord(report=self._report))
+
+    def _answer(self, result: ResultRecord) -> None:
+        write_document(self._folder / RESULT, result)
+
+    # ------------------------------------------------------------ data sets
 
     def _read(self, name: str) -> Dataset:
         """Return a data set. Several ranks map its tensors, and so do later processes of the agent."""
@@ -312,7 +347,7 @@ class Rank:
             key = name, path.stat().st_ino
         if self._dataset is None or self._dataset[0] != key:
             self._dataset = key, mapped.read(path) if path.exists() else self._whole(name)
-            self._tokenized.clear()
+            self._cache.tokenized.clear()
         return self._dataset[1]
 
     def _share(self, name: str, path: Path) -> None:

@@ -1,7 +1,5 @@
 """The code and the text by which a worker reports a task's failure."""
 
-import torch
-
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import UnknownMethod
 from tessera.shared.model.selectors import SelectorError
@@ -58,7 +56,7 @@ def failure_of(fault: Exception) -> tuple[str, str]:
     for kind, code in REPORTABLE.items():
         if isinstance(fault, kind):
             return code, str(fault)[:2000]
-    if isinstance(fault, torch.OutOfMemoryError | MemoryError):
+    if isinstance(fault, MemoryError):
         return "out-of-memory", "the model and its batches do not fit into this worker's memory"
     if isinstance(fault, DataError):
         return "data-unreadable", "an example cannot be read any more; the worker's own log has more"

@@ -12,6 +12,8 @@ from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import TaskFailure
+from tessera.worker.executor.stages.direct import Direct
+from tessera.worker.executor.stages.run_cache import ModelCache, RunCache
 from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
@@ -21,8 +23,6 @@ from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.execution import Direct
-from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
@@ -83,16 +83,14 @@ class Workers:
         runner = TaskRunner(
             coordinator=self.coordinator,
             datasets={task.dataset: dataset.info},
-            executor=Direct({task.dataset: dataset}),
+            executor=Direct({task.dataset: dataset}, TrainingSetup(self.device), RunCache(self.models)),
             for_evaluation=frozenset({task.dataset} if central else ()),
-            setup=TrainingSetup(self.device),
             vault=self._vault(home),
             shelf=shelf,
             scratch=home,
             # The sites' examples are all here.
             policy=self.policy.model_copy(update={"send_class_counts": True}),
             mappings=self.mappings,
-            models=self.models,
             resources=self.population.participant(site, order.number).resources if site else {},
             seed_key=self.population.seed_key(site, in_sum=task.sums is not None) if site else None,
             full_precision=True,

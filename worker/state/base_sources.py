@@ -20,8 +20,10 @@ from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock, Span
 from tessera.shared.urls import proxy_of
 from tessera.worker.state.base_cache import BaseCache, Place
 
-Convert = Callable[[BaseFolder, Iterable[Block]], Iterator[ConvertedBlock]]
-"""A function that yields those of the blocks which transformers makes of a folder's tensors."""
+Take = Callable[[ConvertedBlock], None]
+
+Convert = Callable[[BaseFolder, Iterable[Block], Take], None]
+"""A function that hands over each of the blocks that transformers makes of a folder's tensors."""
 
 MIRROR_SECONDS = 60.0
 """Limit on a connection to a mirror, and on its silence."""
@@ -112,7 +114,8 @@ class BaseSources:
             digest = digests[each.block.name]
             span = each.span or self.cache.keep(digest, [each.data()], each.block.nbytes)
             places[digest] = Place.of(each.block.name, span)
-        for made in convert(base, lacking) if lacking else ():
+
+        def take(made: ConvertedBlock) -> None:
             check()
             name = made.block.name
             if (digest := digest_of(made.data)) == digests[name]:
@@ -120,6 +123,9 @@ class BaseSources:
                 places[digest] = Place.of(name, span, made.sources)
             else:
                 faults.append(f"{folder}: {', '.join(path.name for path in made.sources)} give another {name}")
+
+        if lacking:
+            convert(base, lacking, take)
         if lacking := [block for block in lacking if digests[block.name] not in places]:
             faults.append(f"{folder}: {base.explain(lacking)}")
 

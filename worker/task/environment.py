@@ -3,15 +3,15 @@
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar, cast
 
+import numpy as np
 import structlog
-import torch
 from pydantic import JsonValue
 
 from tessera.shared.api.secure_sums import HelperReport
@@ -19,40 +19,39 @@ from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskVie
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
-from tessera.shared.methods.base import RunInfo, WorkerHalf
-from tessera.shared.methods.registry import worker_half
+from tessera.shared.methods.base import RunInfo
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Problem
 from tessera.shared.run_settings import Budget, rho_of
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.hashing import Sink, derive_seed
 from tessera.shared.tensors.lazy import Array
+from tessera.shared.updates.base_folder import BaseFolder
 from tessera.shared.version import install_line
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.compute import Compute
 from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.data.overlap import ExampleDigests
-from tessera.worker.errors import TaskFailure, TrainingDiverged
+from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
-from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
+from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunHistory, RunSnapshot
+from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.model.layouts import MappingFile
-from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
-from tessera.worker.state.base_sources import BaseSources
+from tessera.worker.state.base_sources import BaseSources, Take
 from tessera.worker.state.blob_cache import Row, Source
-from tessera.worker.state.checkpoints import Checkpoints
+from tessera.worker.state.checkpoints import Checkpoints, TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.model_cache import ModelCache
-from tessera.worker.training.optimization.micro_batch import PieceSize
-from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
+from tessera.worker.task.handover import Checked, Fetched, Outcome
 from tessera.worker.training.progress import Check, Report
-from tessera.worker.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
+    from tessera.worker.privacy.account import PrivacyAccount
     from tessera.worker.privacy.budgets import SiteLimits
 
 MAX_INLINE = 1 << 20
@@ -101,15 +100,63 @@ class Shelf(Protocol):
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path: ...
 
 
-class LoadedData(Protocol):
-    """The data sets of tasks, beside the devices that train on them: in this process, or in others."""
+class Executor(Protocol):
+    """The execution of tasks on loaded data sets: in this process (`Direct`), or in others (`ProcessExecutor`)."""
 
     @property
     def kind(self) -> str:
         """The kind of the devices, and their number if there are several."""
 
+    @property
+    def compute(self) -> Compute:
+        """The site's settings of how the devices compute."""
+
     def digests(self, run: "TaskRun", dataset: str) -> ExampleDigests:
         """Return the digests of a data set. Raises TaskFailure and the exceptions of `run.check`."""
+
+    def check(self, run: "TaskRun", document: Model, dataset: DatasetInfo) -> Checked:
+        """Return the model's block table, computed here, before anything large is fetched for the task.
+
+        Raises ConfigError, ModelMismatch, UnknownArchitecture, UnsupportedRun, TaskFailure and the exceptions of
+        `run.check`.
+        """
+
+    def convert(
+        self, run: "TaskRun", document: Model, folder: BaseFolder, blocks: Iterable[Block], take: Take
+    ) -> None:
+        """Hand over the blocks that transformers makes of the tensors of a published model. Raises ValueError."""
+
+    def execute(
+        self,
+        run: "TaskRun",
+        fetched: Fetched,
+        account: "PrivacyAccount | None",
+        checkpoint: TaskCheckpoint | None,
+    ) -> Outcome:
+        """Return the outcome of a task on its data set. Raises as `executor.stages.execution.execute` does."""
+
+
+D = TypeVar("D")
+
+MAX_DOCUMENTS = 8
+"""Number of parsed documents that are kept: the models and last versions of a few runs."""
+
+
+class Documents:
+    """The documents that were parsed last."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[type, str], Any] = {}
+
+    def read(self, kind: type[D], digest: str, parse: Callable[[], D]) -> D:
+        """Return the document of a digest, as `parse` returns it if it was not parsed lately."""
+        key = (kind, digest)
+        if key not in self._known:
+            document = parse()
+            while len(self._known) >= MAX_DOCUMENTS:
+                self._known.pop(next(iter(self._known)), None)
+            self._known[key] = document
+        return cast("D", self._known[key])
 
 
 @dataclass(frozen=True)
@@ -121,29 +168,21 @@ class CachedVersion:
 
 
 @dataclass(frozen=True)
-class TaskEnvironment:
+class TaskEnvironment(SiteRules):
     """Everything that the tasks of one worker share. `scratch` is a folder for temporary files."""
 
     coordinator: Coordinator
     datasets: Mapping[str, DatasetInfo]
-    setup: TrainingSetup
+    executor: Executor
     vault: Vault
     shelf: Shelf
     scratch: Path
     name: str = "worker"
-    policy: Policy = field(default_factory=Policy)
     kinds: tuple[TaskKind, ...] = ("train", "evaluate")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
-    models: ModelCache = field(default_factory=ModelCache)
+    documents: Documents = field(default_factory=Documents)
     versions: dict[str, CachedVersion] = field(default_factory=dict)
     """The version of the run's last task, by run."""
-    piece_sizes: dict[str, PieceSize] = field(default_factory=dict)
-    """The size of pieces that fits into memory, by run."""
-    scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
-    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
-    for the next start."""
-    tokenized: dict[str, tuple[str, Dataset]] = field(default_factory=dict)
-    """The data sets that take the run's tokenizer, as tokens for the last run, with the digest of its model."""
     vocabularies: dict[str, str | None] = field(default_factory=dict)
     """The vocabularies of models' tokenizers, by the digests of their files."""
     for_evaluation: frozenset[str] = frozenset()
@@ -154,8 +193,6 @@ class TaskEnvironment:
     """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()
     """Data sets that are one part of a partition (`part` in the settings), for experiments."""
-    allowances: Mapping[str, Allowance] = field(default_factory=dict)
-    """Privacy budgets by data set."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None
@@ -170,8 +207,6 @@ class TaskEnvironment:
     """The site's audit chain; None keeps no record, as in a simulation."""
     bases: BaseSources | None = None
     """The site's external bases; None has none, as in a simulation."""
-    sandbox: Sandbox | None = None
-    """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
     sums: SumParty | None = None
     """This site in secure sums; None takes part in none."""
     checkpoints: Checkpoints | None = None
@@ -180,50 +215,12 @@ class TaskEnvironment:
     """Time between two checkpoints of a task; infinite for none."""
     seed_key: bytes | None = field(default=None, repr=False)
     """The site's secret for `TaskRun.training_seed`; None trains by the coordinator's seeds, as in a simulation."""
-    full_precision: bool = False
-    """True in a simulation, which no figures leave: they are exact under each rule."""
     duration_quantum_seconds: float = 0.0
     """Unit of the durations of tasks that may reveal nothing of an example; 0 for none, as in a simulation."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    executor: LoadedData = None  # type: ignore[assignment]
-    """The execution of tasks. An executor's own environment has none."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.setup.device
-
-    def privacy_rules(self, dataset: str) -> list[PrivacyFloor | ClientPrivacyFloor | Allowance]:
-        """Return the site's rules of privacy for a data set."""
-        policy = self.policy
-        rules = (
-            policy.require_privacy,
-            policy.require_client_privacy,
-            policy.max_weekly_privacy,
-            policy.max_total_privacy,
-            self.allowances.get(dataset),
-        )
-        return [rule for rule in rules if rule]
-
-    def rounds_figures(self, task: Task) -> bool:
-        """Return whether figures over examples leave in a task only as rounded sums (`privacy.bounded_figures`).
-
-        Elsewhere exact updates reveal more than exact figures. A central data set is no site's that takes part.
-        """
-        if self.full_precision:
-            return False
-        hidden = task.privacy or task.client_privacy or task.secure_sums
-        is_central = task.kind == "evaluate" and not task.held_out
-        policy = self.policy
-        rounded = policy.figures == "rounded" or policy.figures_privacy
-        by_site = bool(rounded) or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
-        return by_site or (bool(hidden) and not is_central)
-
-    def privacy_of_figures(self, task: Task) -> Budget | None:
-        """Return the privacy of one evaluation's figures; None if they have no noise."""
-        return self.policy.figures_privacy if self.rounds_figures(task) else None
 
     def limits(self, dataset: str) -> "SiteLimits":
         """Return the site's limits on what uses that protect single examples spend of a data set. Raises TaskFailure
@@ -237,14 +234,6 @@ class TaskEnvironment:
             policy.max_total_privacy,
             partial(ledger.elsewhere, dataset) if ledger else tuple,
         )
-
-    def hides(self, task: Task) -> bool:
-        """Return whether the course of a task may reveal nothing of an example."""
-        return self.rounds_figures(task) if task.kind == "evaluate" else task.is_covered
-
-    def piece_size(self, run: str) -> PieceSize:
-        """Return the size of pieces for the next task of a run, which its training updates."""
-        return self.piece_sizes.setdefault(run, PieceSize.of(self.setup.micro_batch))
 
 
 def privacy_module(name: str) -> Any:
@@ -406,6 +395,10 @@ class TaskRun:
         """Return a document's bytes as `read` does."""
         return self.read(digest, MAX_DOCUMENT_BYTES)
 
+    def mapping(self, model: Model) -> MappingFile | None:
+        """Return the site's own mapping of a model's attention, if there is one."""
+        return self.env.mappings.get(str(model.config["model_type"]))
+
     @cached_property
     def snapshot(self) -> RunSnapshot:
         """The run's terms and progress, as the task states them."""
@@ -435,52 +428,50 @@ class TaskRun:
             )
         return dataset.groups
 
-    def half(self, model: Model) -> WorkerHalf[Any]:
-        """Return the worker's half of the task's method."""
-        return worker_half(self.task.method, self.facts(model))
 
-    def facts(self, model: Model) -> RunInfo:
-        """Return the facts of the task's run, with its model, for both halves of its method."""
-        task = self.task
-        return RunInfo(
-            model.blocks,
-            task.rounds,
-            task.normalization,
-            task.training,
-            task.privacy,
-            upload_budget=task.upload_budget,
-            upload_seconds=task.upload_seconds,
-            client_privacy=task.client_privacy,
-            secure_sums=task.secure_sums is not None,
-            external=frozenset(model.external),
-            head=model.head,
-            lora=model.lora,
-        )
+class SiteRecords:
+    """The records of a task that its execution asks of the agent."""
+
+    def __init__(self, run: TaskRun) -> None:
+        self.note_exact = run.journal.note_exact
+        self.reserve_figures = run.journal.reserve_figures
+        self._run = run
+
+    def measure(self) -> None:
+        """Count an evaluation on the data set. Raises PolicyViolation."""
+        env, task = self._run.env, self._run.task
+        if env.history:
+            env.history.measure(task.run, task.dataset, env.policy)
+
+    def keep_scale(self, scale: Mapping[str, float]) -> None:
+        """Keep the loss scale for the run's next round, whether or not the update is merged."""
+        kept = {name: np.array(value, np.float64) for name, value in scale.items()}
+        self._run.env.vault.keep_scale(self._run.task.run, kept)
+
+    def loss_scale(self) -> dict[str, float]:
+        """Return the loss scale that an earlier round kept."""
+        return {name: float(value) for name, value in self._run.env.vault.load_scale(self._run.task.run).items()}
+
+
+def facts_of(task: Task, model: Model) -> RunInfo:
+    """Return the facts of a task's run, with its model, for both halves of its method."""
+    return RunInfo(
+        model.blocks,
+        task.rounds,
+        task.normalization,
+        task.training,
+        task.privacy,
+        upload_budget=task.upload_budget,
+        upload_seconds=task.upload_seconds,
+        client_privacy=task.client_privacy,
+        secure_sums=task.secure_sums is not None,
+        external=frozenset(model.external),
+        head=model.head,
+        lora=model.lora,
+    )
 
 
 def mixed_seed(key: bytes, task: Task) -> int:
     """Return a task's seed mixed with a site's secret: 53 bits, as `derive_seed` returns."""
     about = f"{task.alike_digest} {task.version.digest} {task.round} {task.seed}"
     return derive_seed(0, derived(key, about).hex())
-
-
-@contextmanager
-def loss_scaler(env: TaskEnvironment, task: Task) -> Iterator[torch.amp.GradScaler]:
-    """Yield a loss scaler at the scale that the run's last training found, also before a restart of the worker.
-
-    The scale is kept at once, whether or not the update is merged. Training that diverges removes it: its scale is
-    unusable.
-    """
-    scaler = env.scalers.pop(task.run, None)
-    if scaler is None:
-        scaler = gradient_scaler(task.training, env.device)
-        if scaler.is_enabled():
-            restore_scale(scaler, env.vault.load_scale(task.run))
-    try:
-        yield scaler
-    except TrainingDiverged:
-        env.vault.keep_scale(task.run, {})
-        raise
-    env.scalers[task.run] = scaler
-    if scaler.is_enabled():
-        env.vault.keep_scale(task.run, scale_of(scaler))

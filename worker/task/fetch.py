@@ -1,116 +1,40 @@
-"""The stages that fetch a version according to the plan and load it into a model."""
+"""The stage that fetches a version according to the plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby
-from typing import Any
 
 import numpy as np
 import structlog
-import torch
 from pydantic import ValidationError
 
 from tessera.shared.api.versions import Manifest, ServerTensor
-from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.dataset_schema import token_rows
+from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Invalid, InvalidUpdate, faults_of
-from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
+from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset_info import DatasetInfo
-from tessera.worker.errors import TaskFailure
+from tessera.worker.errors import InputMismatch, TaskFailure
 from tessera.worker.governance.policy import PolicyViolation, require
 from tessera.worker.governance.run_history import after_restore
-from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import allocate, check_model, laid_out, memory_of, write_block
-from tessera.worker.model.device_memory import free_bytes, needed_bytes
-from tessera.worker.model.forward import objective_of
-from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits, require_frozen
-from tessera.worker.model.layouts import MappingFile
-from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
-from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
-from tessera.worker.task.model_cache import Built, structure_of
-from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.input_mismatch import require_fit
-from tessera.worker.training.optimization.micro_batch import require_divisible
-from tessera.worker.training.optimization.moments import Moments, without_moments
-from tessera.worker.training.randomness import seed_everything
-from tessera.worker.training.ranks import require_shardable
+from tessera.worker.task.handover import Fetched
 
 MIN_DIFFERENCE_BYTES = 1 << 16
 """The smallest total size of missing blocks for which a difference is requested."""
 TOKENIZER_FILES: tuple[FileName, ...] = (TOKENIZER, "tokenizer_config.json")
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A version on this machine and the description of its model."""
-
-    document: Model
-    mapping: MappingFile | None
-    manifest: Manifest
-    blocks: tuple[Block, ...]
-    """The model's block table, computed here."""
-    bases: Mapping[str, BlobTensor]
-    """The version's value of each fetched block."""
-    four_bits: frozenset[str] = frozenset()
-    """The matrices to keep in 4 bits."""
-    server_state: Mapping[str, Array] = field(default_factory=dict)
-    """The server state that the plan requests."""
-    kept: Mapping[str, Array] = field(default_factory=dict)
-    """The tensors that this site keeps between the run's rounds."""
-    tokenizer: Mapping[FileName, bytes] = field(default_factory=dict)
-    """The files of the run's tokenizer, if the data set takes it."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every block is fetched, so that a model of the last round is overwritten: local values of a block
-        that is not fetched must not leak into this round."""
-        return len(self.bases) == len(self.blocks)
-
-    def content(self, block: Block) -> str:
-        """Return the digest of a block's values."""
-        return self.document.external.get(block.name) or self.manifest.blocks[block.name]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A task with its version loaded."""
-
-    document: Model
-    built: Built
-    half: WorkerHalf[Any]
-    context: LocalTaskContext
-    bases: Mapping[str, BlobTensor]
-    """The version's value of each fetched block."""
-    moments: Moments
-    """The optimizer's moments from earlier rounds."""
-
-    def personalise(self) -> None:
-        """Restore the site's private state into the model and let the method set it up."""
-        self.context.restore(self.half.private())
-        self.half.setup(self.context)
-
-    def is_changed(self) -> bool:
-        """Return whether any fetched block differs from the version. What has 4 bits never changes."""
-        return any(
-            self.context.read(base.block).tobytes() != to_array(base).tobytes()
-            for base in self.bases.values()
-            if base.block.tensor not in self.built.four_bits
-        )
 
 
 def _vocabulary(run: TaskRun, document: Model) -> str | None:
@@ -143,33 +67,28 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> Fetched:
     if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
-    mapping = env.mappings.get(model_type)
-
-    def block_table() -> tuple[Block, ...]:
-        if env.sandbox:
-            env.sandbox.require(document, mapping, run.check)
-        return check_model(document, mapping)
-
-    blocks = env.models.document(tuple, task.model, block_table)
+    checked = env.executor.check(run, document, dataset)
+    blocks = checked.blocks
     _require_dense(run, document, blocks)
-    four_bits = frozenset[str]()
-    if env.setup.compute.base_bits:
-        four_bits = env.models.document(frozenset, task.model, lambda: four_bit_tensors(document, mapping))
-        require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
-    if env.setup.compute.shard:
-        require_shardable(run.half(document), task.plan, document, task.training, private=task.privacy is not None)
-    if task.kind == "train" and task.privacy is None:
-        require_divisible(run.half(document), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)
-    if len(names) < len(blocks) or not env.models.holds(task.run, task.model, four_bits):
-        require_memory(run, document, four_bits)
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
     tokenizer = _tokenizer_files(run, document) if dataset.raw_texts else {}
     state, kept = _fetch_memory(run, manifest), _kept(run)
-    return Fetched(document, mapping, manifest, blocks, bases, four_bits, state, kept, tokenizer)
+    return Fetched(
+        document, run.mapping(document), manifest, blocks, bases, checked.four_bits, state, kept, tokenizer
+    )
+
+
+def require_fit(
+    model: Model, name: str, schema: DatasetSchema, *, padded: bool, vocabulary: str | None = None
+) -> None:
+    """Raise InputMismatch if the data set's schema certainly does not fit the model, whose tokenizer has this
+    vocabulary."""
+    if found := schema.mismatches(model, padded=padded, vocabulary=vocabulary):
+        raise InputMismatch(f"the data set {name!r} does not fit the model: {'; '.join(found)}")
 
 
 def _require_dense(run: TaskRun, document: Model, blocks: Sequence[Block]) -> None:
@@ -180,55 +99,6 @@ def _require_dense(run: TaskRun, document: Model, blocks: Sequence[Block]) -> No
     name = min((block.name for block in rows), default="")
     detail = f"a row of {name} that this site alone moves could be read from the sum"
     require(not rows or (party is not None and party.embeddings), "secure_sums.embeddings", detail)
-
-
-def require_memory(run: TaskRun, model: Model, four_bits: frozenset[str]) -> None:
-    """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
-    task, device = run.task, run.env.device
-    if device.type == "meta":
-        # The executor's processes have the model. Each looks for itself.
-        return
-    # A method that chooses among the plan's blocks may itself fit its choice to the memory.
-    fixed = task.kind == "train" and type(run.half(model)).select is WorkerHalf.select
-    trained = task.plan.train.resolve(model.blocks) if fixed else ()
-    shards = run.env.setup.ranks.shards
-    needed, free = needed_bytes(model.blocks, trained, task.training, four_bits, shards), free_bytes(device)
-    structlog.get_logger("worker").info("memory", needed_bytes=needed, free_bytes=free, device=str(device))
-    if needed > free:
-        raise TaskFailure(
-            "too-little-memory",
-            f"the task needs {needed} bytes on {device}: the model, gradients and moments of {len(trained)} trained "
-            f"blocks, and a margin; {free} are free, {needed - free} too few",
-        )
-
-
-def load(run: TaskRun, fetched: Fetched) -> Loaded:
-    """Load the version into a model, without the site's private state (see `Loaded.personalise`).
-
-    Raises TaskFailure, PolicyViolation, Problem, and the exceptions of the method's worker half.
-    """
-    env, task = run.env, run.task
-    last = env.models.take(task.run, task.model, fetched.four_bits)
-    if not fetched.is_whole:
-        last = None
-    # Only once the version is here, so that a false claim of a large model allocates no memory.
-    built = last or _built(run, fetched)
-    _fill(run, fetched, built, is_new=built is not last)
-    seed_everything(run.training_seed)
-    half = run.half(fetched.document)
-    context = LocalTaskContext(
-        built.model,
-        fetched.document.head,
-        task.plan,
-        built.blocks,
-        without_moments(without_feedback(fetched.kept)),
-        fetched.server_state,
-        objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
-        training=task.training,
-        held=built.held,
-        images=built.images,
-    )
-    return Loaded(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
 
 
 def _kept(run: TaskRun) -> dict[str, Array]:
@@ -259,57 +129,6 @@ def _require_merged(run: TaskRun) -> None:
         raise StateRolledBack(older, NO_HEAD)
 
 
-def _fill(run: TaskRun, fetched: Fetched, built: Built, *, is_new: bool) -> None:
-    """Write the version's values into a model."""
-    built.held.written.clear()
-    built.images.begin({name: fetched.content(base.block) for name, base in fetched.bases.items()})
-    tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), run.env.setup.ranks
-    for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
-        bases = list(group)
-        content = tuple(fetched.content(base.block) for base in bases)
-        layer = layers.get(name)
-        if layer.content == content if layer else built.held.has(name, tensors[name], content):
-            continue
-        whole = layer.weight if layer else tensors[name] if ranks.shards > 1 else None
-        matrix = tensors
-        if whole is not None:
-            matrix = {name: torch.empty(whole.shape, dtype=whole.dtype, device=run.env.device)}
-        for base in bases:
-            run.check()
-            _write(matrix, base, is_checked=not is_new and base.block.name in fetched.document.external)
-        if layer:
-            layer.fill(matrix[name], content)
-        elif whole is not None:
-            ranks.keep_shard(whole, matrix[name])
-        else:
-            built.held.note(name, tensors[name], content)
-
-
-def _write(tensors: Mapping[str, torch.Tensor], base: BlobTensor, *, is_checked: bool) -> None:
-    """Write a block's values, read into the tensor's memory if that is possible. Raises TaskFailure for values that
-    are not finite, unless they are known to be."""
-    block, memory = base.block, memory_of(tensors, base.block)
-    pieces = [base.values()] if memory is None else base.read_into(memory)
-    for values in pieces:
-        if not is_checked:
-            _require_finite(block.name, values)
-        if memory is None:
-            write_block(tensors, block, values)
-
-
-def _built(run: TaskRun, fetched: Fetched) -> Built:
-    """Build the run's model, already checked by `fetch`."""
-    task = run.task
-    # A block that is not fetched keeps the value that the seed gives it.
-    random_weights = len(fetched.bases) < len(fetched.blocks)
-    model = laid_out(fetched.document, fetched.mapping, seed=run.training_seed, random_weights=random_weights)
-    device = run.env.device
-    put_four_bits(model, fetched.four_bits)
-    run.env.setup.ranks.shard(model, device)
-    allocate(model, device)
-    return Built(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)
-
-
 def _tokenizer_files(run: TaskRun, document: Model) -> dict[FileName, bytes]:
     """Return the files of the run's tokenizer. Raises TaskFailure and Problem."""
     files = document.preprocessing
@@ -333,7 +152,7 @@ def read_model(run: TaskRun) -> Model:
     digest = run.task.model
     with failing_as("invalid-model"):
         run.fetch(digest, MAX_DOCUMENT_BYTES)
-        return run.env.models.document(Model, digest, lambda: Model.read(run.document(digest)))
+        return run.env.documents.read(Model, digest, lambda: Model.read(run.document(digest)))
 
 
 def _read_manifest(run: TaskRun) -> Manifest:
@@ -341,9 +160,7 @@ def _read_manifest(run: TaskRun) -> Manifest:
     digest = run.task.version.digest
     with failing_as("invalid-version"):
         run.fetch(digest, MAX_DOCUMENT_BYTES)
-        manifest = run.env.models.document(
-            Manifest, digest, lambda: Manifest.read(run.document(digest), run.document)
-        )
+        manifest = run.env.documents.read(Manifest, digest, lambda: Manifest.read(run.document(digest), run.document))
         if manifest.root:
             # Of a manifest read before, the root is fetched too: the cache keeps what tasks use.
             run.fetch(manifest.root, MAX_DOCUMENT_BYTES)
@@ -365,11 +182,11 @@ def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
         if len(raw) != entry.nbytes:
             raise TaskFailure("invalid-version", f"server state {name} has {len(raw)} bytes, not {entry.nbytes}")
         arrays[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
-        _require_finite(name, arrays[name])
+        require_finite(name, arrays[name])
     return arrays
 
 
-def _require_finite(name: str, values: Array) -> None:
+def require_finite(name: str, values: Array) -> None:
     """Raise TaskFailure for NaN or infinite values, which would waste the privacy that training spends."""
     flat = values.reshape(-1)
     if not all(np.isfinite(flat[start : start + CHUNK]).all() for start in range(0, flat.size, CHUNK)):
@@ -384,7 +201,7 @@ def _fetch_base(run: TaskRun, document: Model, wanted: Sequence[Block]) -> dict[
     if run.env.bases is None:
         raise TaskFailure("no-base", "this worker has no cache of external bases")
     try:
-        convert = partial(converted_blocks, document.config, document.head)
+        convert = partial(run.env.executor.convert, run, document)
         spans = run.env.bases.fetch(blocks, convert, run.check)
     except BaseUnavailable as fault:
         structlog.get_logger("worker").warning("no-base", detail=str(fault), faults=fault.faults)

@@ -45,7 +45,7 @@ OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden, StateRolledBack
 def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
     """Return the key of a task's checkpoints. The contents of its data set must be known in `env.contents`."""
     settings = task.model_dump(mode="json", include=SETTINGS)
-    bits = env.setup.compute.base_bits
+    bits = env.executor.compute.base_bits
     used = {"kornia": task.training.augments, "bitsandbytes": bits is not None}
     libraries = ["torch", "transformers", *(name for name, is_used in used.items() if is_used)]
     return CheckpointKey(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -15,22 +15,24 @@ from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult
 from tessera.shared.problems import Problem
-from tessera.shared.schema import canonical
+from tessera.shared.schedule import local_steps
+from tessera.shared.schema import EPSILON, canonical
 from tessera.shared.telemetry import spans
-from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.tensors.lazy import digest_of, to_array
+from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.errors import HiddenFailure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.audit import LEAVING, StateRolledBack
 from tessera.worker.state.database import StateError
-from tessera.worker.state.error_feedback import Feedback
+from tessera.worker.state.error_feedback import Feedback, without_feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
-from tessera.worker.task.environment import Journal, LoadedData, TaskEnvironment, TaskRun
-from tessera.worker.task.execution import Outcome, without_step
-from tessera.worker.task.fetch import Fetched, fetch
+from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
+from tessera.worker.task.fetch import fetch
+from tessera.worker.task.handover import Fetched, Outcome
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
@@ -39,24 +41,12 @@ from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.account import PrivacyAccount
-    from tessera.worker.state.checkpoints import TaskCheckpoint
-
-
-class Executor(LoadedData, Protocol):
-    """The execution of tasks: `task.execution.Direct` in this process, or `worker.executor` in others."""
-
-    def execute(
-        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
-    ) -> Outcome:
-        """Return the outcome of a task on its data set. Raises as `task.execution.execute` does."""
 
 
 @dataclass(frozen=True)
 class TaskRunner(TaskEnvironment):
     """Runner of a worker's tasks. The site's rules apply at three gates: before a version is fetched (`admission`),
     before data are read (`train`, `evaluate`) and before anything leaves (`upload`)."""
-
-    executor: Executor = None  # type: ignore[assignment]
 
     def run(self, task: Task, check: Check, report: Report) -> HeldUpdate | None:
         """Execute a task; when this returns, the coordinator has accepted the result, or the returned update waits
@@ -78,7 +68,7 @@ class TaskRunner(TaskEnvironment):
             dataset=task.dataset,
             plan=digest_of(canonical(task.plan)),
             version=task.version.digest,
-            **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
+            **({"base_bits": bits} if (bits := self.executor.compute.base_bits) else {}),
         )
         if task.kind in HELPER_KINDS:
             help_open(run)
@@ -102,15 +92,13 @@ class TaskRunner(TaskEnvironment):
                     outcome = self.executor.execute(run, fetched, account, checkpoint)
                 except HiddenFailure as hidden:
                     device_failed = is_device_failure(hidden.__cause__)
-                    outcome = without_step(run, fetched, dataset, account, hidden)
+                    outcome = _without_step(run, fetched, dataset, account, hidden)
             if outcome.result:
                 held = self._sent(egress, fetched, outcome, outcome.result)
             else:
                 egress.submit_evaluation(outcome.examples)
         if device_failed:
             raise DeviceFailed
-        if outcome.built:
-            self.models.keep(outcome.built)
         return held
 
     def _sent(self, egress: Egress, fetched: Fetched, outcome: Outcome, result: LocalResult) -> HeldUpdate | None:
@@ -196,6 +184,26 @@ class TaskRunner(TaskEnvironment):
         noise = self.policy.figures_privacy
         permitted = all(permits_figures(rule, noise) for rule in self.privacy_rules(dataset))
         return permitted and examples >= self.policy.min_evaluation_examples
+
+
+def _without_step(
+    run: TaskRun, fetched: Fetched, dataset: DatasetInfo, account: PrivacyAccount | None, hidden: HiddenFailure
+) -> Outcome:
+    """Return the outcome of a site that learned nothing: the version as it was fetched, and the vault as it was.
+
+    Only this site's log and audit record the fault. It reports what it would have reported after training. Raises
+    PolicyViolation if a budget has no room for the round's steps.
+    """
+    run.journal.note("train.fail", code=str(hidden))
+    structlog.get_logger("worker").error("update-without-step", cause=str(hidden), exc_info=hidden.__cause__)
+    units = account.units if account else dataset.examples
+    run.report.examples, run.report.metrics = units, {}
+    if account:
+        account.charge(local_steps(run.task.training, units))
+        run.report.metrics = {EPSILON: account.spent()}
+    asked = run.task.plan.upload.resolve(fetched.blocks)
+    upload = {block.name: to_array(fetched.bases[block.name]) for block in asked if block.name in fetched.bases}
+    return Outcome(units, LocalResult(upload, without_feedback(fetched.kept)))
 
 
 def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:

@@ -31,7 +31,7 @@ from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.policy import PolicyViolation, require
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.site_keys import SumParty
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import TaskRun, facts_of
 from tessera.worker.task.fetch import failing_as, read_model
 
 M = TypeVar("M", bound=BaseModel)
@@ -91,7 +91,7 @@ def _check_run(run: TaskRun) -> None:
     task = run.task
     check_settings(task)
     model = read_model(run)
-    check_work(coordinator_half(task.method, run.facts(model)), model, [task.plan])
+    check_work(coordinator_half(task.method, facts_of(run.task, model)), model, [task.plan])
 
 
 def check_values(terms: Terms, manifest: Manifest) -> None:

@@ -49,7 +49,7 @@ from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.pieces_file import PiecesFile
 from tessera.worker.task.environment import MAX_INLINE, TaskEnvironment, TaskRun
-from tessera.worker.task.fetch import Fetched
+from tessera.worker.task.handover import Fetched
 from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within
 from tessera.worker.training.progress import Check, Report

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import UnsupportedRun
-from tessera.shared.model.dataset_schema import DatasetSchema, limits
+from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.device_failure import ASSERTION, is_device_failure
@@ -21,15 +21,6 @@ FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 
 UNKNOWN_INDEX = ("index out of range in self", "Target ")
 """The beginnings of torch's messages about a token or a label that the model lacks."""
-
-
-def require_fit(
-    model: Model, name: str, schema: DatasetSchema, *, padded: bool, vocabulary: str | None = None
-) -> None:
-    """Raise InputMismatch if the data set's schema certainly does not fit the model, whose tokenizer has this
-    vocabulary."""
-    if found := schema.mismatches(model, padded=padded, vocabulary=vocabulary):
-        raise InputMismatch(f"the data set {name!r} does not fit the model: {'; '.join(found)}")
 
 
 @contextmanager

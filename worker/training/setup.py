@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.run_settings import Training
-from tessera.worker.compute import Compute
+from tessera.worker.compute import Compute, MicroBatch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.optimization.micro_batch import MicroBatch, PieceSize
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from tessera.worker.compute import Compute
 from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.executor import launcher, mapped
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.folder import dataset_file
 from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.execution import Direct, Outcome
+from tessera.worker.task.handover import Checked, Outcome
 from tests.support import zygote
 
 
@@ -34,15 +36,27 @@ class InMemory:
     def kind(self) -> str:
         return self.ranks.kind
 
+    @property
+    def compute(self) -> Compute:
+        return self.here.compute
+
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         return self.here.digests(run, dataset)
 
+    def check(self, run: TaskRun, *given: Any) -> Checked:
+        self._settle()
+        return self.ranks.check(run, *given)
+
     def execute(self, run: TaskRun, *given: Any) -> Outcome:
+        self._settle()
         folder = self.ranks.folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, dataset in self.here.datasets.items():
             mapped.write(dataset_file(folder / "home", name), mapped.plain(dataset))
         return self.ranks.execute(run, *given)
+
+    def _settle(self) -> None:
+        self.ranks.compute, self.ranks.micro_batch = self.here.compute, self.here.setup.micro_batch
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
-from tessera.worker.compute import Compute
+from tessera.worker.compute import Compute, MicroBatch
 from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.group import next_seed
@@ -28,7 +28,6 @@ from tessera.worker.model.forward import IGNORED
 from tessera.worker.simulation import Result, Stalled, Weights, simulate, virtual_workers
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
-from tessera.worker.training.optimization.micro_batch import MicroBatch
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.tasks import MOBILEVIT, VIT, images
@@ -175,10 +174,8 @@ def divided(
     """The case's run, whose workers train on the devices of `executor`; None is one process."""
 
     def made(**given: Any) -> TaskRunner:
-        given["setup"] = TrainingSetup(torch.device("meta") if executor else CPU, **setup)
-        if executor:
-            given["executor"] = InMemory(executor, given["executor"])
-        return runner(**given)
+        direct = replace(given["executor"], setup=TrainingSetup(CPU, **setup))
+        return runner(**{**given, "executor": InMemory(executor, direct) if executor else direct})
 
     with monkeypatch.context() as patch:
         patch.setattr(virtual_workers, "TaskRunner", made)

@@ -13,7 +13,6 @@ import torch
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
-from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.prepared import Prepared
@@ -23,16 +22,14 @@ from tessera.worker.executor import mapped
 from tessera.worker.executor.folder import (
     FailureRecord,
     ResultRecord,
-    TaskRecord,
     read_arrays,
     read_document,
     write_arrays,
     write_document,
 )
-from tessera.worker.executor.rank import Rank, _failure
+from tessera.worker.executor.rank import _failure
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.atomic_files import WriteFailed
 from tessera.worker.training.progress import Report
 from tests.support.pretrained import bert_tokenizer
@@ -81,15 +78,6 @@ def test_figures_that_are_not_finite_arrive(tmp_path: Path) -> None:
     assert (found.report.began, found.report.steps) == (report.began, 0 + 3)
 
 
-@pytest.mark.parametrize("verdicts", [None, Path("verdicts")])
-def test_a_tokenizer_is_tried_in_a_sandbox_with_and_without_a_folder_of_verdicts(verdicts: Path | None) -> None:
-    record = TaskRecord.model_construct(
-        sandboxed=True, verdicts=verdicts, noise_seed=None, loss_scale={}, micro_batch=None, compute=Compute(),
-        policy={}, allowances={}, counted=False, full_precision=False,
-    )  # fmt: skip
-    assert Rank(Path(), torch.device("cpu"), None)._environment(record).sandbox == Sandbox(verdicts)
-
-
 @pytest.mark.parametrize("policy", [POLICY, Policy()])
 def test_a_policy_arrives_as_it_was(policy: Policy) -> None:
     assert Policy.model_validate(policy.model_dump(mode="json", exclude_defaults=True)) == policy
@@ -101,7 +89,7 @@ def test_a_policy_arrives_as_it_was(policy: Policy) -> None:
         TaskFailure("no-base", "text"),
         ModelMismatch(["one", "two"]),
         UnsafeConfig("text"),
-        torch.OutOfMemoryError("text"),
+        MemoryError("text"),
         ValueError("secret"),
         OSError(2, "secret", "secret"),
     ],

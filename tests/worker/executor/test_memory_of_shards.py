@@ -25,12 +25,13 @@ from tessera.shared.tensors.lazy import as_bytes
 from tessera.worker.compute import Compute
 from tessera.worker.executor.group import Group, GroupContext
 from tessera.worker.executor.sharding import bytes_here, shard
+from tessera.worker.executor.stages.load import load
+from tessera.worker.executor.stages.local_task import LocalTask
+from tessera.worker.executor.stages.run_cache import RunCache
+from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.model.build import laid_out
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.vault import Vault
-from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.fetch import Fetched, load
+from tessera.worker.task.handover import Fetched
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.worker.executor.test_equal_results import CPU, GPT2, model_of
@@ -70,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
 
-def loading(folder: Path, group: Group) -> tuple[TaskRun, Fetched]:
+def loading(folder: Path, group: Group) -> tuple[LocalTask, Fetched]:
     """A task in this rank, and its version."""
     start = model_of(GPT2, "causal-lm")
     blocks = {block.name: block for block in start.model.blocks}
@@ -80,21 +81,21 @@ def loading(folder: Path, group: Group) -> tuple[TaskRun, Fetched]:
     }
     manifest = Manifest(blocks=dict.fromkeys(blocks, f"sha256:{'c' * 64}"))
     unused: Any = SimpleNamespace(task=None)
-    environment = TaskEnvironment(unused, {}, TrainingSetup(CPU, None, SHARD, group), Vault(folder), unused, folder)
     task = TASK.model_copy(update={"method": MethodSpec(name="fedavg")})
-    run = TaskRun(environment, task, lambda: None, Report(), Journal(TaskRef.of(task), "wards", None, None))
-    return run, Fetched(start.model, None, manifest, start.model.blocks, bases)
+    setup = TrainingSetup(CPU, None, SHARD, group)
+    local = LocalTask(task, SiteRules(), unused, setup, RunCache(), folder, lambda: None, Report())
+    return local, Fetched(start.model, None, manifest, start.model.blocks, bases)
 
 
 def test_one_tensor_at_a_time_is_whole_while_a_rank_loads_its_part(tmp_path: Path, group: Group) -> None:
-    run, fetched = loading(tmp_path, group)
-    built = load(run, fetched).built
+    local, fetched = loading(tmp_path, group)
+    built = load(local, fetched).built
     parameters = list(built.model.parameters())
     own, whole = bytes_here(built.model), sum(each.nbytes for each in parameters)
     assert own == whole / 2
-    run.env.models.keep(built)
+    local.cache.models.keep(built)
     with LiveBytes() as live:
-        load(run, fetched)
+        load(local, fetched)
     # Beside its part, the tensor, and its values in the version's file.
     assert own < live.most <= own + 2 * max(each.nbytes for each in parameters) < whole
 

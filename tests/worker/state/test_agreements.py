@@ -19,6 +19,7 @@ from tessera.shared.secure_sums.committee import Commitment
 from tessera.shared.secure_sums.messages import SumDocument
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.bootstrap import runner_of
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import SettingsError, WorkerSettings
@@ -162,7 +163,7 @@ def opening(coordinator: LiveCoordinator, tmp_path: Path) -> Iterator[Opening]:
     })  # fmt: skip
     with coordinator.client("site", "site-00") as client:
         env = TaskEnvironment(
-            client, {}, TrainingSetup(torch.device("cpu")), Vault(tmp_path / "vault"), cache, tmp_path,
+            client, {}, Direct({}, TrainingSetup(torch.device("cpu"))), Vault(tmp_path / "vault"), cache, tmp_path,
             kinds=("open",), sums=replace(party, roster=fed.roster), history=RunHistory(tmp_path / "runs", "w"),
         )  # fmt: skip
         yield Opening(settings, env, task, audit_of(settings))

@@ -15,12 +15,12 @@ from tessera.shared.model.selectors import roles
 from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset, RawTexts
 from tessera.worker.data.registry import load
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TaskEnvironment
-from tessera.worker.task.execution import Direct
 from tessera.worker.task.resumption import SETTINGS, checkpoint_of, key_of
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.task_document import task_of
@@ -42,9 +42,7 @@ def task(**more: Any) -> Task:
 def env(tmp_path: Path) -> TaskEnvironment:
     # No task runs, so nothing asks a coordinator.
     setup, cache = TrainingSetup(torch.device("cpu")), Cache(tmp_path / "cache", 1 << 20)
-    made = TaskEnvironment(
-        cast("Any", None), {}, setup, Vault(tmp_path / "vault"), cache, tmp_path, executor=Direct({})
-    )
+    made = TaskEnvironment(cast("Any", None), {}, Direct({}, setup), Vault(tmp_path / "vault"), cache, tmp_path)
     made.contents.update({"wards": "one", "clinics": "two"})
     return made
 
@@ -95,7 +93,7 @@ def test_other_data_another_device_and_other_libraries_are_another_key(
     env: TaskEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = key_of(env, task())
-    on_gpu = replace(env, executor=Direct({}, "cuda"))
+    on_gpu = replace(env, executor=Direct({}, TrainingSetup(torch.device("cuda"))))
     assert key_of(on_gpu, task()) == one.model_copy(update={"device": "cuda"})
     env.contents["wards"] = "changed"
     assert key_of(env, task()).data != one.data

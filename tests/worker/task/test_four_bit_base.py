@@ -18,12 +18,15 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.agent import Agent
 from tessera.worker.cli.model import app as model_app
 from tessera.worker.compute import Compute
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.model.four_bits import four_bit_layers
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.resumption import key_of
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.chain_rows import audit_in
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.tasks import CPU
 from tests.worker.task.test_checkpoint_key import env, task
 from tests.worker.task.test_external_base import Site, begin, site, snapshot, start
 
@@ -72,7 +75,7 @@ def test_matrices_are_converted_once_for_all_tasks_of_a_run(
     # The evaluation of the first version, its training, and the evaluation of the second.
     for _ in range(3):
         agent._run_task(until(agent._next))
-        built = agent._runner.models._last
+        built = agent._runner.executor.cache.models._last
         assert built
         packed.append({name: layer.packed.data_ptr() for name, layer in four_bit_layers(built.model).items()})
     agent.close()
@@ -128,6 +131,6 @@ def test_a_private_run_trains_beside_a_base_in_4_bits(
 
 
 def test_a_checkpoint_of_a_base_in_4_bits_is_another(env: TaskEnvironment) -> None:
-    four = replace(env, setup=replace(env.setup, compute=Compute(base_bits=4)))
+    four = replace(env, executor=Direct({}, TrainingSetup(CPU, compute=Compute(base_bits=4))))
     assert key_of(env, task()) != key_of(four, task())
     assert key_of(env, task()).device == "cpu"

@@ -133,12 +133,12 @@ class Scene:
             datasets=sets, threads=1, poll_seconds=0, held_out_key_file=key_file(folder), **site.settings,
         )  # fmt: skip
         self.agent = Agent(settings, self.stop)
-        assert self.agent._runner.sandbox
-        self.agent._runner.sandbox.memory_bytes = 128 * MIB
+        assert self.agent._runner.executor.sandbox
+        self.agent._runner.executor.sandbox.memory_bytes = 128 * MIB
         model = instantiate(VIT, "image-classification", seed=1)
         self.model = Model(config=VIT, head="image-classification", blocks=block_table(model))
         # The first call in a process imports for seconds, for which a site may not have the time.
-        self.agent._runner.sandbox.require(self.model, None, lambda: None)
+        self.agent._runner.executor.sandbox.require(self.model, None, lambda: None)
         start = {block.name: read_block(named_tensors(model), block) for block in self.model.blocks}
         given = {
             "dataset": "digits", "rounds": 20, "training": Training(batch_size=64, learning_rate=0.01),

@@ -155,7 +155,7 @@ class Site:
 
     def trusted(self, run: Run) -> set[str]:
         """The blocks of the last version but one that the kept model still has, by its own account."""
-        built = self.agent._runner.models._last
+        built = self.agent._runner.executor.cache.models._last
         assert built
         tensors = named_tensors(built.model)
         *_, before, _ = self.client.versions(run.id)

@@ -17,6 +17,7 @@ from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import digest_of
+from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import ClientPrivacyFloor, Policy, PolicyViolation
@@ -65,10 +66,10 @@ def run_of(folder: Path, terms: Terms | None, policy: Policy, task: Task) -> Tas
         cache.put(digest_of(text), [text], len(text))
     # No other key of this site is needed, and nothing is fetched.
     party = SumParty("site-05", cast("Any", None), FEDERATION.roster, quorum=5, helper=False, agreements=None)
-    setup, vault = TrainingSetup(torch.device("cpu")), Vault(folder / "vault")
+    direct, vault = Direct({}, TrainingSetup(torch.device("cpu"))), Vault(folder / "vault")
     nothing = cast("Any", SimpleNamespace(copy_blob=None))
     kinds = ("train", "agree")
-    env = TaskEnvironment(nothing, {}, setup, vault, cache, folder, policy=policy, kinds=kinds, sums=party)
+    env = TaskEnvironment(nothing, {}, direct, vault, cache, folder, policy=policy, kinds=kinds, sums=party)
     return TaskRun(env, task, lambda: None, Report(), Journal(cast("Any", None), "wards", None, None))
 
 

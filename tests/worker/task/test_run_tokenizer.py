@@ -29,6 +29,8 @@ from tessera.worker.data.partition.division import hold_out
 from tessera.worker.data.readers.tokenizer import tokenizer_of
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError, TaskFailure
+from tessera.worker.executor.stages.run_cache import RunCache
+from tessera.worker.executor.stages.tokenize import tokenize
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
@@ -43,7 +45,6 @@ from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.fetch import _tokenizer_files
 from tessera.worker.task.heartbeat import Stop
-from tessera.worker.task.tokenize import tokenize
 from tessera.worker.training.progress import Report
 from tessera.worker.training.ranks import OneRank
 from tests.support.coordinator import LiveCoordinator, until
@@ -85,10 +86,7 @@ def tokens(
 
     coordinator = SimpleNamespace(copy_blob=copy_blob)
     shelf = Cache(folder / "cache", 1 << 30)
-    setup = SimpleNamespace(ranks=OneRank())
-    env: Any = SimpleNamespace(
-        tokenized={}, scratch=folder, sandbox=sandbox, shelf=shelf, coordinator=coordinator, setup=setup
-    )
+    env: Any = SimpleNamespace(shelf=shelf, coordinator=coordinator)
     task: Any = SimpleNamespace(dataset="notes", model="sha256:" + "0" * 64)
     journal: Any = None
     run = TaskRun(env, task, lambda: None, Report(), journal)
@@ -96,9 +94,13 @@ def tokens(
     loaded: Any = SimpleNamespace(built=SimpleNamespace(model=SimpleNamespace(get_input_embeddings=lambda: rows)))
     document: Any = SimpleNamespace(preprocessing=refs or named, blocks=blocks, config={})
     fetched: Any = SimpleNamespace(document=document, tokenizer=_tokenizer_files(run, document))
-    made = tokenize(run, fetched, loaded, dataset)
+    local: Any = SimpleNamespace(
+        task=task, cache=RunCache(), setup=SimpleNamespace(ranks=OneRank()), scratch=folder, sandbox=sandbox,
+        check=lambda: None,
+    )  # fmt: skip
+    made = tokenize(local, fetched, loaded, dataset)
     # Later tasks of the run convert nothing.
-    assert tokenize(run, fetched, loaded, dataset) is made
+    assert tokenize(local, fetched, loaded, dataset) is made
     return made
 
 

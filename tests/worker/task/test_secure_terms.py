@@ -35,6 +35,9 @@ from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.errors import TaskFailure
+from tessera.worker.executor.stages.direct import Direct
+from tessera.worker.executor.stages.load import load
+from tessera.worker.executor.stages.train import train
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import instantiate
@@ -47,9 +50,8 @@ from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.fetch import fetch, load
+from tessera.worker.task.fetch import fetch
 from tessera.worker.task.secure_sums import admitted_terms, check_values, help_open, masked
-from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
@@ -82,7 +84,7 @@ class Sender:
         self.env = TaskEnvironment(
             Client("http://127.0.0.1:1", "t", patience_seconds=0.1),
             {},
-            TrainingSetup(torch.device("cpu")),
+            Direct({}, TrainingSetup(torch.device("cpu"))),
             Vault(folder / "vault"),
             self.cache,
             folder,
@@ -199,8 +201,9 @@ class Trained:
         self.base["sums"] = {"terms": self.terms.digest}
         about = (Keyring(folder / "keys"), self.federation.roster, 3)
         data = {name: images().info for name in ("data", CHANGES["dataset"])}
+        direct = Direct({}, TrainingSetup(torch.device("cpu")))
         self.env = TaskEnvironment(
-            Client("http://127.0.0.1:1", "t", patience_seconds=0.1), data, TrainingSetup(torch.device("cpu")),
+            Client("http://127.0.0.1:1", "t", patience_seconds=0.1), data, direct,
             Vault(folder / "vault"), self.cache, folder, seed_key=seed_key,
             sums=SumParty("site-00", *about, helper=False, agreements=None, masks=False),
         )  # fmt: skip
@@ -217,7 +220,8 @@ class Trained:
             run = TaskRun(self.env, task, lambda: None, Report(), journal)
             admission = admit(run)
             fetched = fetch(run, admission.dataset)
-            result, _ = train(run, load(run, fetched), images(), None)
+            local = self.env.executor.local(run)
+            result, _ = train(local, load(local, fetched), images(), None)
         except (PolicyViolation, TaskFailure, ValidationError) as fault:
             return str(fault)
         assert admission.terms

@@ -13,8 +13,9 @@ from tessera.worker.data.dataset import Dataset, Padding, schema_of
 from tessera.worker.errors import InputMismatch
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.task.fetch import require_fit
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.input_mismatch import explained, require_fit
+from tessera.worker.training.input_mismatch import explained
 
 SECRET = 31
 BERT = {

@@ -15,12 +15,13 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.run_settings import Training
+from tessera.worker.compute import MicroBatch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import IGNORED, objective_of
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.optimization.micro_batch import MicroBatch, pieces_of, require_divisible
+from tessera.worker.training.optimization.micro_batch import pieces_of, require_divisible
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.variants import variants

@@ -13,9 +13,9 @@ from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, Selector, roles
 from tessera.shared.model.spec import Lora
 from tessera.shared.run_settings import Training
+from tessera.worker.executor.stages.run_cache import structure_of
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.task.model_cache import structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.randomness import seed_everything

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
@@ -453,17 +454,22 @@ def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_foun
     runner, worker = digits_runner(coordinator, tmp_path)
     run = begin(coordinator.client(), "fedavg", None)
     # As a GPU has one for float16, at a scale that overflows even float32.
-    runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    runner.executor.cache.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     scales = []
     for _ in range(ROUNDS):
         runner.run(worker.take(), lambda: None, Report())
-        scales.append(runner.scalers[run.id].get_scale())
+        scales.append(runner.executor.cache.scalers[run.id].get_scale())
     assert scales[0] == scales[1] < 2.0**127
     # A worker that starts again finds it in the vault, whose update waits for the round's end.
     restarted = torch.amp.GradScaler("cpu")
-    restore_scale(restarted, Vault(tmp_path / "vault").load_scale(run.id))
+    kept = Vault(tmp_path / "vault").load_scale(run.id)
+    restore_scale(restarted, {name: float(value) for name, value in kept.items()})
     assert restarted.get_scale() == scales[-1]
-    assert restarted.state_dict()["_growth_tracker"] == runner.scalers[run.id].state_dict()["_growth_tracker"] > 0
+    assert (
+        restarted.state_dict()["_growth_tracker"]
+        == runner.executor.cache.scalers[run.id].state_dict()["_growth_tracker"]
+        > 0
+    )
 
 
 def test_training_that_diverges_leaves_no_scale_for_the_next_round(
@@ -471,9 +477,10 @@ def test_training_that_diverges_leaves_no_scale_for_the_next_round(
 ) -> None:
     runner, worker = digits_runner(coordinator, tmp_path)
     run = begin(coordinator.client(), "fedavg", None)
-    runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
-    runner.vault.keep_scale(run.id, scale_of(runner.scalers[run.id]))
+    runner.executor.cache.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
+    scale = scale_of(runner.executor.cache.scalers[run.id])
+    runner.vault.keep_scale(run.id, {name: np.array(value) for name, value in scale.items()})
     with pytest.raises(TrainingDiverged, match="gradients are not finite"):
         runner.run(worker.take(), lambda: None, Report())
-    assert run.id not in runner.scalers
+    assert run.id not in runner.executor.cache.scalers
     assert not runner.vault.load_scale(run.id)

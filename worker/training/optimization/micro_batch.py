@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 import torch
@@ -13,13 +13,11 @@ from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Training
+from tessera.worker.compute import MicroBatch
 from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.errors import ExampleTooLarge, Indivisible
 from tessera.worker.model.forward import CrossEntropy, label_count, one_for_each
 from tessera.worker.training.batches import Batch
-
-MicroBatch = int | Literal["auto"] | None
-"""Number of examples in a forward and backward pass: a whole batch if None, as many as fit if `auto`."""
 
 
 @dataclass

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 
 from tessera.shared.run_settings import Training
-from tessera.shared.tensors.lazy import Array
 
 MIN_LOSS_SCALE = 2.0**-24
 """Gradients that overflow float16 at this scale, its smallest positive number, are not finite at any scale."""
@@ -26,16 +24,16 @@ def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradS
     return torch.amp.GradScaler(device.type, enabled=scaled)
 
 
-def scale_of(scaler: torch.amp.GradScaler) -> dict[str, Array]:
+def scale_of(scaler: torch.amp.GradScaler) -> dict[str, float]:
     """Return a scaler's scale and its number of steps since the last overflow; nothing for a scaler that is off."""
     state = scaler.state_dict()
-    return {name: np.array(state[name], np.float64) for name in SCALE if name in state}
+    return {name: float(state[name]) for name in SCALE if name in state}
 
 
-def restore_scale(scaler: torch.amp.GradScaler, kept: Mapping[str, Array]) -> None:
+def restore_scale(scaler: torch.amp.GradScaler, kept: Mapping[str, float]) -> None:
     """Set a scaler's state to that of `scale_of`, unless it is off or there is none."""
     if scaler.is_enabled() and kept:
-        scale, steps = (kept[name].item() for name in SCALE)
+        scale, steps = (kept[name] for name in SCALE)
         scaler.load_state_dict({**scaler.state_dict(), **dict(zip(SCALE, (scale, int(steps)), strict=True))})
 
 

@@ -12,10 +12,11 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.packing import POSITIONS, packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
 from tessera.worker.errors import DataChanged, DataError, TaskFailure
+from tessera.worker.executor.stages.load import Loaded
+from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
-from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.fetch import Fetched, Loaded
+from tessera.worker.task.handover import Fetched
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 
@@ -23,47 +24,47 @@ AT_ONCE = 1 << 14
 """Number of texts that a child of the sandbox converts."""
 
 
-def tokenize(run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
+def tokenize(local: LocalTask, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
     """Return the data set as it is, or its raw texts as tokens of the run's tokenizer, packed if it is to be.
 
     Raises TaskFailure and UnsafeConfig. No message depends on the texts.
     """
-    env, task = run.env, run.task
+    task, known = local.task, local.cache.tokenized
     # The length of one document decides in which rows the next ones are, and so moves figures without a bound.
-    packs = dataset.pack and not (task.kind == "evaluate" and env.rounds_figures(task))
+    packs = dataset.pack and not (task.kind == "evaluate" and local.rules.rounds_figures(task))
     if dataset.texts is None and not packs:
         return dataset
     made_as = f"{task.model}{' packed' if packs else ''}"
-    if (known := env.tokenized.get(task.dataset)) and known[0] == made_as:
-        return known[1]
+    if (last := known.get(task.dataset)) and last[0] == made_as:
+        return last[1]
 
     def make() -> Dataset:
-        made = _tokenized(run, fetched, loaded, dataset) if dataset.texts else dataset
+        made = _tokenized(local, fetched, loaded, dataset) if dataset.texts else dataset
         return packed(made) if packs else made
 
-    made = env.setup.ranks.shared(make)
-    env.tokenized[task.dataset] = made_as, made
+    made = local.setup.ranks.shared(make)
+    known[task.dataset] = made_as, made
     return made
 
 
-def require_apart(run: TaskRun, context: LocalTaskContext, dataset: Dataset) -> None:
+def require_apart(local: LocalTask, context: LocalTaskContext, dataset: Dataset) -> None:
     """Raise TaskFailure for packed rows whose documents the model does not keep apart."""
     if POSITIONS in dataset.inputs and (fault := packing_fault(context)):
         raise TaskFailure(
             "packed-texts",
-            f"the data set {run.task.dataset!r} is packed (pack = true), and the model {fault}: it must take "
+            f"the data set {local.task.dataset!r} is packed (pack = true), and the model {fault}: it must take "
             "position_ids and build its attention mask from them, as Llama does",
         )
 
 
-def _tokenized(run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
-    env, task, texts = run.env, run.task, dataset.texts
+def _tokenized(local: LocalTask, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
+    task, texts = local.task, dataset.texts
     if texts is None:
         return dataset
-    with TemporaryDirectory(dir=env.scratch) as folder:
+    with TemporaryDirectory(dir=local.scratch) as folder:
         for name, raw in fetched.tokenizer.items():
             (Path(folder) / name).write_bytes(raw)
-        if env.sandbox:
+        if local.sandbox:
             parts = chain.from_iterable(
                 part.texts.parts() for part in (dataset, dataset.held_out) if part and part.texts
             )
@@ -74,7 +75,7 @@ def _tokenized(run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset)
                     max_length=texts.max_length or MAX_TOKENS,
                     by_word=texts.by_word,
                 )
-                env.sandbox.require_tokenizer(request, run.check)
+                local.sandbox.require_tokenizer(request, local.check)
         embeddings = token_embedding(loaded.built.model).num_embeddings
         try:
             tokenizer = tokenizer_of("tokenizer", folder, by_word=texts.by_word)

@@ -1,15 +1,16 @@
-"""Cache of the model built last, for the next task of the same run."""
+"""Caches of a process for the next task of the same run: its model, and what its training found."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from tessera.shared.model.blocks import Block
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.held_values import HeldValues
+from tessera.worker.task.handover import Checked
 from tessera.worker.training.optimization.image_features import ImageFeatures
+from tessera.worker.training.optimization.micro_batch import PieceSize
 
 Structure = tuple[tuple[str, type, int], ...]
 """Name, class and number of hooks of each of a model's modules."""
@@ -37,28 +38,11 @@ class Built:
         return {"base_bits": 4.0} if self.four_bits else {}
 
 
-D = TypeVar("D")
-
-MAX_DOCUMENTS = 8
-"""Number of parsed documents that are kept: the models and last versions of a few runs."""
-
-
 class ModelCache:
-    """Cache for a single model, since memory may not fit two, and for the documents that were parsed last."""
+    """Cache for a single model, since memory may not fit two."""
 
     def __init__(self) -> None:
         self._last: Built | None = None
-        self._documents: dict[tuple[type, str], Any] = {}
-
-    def document(self, kind: type[D], digest: str, read: Callable[[], D]) -> D:
-        """Return the document of a digest, as `read` returns it if it was not read lately."""
-        key = (kind, digest)
-        if key not in self._documents:
-            document = read()
-            while len(self._documents) >= MAX_DOCUMENTS:
-                self._documents.pop(next(iter(self._documents)), None)
-            self._documents[key] = document
-        return cast("D", self._documents[key])
 
     def holds(self, run: str, digest: str, four_bits: frozenset[str]) -> bool:
         """Return whether the cached model is this run's, with these matrices in 4 bits."""
@@ -82,3 +66,19 @@ def structure_of(model: torch.nn.Module) -> Structure:
         (name, type(module), len(module._forward_hooks) + len(module._forward_pre_hooks))  # noqa: SLF001 (no other way)
         for name, module in model.named_modules()
     )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunCache:
+    """The caches that the tasks of a process share."""
+
+    models: ModelCache = field(default_factory=ModelCache)
+    tables: dict[tuple[str, int | None], Checked] = field(default_factory=dict)
+    """The block table of the last model that was checked, by its digest and the bits of its base."""
+    piece_sizes: dict[str, PieceSize] = field(default_factory=dict)
+    """The size of pieces that fits into memory, by run."""
+    scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
+    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
+    for the next start."""
+    tokenized: dict[str, tuple[str, Dataset]] = field(default_factory=dict)
+    """The data sets that take the run's tokenizer, as tokens for the last run, with the digest of its model."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
+import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import EXTRA, Extra, LocalResult, TrainingStats, UnsupportedRun
@@ -22,16 +24,18 @@ from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.errors import TaskFailure, TrainingDiverged
+from tessera.worker.executor.stages.load import Loaded
+from tessera.worker.executor.stages.local_task import LocalTask
+from tessera.worker.executor.stages.tokenize import require_apart
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.privacy.bounded_figures import disclosed
-from tessera.worker.task.environment import TaskRun, loss_scaler, privacy_module
-from tessera.worker.task.fetch import Loaded
-from tessera.worker.task.tokenize import require_apart
+from tessera.worker.task.environment import facts_of, privacy_module
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import synthetic_batch
+from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
 from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    run: TaskRun,
+    local: LocalTask,
     loaded: Loaded,
     dataset: Dataset,
     account: Account | None,
@@ -50,12 +54,12 @@ def train(
 
     Raises PolicyViolation, TaskFailure, TrainingDiverged, SelectorError and exceptions of the method's worker half.
     """
-    env, task, report = run.env, run.task, run.report
+    task, report = local.task, local.report
     half, context = loaded.half, loaded.context
     loaded.personalise()
-    _check_plan(run, loaded)
-    require_apart(run, context, dataset)
-    private = _private(run, dataset, account, checkpoints) if account else None
+    _check_plan(local, loaded)
+    require_apart(local, context, dataset)
+    private = _private(local, dataset, account, checkpoints) if account else None
     units = report.examples = private.units if private else dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
@@ -66,57 +70,57 @@ def train(
     else:
         # Before training, not at upload: heartbeats already report the loss of the first batches, and a failed
         # selection is reported too.
-        run.journal.note_exact(dataset.examples, "training")
+        local.records.note_exact(dataset.examples, "training")
     size, labels = task.training.batch_size, dataset.inputs[LABELS]
     if not private and isinstance(labels, Tensor) and one_for_each(labels):
         # Elsewhere a batch's loss is the mean over its labels, so that scores depend on the batches.
-        size = env.piece_size(task.run).of_batches(size)
-    batches: Iterable[Batch] = Batches(dataset, size, env.device)
+        size = local.piece_size.of_batches(size)
+    batches: Iterable[Batch] = Batches(dataset, size, local.device)
     if private:
         is_covered = task.privacy is not None and task.privacy.selection == "noisy"
         known = partial(private.known, context, dataset)
-        batches = private.watched(ReadableBatches(dataset, size, env.device, known) if is_covered else batches)
+        batches = private.watched(ReadableBatches(dataset, size, local.device, known) if is_covered else batches)
     else:
         context.batches = batches
     # One example may move a mean loss, or a method's own metrics, without a bound. Of this site alone they would also
     # tell what a secure sum hides.
-    no_figures = env.rounds_figures(task) or task.sums is not None
+    no_figures = local.rules.rounds_figures(task) or task.sums is not None
     probed = LocalResult({})
-    few = dataset.examples < (least := env.policy.min_evaluation_examples)
+    few = dataset.examples < (least := local.rules.policy.min_evaluation_examples)
     if (count := half.settings.probe_examples) and not (private or no_figures or few):
-        probed = half.measure(context, next(iter(Batches(dataset, max(count, least), env.device))))
+        probed = half.measure(context, next(iter(Batches(dataset, max(count, least), local.device))))
     chosen = half.select(context, batches)
     if private:
         private.check_choice()
-    selected = env.setup.ranks.same(lambda: chosen)
+    selected = local.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
-    env.policy.check_epochs(epochs_of(phases, task.training, units))
+    local.rules.policy.check_epochs(epochs_of(phases, task.training, units))
     least = sys.maxsize if no_figures else least
-    with loss_scaler(env, task) as scaler:
+    with loss_scaler(local) as scaler:
         trainer = Trainer(
             half,
             context,
             task.training,
-            env.setup,
-            run.check,
+            local.setup,
+            local.check,
             private,
             report,
             least,
             scaler,
             round_number=task.round,
             rounds=task.rounds,
-            piece_size=env.piece_size(task.run),
+            piece_size=local.piece_size,
             moments=loaded.moments if task.training.keep_moments else None,
             checkpoints=checkpoints,
         )
-        stats = trainer.train(phases, dataset, run.training_seed)
+        stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)
     metrics = {
         name: rounded(value) if name.startswith(half.signals) else value
         for name, value in {**probed.metrics, **result.metrics}.items()
         if not (few and name.startswith(half.signals))
     }
-    sent = {**result.upload, **_extra(run, result.extra)}
+    sent = {**result.upload, **_extra(local, result.extra)}
     result = replace(result, upload=sent, keep={**probed.keep, **result.keep}, metrics=metrics, extra={})
     _require_finite_keep(result, task.training.learning_rate)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
@@ -129,48 +133,48 @@ def train(
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     elif no_figures:
-        _require_mergeable(run, loaded.document, units)
+        _require_mergeable(local, loaded.document, units)
     return result, stats
 
 
 def _private(
-    run: TaskRun, dataset: Dataset, account: Account, checkpoints: TrainingCheckpoints | None
+    local: LocalTask, dataset: Dataset, account: Account, checkpoints: TrainingCheckpoints | None
 ) -> PrivateTask:
     """Return the private half of the task's training."""
-    env, task = run.env, run.task
+    task = local.task
     resumed = checkpoints.document["private"] if checkpoints and checkpoints.document else None
     groups = dataset.by_group if task.privacy and task.privacy.unit == "group" else None
     private: PrivateTask = privacy_module("private_task").PrivateTask(
-        account, task, groups, env.noise_key(task), resumed, env.setup.ranks
+        account, task, groups, local.noise_key, resumed, local.setup.ranks
     )
     return private
 
 
-def _require_mergeable(run: TaskRun, document: Model, units: int) -> None:
+def _require_mergeable(local: LocalTask, document: Model, units: int) -> None:
     """Raise PolicyViolation if the method cannot merge without the metrics that do not leave this site."""
-    task = run.task
+    task = local.task
     try:
-        coordinator_half(task.method, run.facts(document)).check(task.plan, units, run.report.metrics)
+        coordinator_half(task.method, facts_of(task, document)).check(task.plan, units, local.report.metrics)
     except ValueError as lack:
         detail = f"the method {task.method.name} needs metrics of training, which do not leave this site: {lack}"
         raise PolicyViolation("figures", detail) from None
 
 
-def _extra(run: TaskRun, extra: Mapping[str, Extra]) -> dict[str, Array]:
+def _extra(local: LocalTask, extra: Mapping[str, Extra]) -> dict[str, Array]:
     """Return the values of a result's extra arrays by their names in an update, with zeros in rows over too few
     examples, as in rows over none. Raises TaskFailure for arrays other than the plan's."""
-    shapes = {each.name: each.shape for each in run.task.plan.extra}
+    shapes = {each.name: each.shape for each in local.task.plan.extra}
     if (found := {name: each.values.shape for name, each in extra.items()}) != shapes:
         raise TaskFailure("invalid-result", f"the method returned the extra arrays {found}, expected {shapes}")
     # Under privacy, no noise would cover which rows are over few examples.
-    least = 0 if run.task.privacy else run.env.policy.min_evaluation_examples
+    least = 0 if local.task.privacy else local.rules.policy.min_evaluation_examples
     sent = {}
     for name, each in extra.items():
         examples = np.broadcast_to(each.examples, shapes[name][:1])
         sent[EXTRA + name] = values = each.values.copy()
         values[examples < least] = 0
         if count := int(((examples > 0) & (examples < least)).sum()):
-            run.report.withheld[EXTRA + name] = count
+            local.report.withheld[EXTRA + name] = count
             structlog.get_logger("worker").warning("rows-withheld", array=name, rows=count, least=least)
     return sent
 
@@ -183,12 +187,12 @@ def _require_finite_keep(result: LocalResult, rate: float) -> None:
             raise TrainingDiverged(f"{name}, which the site keeps, is not finite with a learning rate of {rate:g}")
 
 
-def _check_plan(run: TaskRun, loaded: Loaded) -> None:
+def _check_plan(local: LocalTask, loaded: Loaded) -> None:
     """Check the plan against our own block table before any data is read.
 
     Raises PolicyViolation, TaskFailure, UnsupportedRun.
     """
-    plan, context, policy = run.task.plan, loaded.context, run.env.policy
+    plan, context, policy = local.task.plan, loaded.context, local.rules.policy
     extra = [each.block for each in plan.extra]
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if plan.upload.holds(block))
@@ -198,13 +202,35 @@ def _check_plan(run: TaskRun, loaded: Loaded) -> None:
     asked = plan.upload.resolve(context.blocks)
     policy.check_upload([*asked, *extra])
     policy.check_tied(asked, tied)
-    if extra and run.task.privacy is None and run.env.rounds_figures(run.task):
+    if extra and local.task.privacy is None and local.rules.rounds_figures(local.task):
         named = ", ".join(block.name for block in extra)
         raise PolicyViolation("figures", f"exact figures over examples do not leave this site, such as {named}")
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")
-    if PRIVATE in run.task.training.rates and not context.private:
+    if PRIVATE in local.task.training.rates and not context.private:
         raise UnsupportedRun(
-            f"training.rates.{PRIVATE} is for modules that a method adds at a site, and {run.task.method.name} adds "
-            "none: leave it out"
+            f"training.rates.{PRIVATE} is for modules that a method adds at a site, and {local.task.method.name} "
+            "adds none: leave it out"
         )
+
+
+@contextmanager
+def loss_scaler(local: LocalTask) -> Iterator[torch.amp.GradScaler]:
+    """Yield a loss scaler at the scale that the run's last training found, also before a restart of the worker.
+
+    The scale is kept at once, whether or not the update is merged. Training that diverges removes it: its scale is
+    unusable.
+    """
+    task, records, scalers = local.task, local.records, local.cache.scalers
+    scaler = scalers.pop(task.run, None)
+    if scaler is None:
+        scaler = gradient_scaler(task.training, local.device)
+        restore_scale(scaler, local.loss_scale)
+    try:
+        yield scaler
+    except TrainingDiverged:
+        records.keep_scale({})
+        raise
+    scalers[task.run] = scaler
+    if scaler.is_enabled():
+        records.keep_scale(scale_of(scaler))

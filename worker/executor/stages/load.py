@@ -1,0 +1,132 @@
+"""The stage that loads a fetched version into a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from tessera.shared.methods.base import WorkerHalf
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import to_array
+from tessera.worker.executor.stages.local_task import LocalTask
+from tessera.worker.executor.stages.run_cache import Built, structure_of
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.build import allocate, laid_out, memory_of, write_block
+from tessera.worker.model.forward import objective_of
+from tessera.worker.model.four_bits import four_bit_layers, put_four_bits
+from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.state.error_feedback import without_feedback
+from tessera.worker.task.fetch import require_finite
+from tessera.worker.task.handover import Fetched
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.moments import Moments, without_moments
+from tessera.worker.training.randomness import seed_everything
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A task with its version loaded."""
+
+    document: Model
+    built: Built
+    half: WorkerHalf[Any]
+    context: LocalTaskContext
+    bases: Mapping[str, BlobTensor]
+    """The version's value of each fetched block."""
+    moments: Moments
+    """The optimizer's moments from earlier rounds."""
+
+    def personalise(self) -> None:
+        """Restore the site's private state into the model and let the method set it up."""
+        self.context.restore(self.half.private())
+        self.half.setup(self.context)
+
+    def is_changed(self) -> bool:
+        """Return whether any fetched block differs from the version. What has 4 bits never changes."""
+        return any(
+            self.context.read(base.block).tobytes() != to_array(base).tobytes()
+            for base in self.bases.values()
+            if base.block.tensor not in self.built.four_bits
+        )
+
+
+def load(local: LocalTask, fetched: Fetched) -> Loaded:
+    """Load the version into a model, without the site's private state (see `Loaded.personalise`).
+
+    Raises TaskFailure, PolicyViolation, Problem, and the exceptions of the method's worker half.
+    """
+    task = local.task
+    last = local.cache.models.take(task.run, task.model, fetched.four_bits)
+    if not fetched.is_whole:
+        last = None
+    # Only once the version is here, so that a false claim of a large model allocates no memory.
+    built = last or _built(local, fetched)
+    _fill(local, fetched, built, is_new=built is not last)
+    seed_everything(local.task.seed)
+    half = local.half(fetched.document)
+    context = LocalTaskContext(
+        built.model,
+        fetched.document.head,
+        task.plan,
+        built.blocks,
+        without_moments(without_feedback(fetched.kept)),
+        fetched.server_state,
+        objective=objective_of(task.training, fetched.document, local.device, private=task.privacy is not None),
+        training=task.training,
+        held=built.held,
+        images=built.images,
+    )
+    return Loaded(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
+
+
+def _fill(local: LocalTask, fetched: Fetched, built: Built, *, is_new: bool) -> None:
+    """Write the version's values into a model."""
+    built.held.written.clear()
+    built.images.begin({name: fetched.content(base.block) for name, base in fetched.bases.items()})
+    tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), local.setup.ranks
+    for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
+        bases = list(group)
+        content = tuple(fetched.content(base.block) for base in bases)
+        layer = layers.get(name)
+        if layer.content == content if layer else built.held.has(name, tensors[name], content):
+            continue
+        whole = layer.weight if layer else tensors[name] if ranks.shards > 1 else None
+        matrix = tensors
+        if whole is not None:
+            matrix = {name: torch.empty(whole.shape, dtype=whole.dtype, device=local.device)}
+        for base in bases:
+            local.check()
+            _write(matrix, base, is_checked=not is_new and base.block.name in fetched.document.external)
+        if layer:
+            layer.fill(matrix[name], content)
+        elif whole is not None:
+            ranks.keep_shard(whole, matrix[name])
+        else:
+            built.held.note(name, tensors[name], content)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], base: BlobTensor, *, is_checked: bool) -> None:
+    """Write a block's values, read into the tensor's memory if that is possible. Raises TaskFailure for values that
+    are not finite, unless they are known to be."""
+    block, memory = base.block, memory_of(tensors, base.block)
+    pieces = [base.values()] if memory is None else base.read_into(memory)
+    for values in pieces:
+        if not is_checked:
+            require_finite(block.name, values)
+        if memory is None:
+            write_block(tensors, block, values)
+
+
+def _built(local: LocalTask, fetched: Fetched) -> Built:
+    """Build the run's model, already checked."""
+    task = local.task
+    # A block that is not fetched keeps the value that the seed gives it.
+    random_weights = len(fetched.bases) < len(fetched.blocks)
+    model = laid_out(fetched.document, fetched.mapping, seed=local.task.seed, random_weights=random_weights)
+    device = local.device
+    put_four_bits(model, fetched.four_bits)
+    local.setup.ranks.shard(model, device)
+    allocate(model, device)
+    return Built(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)

@@ -1,0 +1,53 @@
+"""The rules that a site sets for one worker's tasks: its policy, and its data sets' privacy budgets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.run_settings import Budget
+from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteRules:
+    """The site's rules, for the agent's half of a task and for the executor's."""
+
+    policy: Policy = field(default_factory=Policy)
+    allowances: Mapping[str, Allowance] = field(default_factory=dict)
+    """Privacy budgets by data set."""
+    full_precision: bool = False
+    """True in a simulation, which no figures leave: they are exact under each rule."""
+
+    def privacy_rules(self, dataset: str) -> list[PrivacyFloor | ClientPrivacyFloor | Allowance]:
+        """Return the site's rules of privacy for a data set."""
+        policy = self.policy
+        rules = (
+            policy.require_privacy,
+            policy.require_client_privacy,
+            policy.max_weekly_privacy,
+            policy.max_total_privacy,
+            self.allowances.get(dataset),
+        )
+        return [rule for rule in rules if rule]
+
+    def rounds_figures(self, task: Task) -> bool:
+        """Return whether figures over examples leave in a task only as rounded sums (`privacy.bounded_figures`).
+
+        Elsewhere exact updates reveal more than exact figures. A central data set is no site's that takes part.
+        """
+        if self.full_precision:
+            return False
+        hidden = task.privacy or task.client_privacy or task.secure_sums
+        is_central = task.kind == "evaluate" and not task.held_out
+        policy = self.policy
+        rounded = policy.figures == "rounded" or policy.figures_privacy
+        by_site = bool(rounded) or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
+        return by_site or (bool(hidden) and not is_central)
+
+    def privacy_of_figures(self, task: Task) -> Budget | None:
+        """Return the privacy of one evaluation's figures; None if they have no noise."""
+        return self.policy.figures_privacy if self.rounds_figures(task) else None
+
+    def hides(self, task: Task) -> bool:
+        """Return whether the course of a task may reveal nothing of an example."""
+        return self.rounds_figures(task) if task.kind == "evaluate" else task.is_covered
