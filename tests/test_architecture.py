@@ -52,6 +52,21 @@ def imports(module: str, *, typing_too: bool) -> Iterator[str]:
     return (name for name, typing in _imports(module) if typing_too or not typing)
 
 
+def at_import(module: str) -> Iterator[str]:
+    """Yield the absolute names that a module imports when it is imported itself."""
+    waiting: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
 @cache
 def _imports(module: str) -> list[tuple[str, bool]]:
     """The names, and whether no coordinator imports them. Trees are not kept, which would fill memory."""
@@ -143,6 +158,22 @@ def test_imports_point_one_way(inside: str, forbidden: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("inside", ["coordinator", "shared"])
 def test_neither_the_coordinator_nor_what_is_shared_imports_torch(inside: str) -> None:
     assert crossing(f"{TOP}.{inside}", ("torch", "transformers", "sklearn"), typing_too=False) == []
+
+
+def test_the_agent_s_half_of_a_task_reaches_no_module_that_imports_torch() -> None:
+    """What runs at the import of a module counts, and not what its functions import later."""
+    waiting = [f"{TOP}.worker.task.runner", f"{TOP}.worker.executor.executor", f"{TOP}.worker.executor.supervisor"]
+    reached, heavy = set(waiting), set[tuple[str, str]]()
+    while waiting:
+        module = waiting.pop()
+        for name in at_import(module):
+            if name.partition(".")[0] in ("torch", "transformers"):
+                heavy.add((module, name))
+            # A package's own module runs first.
+            parts = {".".join(name.split(".")[:length]) for length in range(1, name.count(".") + 2)}
+            waiting += (new := sorted((parts & set(MODULES)) - reached))
+            reached.update(new)
+    assert heavy == set()
 
 
 def test_operations_know_nothing_of_http() -> None:

@@ -38,8 +38,7 @@ from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset_info import augments_images
 from tessera.worker.deltas import check_deltas
-from tessera.worker.device_failure import DeviceFailed, is_device_failure
-from tessera.worker.errors import DataError, in_short
+from tessera.worker.errors import DataError, DeviceFailed, in_short, is_device_failure
 from tessera.worker.faults.disk import DISK_FULL, Disk
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.faults.outage import Outage, refuses_worker

@@ -20,6 +20,7 @@
     RuntimeError
      +- LoaderFailed             a process that reads data
     HiddenFailure                a failure of which the coordinator learns nothing
+    DeviceFailed                 a GPU that only a new process can use again
 
 `faults.failures` has the code by which each is reported. Needs no torch: the agent catches them, and the executor
 raises them.
@@ -108,3 +109,25 @@ class NoFiniteLoss(TrainingDiverged):
 def in_short(fault: BaseException) -> str:
     """Return a library's error message on one line, cut off after 300 characters."""
     return " ".join(str(fault).split())[:300]
+
+
+ASSERTION = "device-side assert"
+"""The part of torch's message by which a GPU refuses an index: of a token, a position or a label."""
+
+
+class DeviceFailed(Exception):
+    """A GPU that only a new process can use again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the GPU cannot be used by this process any more: start the worker again, or have systemd do so"
+        )
+
+
+def is_device_failure(fault: BaseException | None) -> bool:
+    """Return whether an error, or its cause, is that of a failed GPU."""
+    if fault is None:
+        return False
+    # torch.AcceleratorError. Before 2.8 torch raised a RuntimeError.
+    names = {kind.__name__ for kind in type(fault).__mro__}
+    return "AcceleratorError" in names or ASSERTION in str(fault) or is_device_failure(fault.__cause__)

@@ -1,7 +1,7 @@
 """The commands of a worker, a site and a simulation.
 
-Imports `agent`, `data`, `deltas`, `device_failure`, `doctor`, `enrolment`, `errors`, `faults`, `governance`,
-`inventory`, `model`, `privacy`, `settings`, `settings_reload`, `simulation`, `state`, `stores` and `task`.
+Imports `agent`, `data`, `deltas`, `doctor`, `enrolment`, `errors`, `faults`, `governance`, `inventory`, `model`,
+`privacy`, `settings`, `settings_reload`, `simulation`, `state`, `stores` and `task`.
 """
 
 import os

@@ -35,6 +35,7 @@ from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
 from tessera.worker.cli.site import report
+from tessera.worker.errors import DeviceFailed
 from tessera.worker.faults.disk import is_of_disk
 from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
@@ -101,7 +102,7 @@ def _run(worker: agent.Agent, settings: WorkerSettings) -> None:
         fail(f"{without_password(settings.url)} does not admit worker {settings.name}: {problem}", NOT_ADMITTED)
     except Problem as problem:
         fail(f"{without_password(settings.url)} refuses worker {settings.name}: {problem}", 1)
-    except device_failure.DeviceFailed as failure:
+    except DeviceFailed as failure:
         fail(str(failure), DEVICE_FAILED)
     finally:
         spans.end()

@@ -28,8 +28,7 @@ from tessera.shared.telemetry import logging
 from tessera.shared.updates.base_folder import BaseFolder
 from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.device_failure import is_device_failure
-from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure
+from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure, is_device_failure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.checkpoints import GroupCheckpoints
 from tessera.worker.executor.executor import Progress

@@ -1,4 +1,4 @@
 """Differentially private training: per-example gradients, noise and accounting.
 
-Imports `data`, `device_failure`, `errors`, `governance`, `model`, `state` and `training`.
+Imports `data`, `errors`, `governance`, `model`, `state` and `training`.
 """

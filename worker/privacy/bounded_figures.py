@@ -23,8 +23,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data.dataset import LABELS, Dataset
-from tessera.worker.device_failure import is_device_failure
-from tessera.worker.errors import InputMismatch
+from tessera.worker.errors import InputMismatch, is_device_failure
 from tessera.worker.model.forward import IGNORED, counted_labels, forward
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.training.batches import ReadableBatches

@@ -20,8 +20,7 @@ from tessera.shared.schema import EPSILON, canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of, to_array
 from tessera.worker.data.dataset_info import DatasetInfo
-from tessera.worker.device_failure import DeviceFailed, is_device_failure
-from tessera.worker.errors import HiddenFailure
+from tessera.worker.errors import DeviceFailed, HiddenFailure, is_device_failure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.audit import LEAVING, StateRolledBack

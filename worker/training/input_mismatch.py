@@ -11,8 +11,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.data.dataset import LABELS, Dataset
-from tessera.worker.device_failure import ASSERTION, is_device_failure
-from tessera.worker.errors import InputMismatch, in_short
+from tessera.worker.errors import ASSERTION, InputMismatch, in_short, is_device_failure
 from tessera.worker.model.forward import IGNORED, CrossEntropy, counted_labels, evaluation_mode, forward
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 
