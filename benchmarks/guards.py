@@ -19,7 +19,7 @@ from benchmarks.measuring import OUT, Results, median
 from tessera.coordinator.api.request_limits import in_time
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
-from tessera.coordinator.limits.rate import Admission
+from tessera.coordinator.limits.rate import CallerRates
 from tessera.coordinator.telemetry.request_timing import Timing, Tracing
 from tessera.shared.telemetry.trace_ids import HEADER, traceparent_of
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     calls = QUICK_CALLS if given.quick else CALLS
     results = Results("guards", "the coordinator's limits, processor time for each request")
-    admission = Admission(1e9, 60, 60)
+    admission = CallerRates(1e9, 60, 60)
     room, memory = DiskSpace([Path(tempfile.gettempdir())], 0), Memory(None)
     results.add(guard="rate of a token", us=microseconds(lambda: admission.count_request("token"), calls))
     results.add(guard="trace id", us=asyncio.run(asynchronously(tracing, calls)))

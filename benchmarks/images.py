@@ -48,7 +48,7 @@ def measure(table: Path, side: int, loaders: int | None) -> dict[str, float]:
     import torch  # noqa: PLC0415
 
     from tessera.worker.data.loaders import LoaderProcesses  # noqa: PLC0415
-    from tessera.worker.data.prepared import Prepared  # noqa: PLC0415
+    from tessera.worker.data.prepared import PreparedFolder  # noqa: PLC0415
     from tessera.worker.data.registry import load  # noqa: PLC0415
     from tessera.worker.training.batches import Batches  # noqa: PLC0415
 
@@ -57,7 +57,7 @@ def measure(table: Path, side: int, loaders: int | None) -> dict[str, float]:
     options = {"file": str(table), "size": side, "in_memory": loaders is None}
     times = [monotonic()]
     for _ in range(2):
-        dataset = load("images", options, prepared=Prepared(table.parent / "prepared"), loaders=processes)
+        dataset = load("images", options, prepared=PreparedFolder(table.parent / "prepared"), loaders=processes)
         times.append(monotonic())
     batches = iter(Batches(dataset, BATCH, torch.device("cpu"), torch.Generator().manual_seed(0)))
     next(batches)

@@ -37,7 +37,7 @@ from benchmarks.measuring import (
     processor_seconds,
     proportional_bytes,
 )
-from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.client.round_outcomes import RoundOutcome
 from tessera.shared.methods.base import Plan, RunInfo
 from tessera.shared.methods.fedavg import METHOD
 from tessera.shared.run_settings import Training
@@ -101,7 +101,7 @@ def simulated(work: Work, times: Path, processes: int) -> None:
     sites = {f"site-{n:04}": VirtualSite(lambda n=n: images(work.config, n)) for n in range(work.sites)}  # type: ignore[misc]
     spec = {"method": {"name": "fedavg"}, "rounds": work.rounds, "training": work.training}
 
-    def watch(outcome: Outcome) -> None:
+    def watch(outcome: RoundOutcome) -> None:
         _note(times, outcome.accepted)
 
     conditions = Conditions(threads=1, processes=processes)

@@ -54,7 +54,7 @@ def measure(table: Path) -> dict[str, float]:
     # The process that starts this one has no need of torch.
     import torch  # noqa: PLC0415
 
-    from tessera.worker.data.prepared import Prepared  # noqa: PLC0415
+    from tessera.worker.data.prepared import PreparedFolder  # noqa: PLC0415
     from tessera.worker.data.registry import load  # noqa: PLC0415
     from tessera.worker.training.batches import Batches  # noqa: PLC0415
 
@@ -62,7 +62,7 @@ def measure(table: Path) -> dict[str, float]:
     load("text", {"file": str(write_table(table.parent, BATCH)), **options})
     forget_peak(os.getpid())
     before, began = peak_bytes(os.getpid()), monotonic()
-    dataset = load("text", {"file": str(table), **options}, prepared=Prepared(table.with_suffix("")))
+    dataset = load("text", {"file": str(table), **options}, prepared=PreparedFolder(table.with_suffix("")))
     loaded = monotonic()
     batches = iter(Batches(dataset, BATCH, torch.device("cpu"), torch.Generator().manual_seed(0)))
     next(batches)

@@ -21,7 +21,7 @@ from tessera.coordinator.blobs.uploads import Uploads
 from tessera.coordinator.blobs.version_diffs import Differences
 from tessera.coordinator.conductor.actions import Actions
 from tessera.coordinator.conductor.conductor import Conductor
-from tessera.coordinator.conductor.failures import Failures
+from tessera.coordinator.conductor.failures import ActionFailures
 from tessera.coordinator.conductor.liveness import Liveness
 from tessera.coordinator.conductor.round_actions import RoundActions
 from tessera.coordinator.conductor.secure_sums import SecureRounds
@@ -30,7 +30,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.domain.snapshot import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
-from tessera.coordinator.limits.rate import Admission
+from tessera.coordinator.limits.rate import CallerRates
 from tessera.coordinator.limits.request_memory import BodyMemory, ResponseMemory
 from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
 from tessera.coordinator.maintenance.garbage_collection import Retention
@@ -59,7 +59,7 @@ class Services:
     database: Database
     disk: DiskSpace
     memory: Memory
-    admission: Admission
+    admission: CallerRates
     answers: ResponseMemory
     bodies: BodyMemory
     blobs: Blobs
@@ -125,7 +125,7 @@ def assemble(
         liveness,
         RoundActions(database, blobs, states, Aggregation(states, inspector), disk, liveness, secure),
         Actions(database, liveness, secure),
-        Failures(database),
+        ActionFailures(database),
         ConductorWakeups(settings.tick_seconds, settings.heartbeat),
         last_seen,
         Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds, settings.lease_seconds),
@@ -162,7 +162,7 @@ def assemble(
         database=database,
         disk=disk,
         memory=memory,
-        admission=Admission(
+        admission=CallerRates(
             settings.requests_per_second,
             settings.auth_failures_per_minute,
             settings.enrolments_per_minute,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.client.round_outcomes import RoundOutcome
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Entry:
     seconds: float
 
     @classmethod
-    def of(cls, outcome: Outcome, model_bytes: int) -> Entry:
+    def of(cls, outcome: RoundOutcome, model_bytes: int) -> Entry:
         """Count only the workers with an accepted update: the bytes of others were not part of an exchange."""
         done = [task for task in outcome.round.tasks if task.is_accepted]
         return cls(

@@ -18,7 +18,7 @@ from tessera.shared.client.run_comparison import compare_runs
 from tessera.shared.client.run_file import check_spec, read_spec, settings_of
 from tessera.shared.client.run_versions import Wanted, described, export_version, new_run
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
-from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
+from tessera.shared.metrics.comparison import RunComparison as ComparisonRecord
 from tessera.shared.metrics.convergence import Convergence
 from tessera.shared.metrics.extras import extra
 from tessera.shared.metrics.rows import rows_of

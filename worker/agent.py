@@ -48,9 +48,9 @@ from tessera.worker.governance.opening_hours import Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import describe, devices_of
 from tessera.worker.live_values import LiveMonitor
-from tessera.worker.metrics_file import Figures
+from tessera.worker.metrics_file import WorkerCounts
 from tessera.worker.model.device_memory import return_unused_memory
-from tessera.worker.pace import Pace
+from tessera.worker.pace import Backoff
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import ROLLED_BACK, Action, StateRolledBack
@@ -59,7 +59,7 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import outcome_of
 from tessera.worker.stores import airlock_of, inbox_of, own_folders, state_id_of
 from tessera.worker.task.environment import wait_until
-from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Holding, Renewal, Stop, Stopped
+from tessera.worker.task.heartbeat import BEATS_PER_LEASE, ReleaseQueue, Renewal, Stop, Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.upload import HeldUpdate
 from tessera.worker.training.progress import Report
@@ -111,7 +111,7 @@ class Agent:
         self._connect = partial(bounded, patience_seconds=0)
         # One for all claims, so that a round soon after another needs no new connection.
         self._claims = self._connect()
-        self._holding = Holding()
+        self._holding = ReleaseQueue()
         self._sender = partial(bounded, sleep=self._nap)
         self._asking = False
         self._poll_seconds = settings.poll_seconds
@@ -129,9 +129,9 @@ class Agent:
         self._database = Database.of(settings.state_dir)
         self._lacking: str | None = None
         """The digest of a state that was rolled back, which could not be written yet."""
-        self._pace = Pace(stop)
+        self._pace = Backoff(stop)
         self._removes_at = 0.0
-        self._figures = Figures(settings.metrics_file)
+        self._figures = WorkerCounts(settings.metrics_file)
         devices = devices_of(settings)
         self._live = LiveMonitor(devices, settings.state_dir, shares_log=settings.share_log)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)

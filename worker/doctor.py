@@ -22,7 +22,7 @@ from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.client.notice_channels import Channel, Undelivered
-from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES, Transport
+from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES, HttpTransport
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
@@ -493,7 +493,7 @@ def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Fi
 
 def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Finding]:
     try:
-        transport = Transport(url, None, patience_seconds=0.0, verify=verify, answer_seconds=CONNECT_SECONDS)
+        transport = HttpTransport(url, None, patience_seconds=0.0, verify=verify, answer_seconds=CONNECT_SECONDS)
         with closing(transport):
             answer = transport.once("GET", "/version")
         about = About.model_validate_json(answer.content)

@@ -13,7 +13,7 @@ from tessera.worker.data.dataset import Dataset, Loaders
 from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
@@ -25,7 +25,7 @@ GPU_LOADERS = 2
 
 
 def load_source(
-    source: DataSource, key: bytes = b"", prepared: Prepared = NOT_KEPT, loaders: Loaders | None = None
+    source: DataSource, key: bytes = b"", prepared: PreparedFolder = NOT_KEPT, loaders: Loaders | None = None
 ) -> Dataset:
     """Return the data set. `key` decides which examples are held out. Raises DataError."""
     return load(
@@ -39,9 +39,9 @@ def load_source(
     )
 
 
-def prepared_of(settings: DataSettings, name: str) -> Prepared:
+def prepared_of(settings: DataSettings, name: str) -> PreparedFolder:
     """Return the folder of the files made from a data set, which only a running worker writes."""
-    return Prepared(settings.sources.prepared / name) if isinstance(settings, WorkerSettings) else NOT_KEPT
+    return PreparedFolder(settings.sources.prepared / name) if isinstance(settings, WorkerSettings) else NOT_KEPT
 
 
 def loaders_of(sources: DataSources, *, cuda: bool) -> LoaderProcesses | None:
@@ -75,7 +75,7 @@ def datasets_of(sources: DataSources, *, cuda: bool = False, make: bool = False)
     loaded: dict[str, Dataset] = {}
     for name, source in sources.datasets.items():
         with named(name):
-            loaded[name] = load_source(source, key, Prepared(sources.prepared / name, writable=make), loaders)
+            loaded[name] = load_source(source, key, PreparedFolder(sources.prepared / name, writable=make), loaders)
     if make and sources.prepared.is_dir():
         for left in sources.prepared.iterdir():
             if left.name not in loaded:

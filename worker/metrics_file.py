@@ -13,7 +13,7 @@ BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 8640
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Figures:
+class WorkerCounts:
     """Counts since this process started. Each change rewrites the file, if there is one."""
 
     def __init__(self, file: Path | None) -> None:

@@ -9,7 +9,7 @@ MAX_PAUSE_SECONDS = 60.0
 """Below the time after which a coordinator counts a worker as silent."""
 
 
-class Pace:
+class Backoff:
     """Increasing pauses after tasks that failed, were refused or not approved, until one is done.
 
     Each such task costs the site durable entries in its audit, and the coordinator next to nothing.

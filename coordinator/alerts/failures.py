@@ -14,7 +14,7 @@ FAULTS = ("failed", "rejected")
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailedTasks:
     """Tasks of a run that failed for the same reason, newest first."""
 
     run: str
@@ -27,12 +27,12 @@ class Failures:
         return sorted({task.worker for task in self.tasks})
 
 
-def alike(failures: Iterable[tuple[TaskView, str]]) -> list[Failures]:
+def alike(failures: Iterable[tuple[TaskView, str]]) -> list[FailedTasks]:
     """Group failures by run, state and code; the group with the newest one is first."""
-    groups: dict[tuple[str, str, str], Failures] = {}
+    groups: dict[tuple[str, str, str], FailedTasks] = {}
     for task, run in failures:
         code = task.problem.code if task.problem else "no reason given"
-        groups.setdefault((task.run, task.state, code), Failures(run, code, [])).tasks.append(task)
+        groups.setdefault((task.run, task.state, code), FailedTasks(run, code, [])).tasks.append(task)
     return list(groups.values())
 
 

@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert
-from tessera.coordinator.alerts.failures import Failures, alike, failed_tasks
+from tessera.coordinator.alerts.failures import FailedTasks, alike, failed_tasks
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -102,7 +102,7 @@ def _open_rounds(session: Session, runs: list[str]) -> dict[str, OpenRound]:
     return {row.run_id: views.view_of(OpenRound, row, tasks=tasks[row.id]) for row in rounds}
 
 
-def _failure(group: Failures) -> FailureGroup:
+def _failure(group: FailedTasks) -> FailureGroup:
     newest = group.tasks[0]
     return FailureGroup(
         run=newest.run,

@@ -24,7 +24,7 @@ class Strangers(Gate):
         request.app.state.services.admission.count_failure(address_of(request))
 
 
-class Joining(Strangers):
+class EnrolmentCallers(Strangers):
     """Admits all callers as often as the rate of enrolments permits."""
 
     async def admit(self, request: Request) -> None:
@@ -35,7 +35,11 @@ class Joining(Strangers):
 # A token is optional, which its dependency does not describe.
 @router.post("/enrolments", status_code=201, operation_id="createEnrolment", openapi_extra={"security": [{}]})
 def create_enrolment(
-    spec: EnrolmentSpec, request: Request, serving: Serving, shown: Shown, _: Annotated[None, Depends(Joining())]
+    spec: EnrolmentSpec,
+    request: Request,
+    serving: Serving,
+    shown: Shown,
+    _: Annotated[None, Depends(EnrolmentCallers())],
 ) -> Enrolment:
     """Request a worker's enrolment: by an administrator, or at once with an enrolment token. Only the hash of its
     secret is sent; repeating the request with the same hash returns the same enrolment."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from tessera.coordinator.conductor.actions import Actions
-from tessera.coordinator.conductor.failures import Failures
+from tessera.coordinator.conductor.failures import ActionFailures
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling
 from tessera.coordinator.conductor.round_actions import RoundActions
 from tessera.coordinator.conductor.round_spans import in_trace, record_round
@@ -43,7 +43,7 @@ class Conductor:
     liveness: Liveness
     rounds: RoundActions
     actions: Actions
-    failures: Failures
+    failures: ActionFailures
     wakeups: ConductorWakeups
     presence: LastSeen
     timeouts: Timeouts

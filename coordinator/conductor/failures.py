@@ -23,7 +23,7 @@ FULL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Failures:
+class ActionFailures:
     """The last failure of each action. Forgetting it costs one more try."""
 
     database: Database

@@ -23,7 +23,7 @@ from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run
 from tessera.shared.metrics import svg_charts
-from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, best_version, compare, setting_text
+from tessera.shared.metrics.comparison import MAIN_SCORES, History, RunComparison, best_version, compare, setting_text
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.metrics.svg_charts import Panel, Series, svg_file
 from tessera.shared.problems import Invalid
@@ -96,7 +96,7 @@ def _history(session: Session, run: Run, metric: str | None) -> History:
     return History(run, round_costs(session, run), measured(session, run, every, MAX_POINTS // 2, marked), every)
 
 
-def _panel(found: Comparison, along: Along) -> Panel:
+def _panel(found: RunComparison, along: Along) -> Panel:
     """Chart the compared score of each run; the table has bytes and seconds too."""
     drawn = []
     for one in found.runs:
@@ -114,7 +114,7 @@ def _panel(found: Comparison, along: Along) -> Panel:
     return Panel("comparison", title, picture, [along, *(line.name for line in drawn)], rows, drawn)
 
 
-def _top(found: Comparison) -> float | None:
+def _top(found: RunComparison) -> float | None:
     """Return the best of the runs' best values, if all are of the same score over the same sites."""
     best = [one.best for one in found.runs if one.best]
     if len({(one.metric.removeprefix(PERSONAL), one.sites) for one in best}) != 1:

@@ -32,7 +32,7 @@ from tessera.shared.metrics.convergence import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.metrics.site_spread import PERSONAL, SiteScores
 from tessera.shared.metrics.svg_charts import Band
-from tessera.shared.rounds.eta import Pace, expected_end
+from tessera.shared.rounds.eta import TaskPace, expected_end
 from tessera.shared.schema import ACCEPTED, SCORED_LABELS
 
 MAX_POINTS = 60
@@ -405,6 +405,6 @@ def forecast(session: Session, now: float, round_: Round) -> datetime | None:
         now,
         round_.deadline_at.timestamp(),
         past_seconds(session, round_.run, round_.stage),
-        [Pace.of(task, begun.get(task.id)) for task in round_.tasks],
+        [TaskPace.of(task, begun.get(task.id)) for task in round_.tasks],
     )
     return None if end is None else views.instant(end)

@@ -9,7 +9,7 @@ from starlette.staticfiles import StaticFiles
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, stream
 from tessera.coordinator.dashboard import approvals, comparison, create_run, login, overview, records, runs, workers
-from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
+from tessera.coordinator.dashboard.security_headers import PREFIX, SecurityHeaders
 from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
 from tessera.coordinator.dashboard.templating import STATIC, show_problem
 from tessera.shared.problems import NotFound
@@ -39,7 +39,7 @@ def no_page(path: str, _who: Signed) -> None:
 def install(app: FastAPI) -> None:
     """Add the dashboard to the coordinator's application."""
     app.state.show_problem = show_problem
-    app.add_middleware(Guarding)
+    app.add_middleware(SecurityHeaders)
     app.mount(f"{PREFIX}/static", StaticFiles(directory=STATIC), name="static")
     for module in (login, create_run, comparison, approvals, overview, runs, records, workers):
         app.include_router(module.router)

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Select, String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
-from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Figures, absent, download, panels
+from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, ChartFigures, absent, download, panels
 from tessera.coordinator.dashboard.queries import (
     TrafficTotals,
     forecast,
@@ -187,7 +187,7 @@ def show_run(
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
         open_round = _open_round(session, run)
-        figures = Figures.of(session, run)
+        figures = ChartFigures.of(session, run)
         latest = max((one.version for one in figures.measurements), default=None)
         of_latest = [one for one in figures.measurements if one.version == latest]
         names = [*(PERSONAL + name for name in MAIN_SCORES[:1] if has_own_models(of_latest)), *HEADLINE]
@@ -238,7 +238,7 @@ def download_chart(
     """Return a chart of a run as a file of its own."""
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-        shown = panels(session, Figures.of(session, run), metric, x)
+        shown = panels(session, ChartFigures.of(session, run), metric, x)
     found = next((panel for panel in shown if panel.ident == ident), None)
     if found is None:
         raise NotFound(f"run {run_id} has no chart {ident[:64]!r}")

@@ -26,7 +26,7 @@ KEEP = "public, max-age=31536000, immutable"
 TLS_ONLY = "max-age=31536000"
 
 
-class Guarding:
+class SecurityHeaders:
     """Adds the headers to every response under /page, including problems and files."""
 
     def __init__(self, app: ASGIApp) -> None:

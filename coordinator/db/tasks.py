@@ -29,7 +29,7 @@ claimed and gave back without end would make it too long to be verified."""
 
 
 @dataclass(frozen=True)
-class TaskRecord:
+class LoadedTask:
     """A task and the rows around it, loaded once per request."""
 
     task: TaskRow
@@ -105,12 +105,12 @@ _CLAIMABLE = (
 _IS_CLAIMABLE = select(TaskRow.id).where(_OPEN_TO).limit(1)
 
 
-def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str, int]) -> TaskRecord:
+def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str, int]) -> LoadedTask:
     task, worker, site, round_, number, digest, changes = row
-    return TaskRecord(task, worker, site, round_, VersionRef(number=number, digest=digest), changes)
+    return LoadedTask(task, worker, site, round_, VersionRef(number=number, digest=digest), changes)
 
 
-def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
+def find_task(session: Session, task_id: str, site_id: str | None) -> LoadedTask:
     """Load a task. Raise NotFound if there is no such task, or if it is another site's."""
     row = session.execute(_BY_ID, {"id": task_id}).one_or_none()
     if row is None or (site_id is not None and row[1].site_id != site_id):
@@ -118,7 +118,7 @@ def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord
     return record_of(row)
 
 
-def reload(session: Session, record: TaskRecord) -> TaskRecord:
+def reload(session: Session, record: LoadedTask) -> LoadedTask:
     """Load a task again in another session: its own row and its round's."""
     task, round_ = session.execute(_OWN_ROWS_BY_ID, {"id": record.task.id}).one()
     return replace(record, task=task, round=round_)
@@ -135,7 +135,7 @@ def withhold(session: Session, now: float, actor: str, worker_id: str, claim: Cl
             move_task(session, now, actor, task, "withhold", {"problem": Withheld(reason).json()})
 
 
-def note_withheld(record: TaskRecord, reason: str) -> None:
+def note_withheld(record: LoadedTask, reason: str) -> None:
     """Record that a worker withholds itself from a run, as its next claim will: the next round must not select it."""
     worker, run = record.worker, record.task.run_id
     reasons = {**worker.declared.get("withheld", {}), run: reason[:300]}
@@ -144,7 +144,7 @@ def note_withheld(record: TaskRecord, reason: str) -> None:
     worker.declared = {**worker.declared, **withheld}
 
 
-def claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> TaskRecord | None:
+def claimable(session: Session, worker_id: str, instance: str, holding: Sequence[str] = ()) -> LoadedTask | None:
     """Return the task that this process of the worker has already, or else the oldest that is offered to the worker.
     Tasks whose finished update it is `holding` are left out.
 
@@ -223,14 +223,14 @@ def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress
     session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **reported))
 
 
-def require_kind(record: TaskRecord, report: Submission | EvaluationResult | HelperReport, *kinds: str) -> None:
+def require_kind(record: LoadedTask, report: Submission | EvaluationResult | HelperReport, *kinds: str) -> None:
     """Raise a problem unless the report is about the task under its lease, of one of these kinds."""
     record.require_lease(report.token)
     if record.task.kind not in kinds:
         raise Conflict(f"this is a task to {record.task.kind}, not to {' or '.join(kinds)}")
 
 
-def require_report(record: TaskRecord, report: Submission | EvaluationResult, kind: str) -> None:
+def require_report(record: LoadedTask, report: Submission | EvaluationResult, kind: str) -> None:
     """Raise a problem unless the report is about the task under its lease, of this kind, and within its bounds."""
     require_kind(record, report, kind)
     if report.examples > (declared := record.declared_examples):
@@ -242,7 +242,7 @@ def require_report(record: TaskRecord, report: Submission | EvaluationResult, ki
 
 
 def settle(
-    session: Session, now: float, actor: str, record: TaskRecord, token: int, event: str, columns: dict[str, Any]
+    session: Session, now: float, actor: str, record: LoadedTask, token: int, event: str, columns: dict[str, Any]
 ) -> None:
     """Move a task by a report of its worker, which counts only once (invariant I1), and end its lease.
 
@@ -252,12 +252,12 @@ def settle(
     move_task(session, now, actor, record.task, event, {"lease_expires_at": now, **columns})
 
 
-def was_released(record: TaskRecord, token: int) -> bool:
+def was_released(record: LoadedTask, token: int) -> bool:
     """Return True if this release took place before, and only the response was lost."""
     return record.task.state == "offered" and record.task.token == token > 0
 
 
-def require_releases_left(record: TaskRecord, request: Release) -> None:
+def require_releases_left(record: LoadedTask, request: Release) -> None:
     """Raise Conflict if the task was given back `MAX_RELEASES` times, and a problem unless the request holds it."""
     record.require_lease(request.token)
     # Each lease raises the token, and counts as an attempt unless it was given back.
@@ -268,14 +268,14 @@ def require_releases_left(record: TaskRecord, request: Release) -> None:
         )
 
 
-def was_failed(record: TaskRecord, token: int) -> bool:
+def was_failed(record: LoadedTask, token: int) -> bool:
     """Return True if this failure was recorded before, and only the response was lost."""
     task = record.task
     over = task.state == "failed" or (task.state == "cancelled" and task.problem is not None)
     return over and task.token == token
 
 
-def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> bool:
+def was_accepted(record: LoadedTask, token: int, digest: str | None = None) -> bool:
     """Return True if this very report was accepted before, and only the response was lost.
 
     `digest`: of its update, if it has one.
@@ -304,7 +304,7 @@ _LAST_RECEIPT = (
 )
 
 
-def task_message(session: Session, record: TaskRecord, lease_seconds: float, **limits: int) -> Task:
+def task_message(session: Session, record: LoadedTask, lease_seconds: float, **limits: int) -> Task:
     """Return the task as its worker receives it, with these limits on bytes."""
     task = record.task
     return task_of(
@@ -326,7 +326,7 @@ def task_message(session: Session, record: TaskRecord, lease_seconds: float, **l
     )
 
 
-def sum_task(record: TaskRecord) -> SumTask | None:
+def sum_task(record: LoadedTask) -> SumTask | None:
     """Return the subject of a task of a run with secure sums; None for other tasks."""
     if record.task.sums is not None:
         return SumTask.model_validate(record.task.sums)

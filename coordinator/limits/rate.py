@@ -66,7 +66,7 @@ class AddressRate:
         return max(rate.take(network) for rate, network in zip(self._rates, networks_of(address), strict=False))
 
 
-class Admission:
+class CallerRates:
     """Rate limits per token, and per address for requests without a valid one.
 
     A request with a valid token is never refused because of others behind the same proxy.

@@ -49,7 +49,7 @@ log = structlog.get_logger()
 
 
 @dataclass
-class Freed:
+class RemovalCounts:
     """The numbers of things that a pass removed."""
 
     updates: int = 0
@@ -103,9 +103,9 @@ class Retention:
         """Remove old files of ended uploads from the staging folder, which this process may share with no other."""
         return self.uploads.sweep(self.database.now() - self.unused_seconds)
 
-    def collect(self) -> Freed:
+    def collect(self) -> RemovalCounts:
         """Remove everything that need not be kept; return the counts of removed things."""
-        freed = Freed()
+        freed = RemovalCounts()
         now = self.database.now()
         unused_before, merged_before = now - self.unused_seconds, now - self.updates_seconds
         if keep := self.versions:
@@ -134,9 +134,9 @@ class Retention:
     def remove(self, digests: Collection[str]) -> None:
         """Remove the unreferenced ones of these blobs at once."""
         if digests:
-            self._remove(BlobRow.digest.in_(digests), self.database.now(), Freed())
+            self._remove(BlobRow.digest.in_(digests), self.database.now(), RemovalCounts())
 
-    def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> None:
+    def _remove(self, which: ColumnElement[bool], before: float, freed: RemovalCounts) -> None:
         """Remove the unreferenced ones of these blobs."""
         while True:
             with self.database.transaction() as session:

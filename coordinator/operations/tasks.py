@@ -14,7 +14,7 @@ from tessera.coordinator.auth import tokens
 from tessera.coordinator.blobs.uploads import find_finished, require_digest, retain
 from tessera.coordinator.db import tasks, views
 from tessera.coordinator.db.tables import TaskRow, WorkerRow
-from tessera.coordinator.db.tasks import TaskRecord
+from tessera.coordinator.db.tasks import LoadedTask
 from tessera.coordinator.db.workers import enrol, enrolled, note_live
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
@@ -189,7 +189,7 @@ def get_task(services: Services, caller: Principal, task_id: str) -> TaskView:
         return _view(tasks.find_task(session, task_id, caller.site_id), caller)
 
 
-def _view(record: TaskRecord, caller: Principal) -> TaskView:
+def _view(record: LoadedTask, caller: Principal) -> TaskView:
     view = views.task_view(record.task, f"{record.site}/{record.worker.name}", record.number)
     return view if caller.site_id is None else views.task_for_site(view)
 
@@ -254,7 +254,7 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
 
 
 def _check_masked(
-    services: Services, record: TaskRecord, report: Submission, sums: SumTask, model: Model
+    services: Services, record: LoadedTask, report: Submission, sums: SumTask, model: Model
 ) -> tuple[dict[str, Any], Sequence[str]]:
     """Return the envelope of a masked update, and its blocks. Raises InvalidUpdate."""
     terms = Terms.model_validate_json(services.blobs.read(sums.terms))
@@ -292,7 +292,7 @@ def submit_helper_report(services: Services, caller: Principal, task_id: str, re
 
 
 def _check_helper(
-    services: Services, record: TaskRecord, helpers: tuple[str, ...], sums: SumTask | None, report: HelperReport
+    services: Services, record: LoadedTask, helpers: tuple[str, ...], sums: SumTask | None, report: HelperReport
 ) -> dict[str, Any] | None:
     """Return the helper's signature, if its task was to sign. `helpers` are the sites. Raises SumRefused."""
     kind = record.task.kind
@@ -394,7 +394,7 @@ def _accepted(report: Submission | EvaluationResult, metrics: dict[str, float]) 
 
 
 def _accept(
-    services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any], data: bytes | None = None
+    services: Services, caller: Principal, judged: LoadedTask, columns: dict[str, Any], data: bytes | None = None
 ) -> TaskView:
     """Accept a report that was validated, under the token of its validation, and with it the update that it contains
     or names."""
@@ -424,7 +424,7 @@ def _accept(
 
 
 def _reject(
-    services: Services, caller: Principal, judged: TaskRecord, report: Submission, problem: InvalidUpdate
+    services: Services, caller: Principal, judged: LoadedTask, report: Submission, problem: InvalidUpdate
 ) -> None:
     columns = {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
     with services.database.transaction() as session:

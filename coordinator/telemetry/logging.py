@@ -8,7 +8,7 @@ import structlog
 from tessera.shared.telemetry.logging import configure as configure_structlog
 
 
-class Forwarding(logging.Handler):
+class ForwardingHandler(logging.Handler):
     """Handler that writes log records of libraries in our format."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -17,4 +17,4 @@ class Forwarding(logging.Handler):
 
 def configure() -> None:
     configure_structlog(sys.stderr, console=sys.stderr.isatty(), level=logging.INFO)
-    logging.basicConfig(handlers=[Forwarding(logging.WARNING)], force=True)
+    logging.basicConfig(handlers=[ForwardingHandler(logging.WARNING)], force=True)

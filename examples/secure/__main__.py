@@ -17,7 +17,7 @@ from examples.staging import DemoFailed, parser, play
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
-from tessera.shared.client.round_outcomes import Outcome, follow
+from tessera.shared.client.round_outcomes import RoundOutcome, follow
 from tessera.shared.client.run_file import read_spec
 from tessera.shared.privacy.noise_shares import epsilon_of, rho_for
 from tessera.shared.secure_sums.messages import fingerprint
@@ -92,9 +92,9 @@ def _demo(console: Console, federation: Federation, given: Namespace) -> None:
     console.print(f"Logs: {escape(str(given.out))}")
 
 
-def _follow(console: Console, federation: Federation, client: Client, run: Run) -> list[Outcome]:
+def _follow(console: Console, federation: Federation, client: Client, run: Run) -> list[RoundOutcome]:
     """Print each round as it ends, kill two workers on the way, and return the committed rounds."""
-    done: list[Outcome] = []
+    done: list[RoundOutcome] = []
     for glimpse in follow(client, run.id, poll_seconds=0.25):
         federation.processes.check()
         for outcome in glimpse.ended:
@@ -114,7 +114,7 @@ def _follow(console: Console, federation: Federation, client: Client, run: Run) 
     return done
 
 
-def _say_who_saw_what(console: Console, outcomes: Sequence[Outcome]) -> None:
+def _say_who_saw_what(console: Console, outcomes: Sequence[RoundOutcome]) -> None:
     merged = [task for outcome in outcomes for task in outcome.round.tasks if task.state == "merged"]
     if any(task.metrics for task in merged):
         raise DemoFailed("a site reported figures of its own")

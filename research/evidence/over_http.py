@@ -39,7 +39,7 @@ from evidence.sources.lit import LIT, class_caption
 from evidence.sources.prepare import EMOJI
 from evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.normalization import PixelNormalization
 from tessera.worker.simulation import Conditions, Stalled, VirtualSite, simulate
 
 ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
@@ -126,7 +126,7 @@ def captioned(data: Dataset, prepared: Path, folder: Path) -> Options:
     named = {"pad_token": "[PAD]", "model_input_names": list(data.common)}
     (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
     captions = [class_caption(name) for name in Emoji.load(prepared / EMOJI).classes]
-    pixels = Normalized(MEAN, STD).inverse(data.tensors[PIXELS]).numpy()
+    pixels = PixelNormalization(MEAN, STD).inverse(data.tensors[PIXELS]).numpy()
     table = folder / "examples.csv"
     with table.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)

@@ -34,7 +34,7 @@ NOISE = f"{DRIFT}noise."
 
 
 @dataclass(frozen=True)
-class Agreement:
+class DriftLengths:
     """Squared Euclidean lengths over all the blocks looked at."""
 
     senders: int
@@ -58,7 +58,7 @@ class Agreement:
 
 def agreement(
     model: Mapping[str, Tensor], names: Sequence[str], senders: Sequence[tuple[float, Mapping[str, Tensor]]]
-) -> Agreement:
+) -> DriftLengths:
     """Look at the named blocks of a round's updates. Each of `senders` is a weight and the blocks that it sent. A
     block that none of them sent counts for nothing.
 
@@ -69,7 +69,7 @@ def agreement(
         for place, name in enumerate(names)
         if (having := [(weight, blocks[name]) for weight, blocks in senders if name in blocks])
     ]
-    return Agreement(
+    return DriftLengths(
         senders=max((one.senders for one in found), default=0),
         size=fsum(one.size for one in found),
         movement=fsum(one.movement for one in found),
@@ -93,7 +93,7 @@ def drift_by_role(
     return scalars
 
 
-def _of_block(base: Tensor, senders: Sequence[tuple[float, Tensor]], place: int) -> Agreement:
+def _of_block(base: Tensor, senders: Sequence[tuple[float, Tensor]], place: int) -> DriftLengths:
     whole = fsum(weight for weight, _ in senders)
     shares = [weight / whole for weight, _ in senders]
     weights = np.array(shares)
@@ -114,7 +114,7 @@ def _of_block(base: Tensor, senders: Sequence[tuple[float, Tensor]], place: int)
         sketch += _sketch(mean, place, number)
     once = fsum(share**2 for share in shares)
     noise = disagreement * once / (1 - once) if len(senders) > 1 else 0.0
-    return Agreement(len(senders), size, movement, disagreement, noise, sketch)
+    return DriftLengths(len(senders), size, movement, disagreement, noise, sketch)
 
 
 def _sketch(values: Array, place: int, number: int) -> Array:

@@ -12,7 +12,7 @@ from tessera.shared.cli.connection import client_of
 from tessera.shared.client.lookup import find_run
 from tessera.shared.client.run_comparison import compare_runs
 from tessera.shared.client.run_versions import described
-from tessera.shared.metrics.comparison import Comparison, setting_text
+from tessera.shared.metrics.comparison import RunComparison, setting_text
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson, Reach
 
@@ -45,7 +45,7 @@ def compare(
         output.note(f"warning: {warning}")
 
 
-def tables(found: Comparison) -> Iterator[Table]:
+def tables(found: RunComparison) -> Iterator[Table]:
     """Yield the tables of a comparison: the runs, the settings that differ, and a table by version for each of score,
     bytes and seconds."""
     columns = ("run", "id", "state", "version", "best version", "bytes", "seconds")
@@ -80,7 +80,7 @@ def tables(found: Comparison) -> Iterator[Table]:
     yield _by_version(found, "seconds so far", [map(output.seconds, _at(found, run.seconds)) for run in found.runs])
 
 
-def _at(found: Comparison, values: Mapping[int, T]) -> Iterator[T | None]:
+def _at(found: RunComparison, values: Mapping[int, T]) -> Iterator[T | None]:
     return (values.get(number) for number in found.versions)
 
 
@@ -88,7 +88,7 @@ def _last(values: Mapping[int, T]) -> T | None:
     return values[max(values)] if values else None
 
 
-def _by_version(found: Comparison, title: str, columns: Iterable[Iterable[str | None]]) -> Table:
+def _by_version(found: RunComparison, title: str, columns: Iterable[Iterable[str | None]]) -> Table:
     names = [run.name for run in found.runs]
     table = output.table(("version", *names), zip(found.versions, *columns, strict=True), right=("version", *names))
     table.title, table.title_justify, table.title_style = title, "left", "bold"

@@ -22,7 +22,7 @@ from tessera.shared.cli.run_template import template
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client, despite_changes
 from tessera.shared.client.lookup import find_run
 from tessera.shared.client.previews import preview_notes, previewed
-from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
+from tessera.shared.client.round_outcomes import RoundOutcome, follow, outcomes
 from tessera.shared.client.run_file import installed_method, live_changes, read_spec
 from tessera.shared.client.run_versions import described, export_version, new_run, parse_version
 from tessera.shared.metrics.comparison import (
@@ -325,7 +325,7 @@ def _with_settings(name: str, settings: Mapping[str, object]) -> str:
     return f"{name} ({shown})" if shown else name
 
 
-def _round_table(rounds: list[Outcome], best: BestVersion | None, main: MainScore | None) -> Table:
+def _round_table(rounds: list[RoundOutcome], best: BestVersion | None, main: MainScore | None) -> Table:
     accuracy = f"{PERSONAL}accuracy" if main and main.name.startswith(PERSONAL) else "accuracy"
     over_sites = name_over_sites("macro_f1")
     macro_f1 = over_sites if any(over_sites in outcome.scores for outcome in rounds) else "macro_f1"
@@ -343,7 +343,7 @@ def _round_table(rounds: list[Outcome], best: BestVersion | None, main: MainScor
     return table
 
 
-def _row(outcome: Outcome, scores: Iterable[float | None], best: BestVersion | None) -> tuple[object, ...]:
+def _row(outcome: RoundOutcome, scores: Iterable[float | None], best: BestVersion | None) -> tuple[object, ...]:
     made = outcome.round
     return (
         made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",

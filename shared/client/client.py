@@ -57,8 +57,8 @@ from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.transfers import Progress, Transfers
 from tessera.shared.client.transport import (
     Credential,
+    HttpTransport,
     NotUnderstood,
-    Transport,
     may_pass,
     tls_context,
 )
@@ -105,7 +105,7 @@ class Client:
     """A client of a coordinator, with one token."""
 
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
-        self._transport = Transport(url, token, **transport)
+        self._transport = HttpTransport(url, token, **transport)
         self._transfers = Transfers(self._transport)
 
     @classmethod

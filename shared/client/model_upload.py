@@ -21,7 +21,7 @@ class InitialModel(Protocol):
     def files(self) -> dict[FileName, bytes]: ...
 
 
-class BlobStore(Protocol):
+class UploadTarget(Protocol):
     """A store of blobs: a `Client`, or a folder."""
 
     def has_blob(self, digest: str) -> bool: ...
@@ -38,7 +38,7 @@ class ModelUpload:
 
 
 def upload_model(
-    store: BlobStore, start: InitialModel, progress: Callable[[int], None] = lambda _: None
+    store: UploadTarget, start: InitialModel, progress: Callable[[int], None] = lambda _: None
 ) -> ModelUpload:
     """Upload a model's blocks, the files of its tokenizer, its document and its first version.
 

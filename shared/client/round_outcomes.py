@@ -19,7 +19,7 @@ OVER: tuple[RoundState, ...] = ("committed", "abandoned")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """A round with its totals, and the metrics of its version as far as they have been measured."""
 
     round: Round
@@ -73,7 +73,7 @@ class Outcome:
 
 def outcomes(
     rounds: Iterable[Round], spec: RunSpec, measurements: Sequence[Measurement], versions: Iterable[Version] = ()
-) -> list[Outcome]:
+) -> list[RoundOutcome]:
     """Return the outcomes of a run's rounds. Measurements and versions are those of the rounds and their
     predecessors."""
     by_number = {version.number: version for version in versions}
@@ -81,13 +81,13 @@ def outcomes(
     central = {one.version for one in measurements if not one.held_out}
     evaluated = evaluation_bytes(measurements, spec.rounds)
 
-    def outcome(round_: Round) -> Outcome:
+    def outcome(round_: Round) -> RoundOutcome:
         number, fetched = round_.version, evaluated[round_.number, round_.attempt]
         if number is None:
-            return Outcome(round_, evaluation_bytes=fetched)
+            return RoundOutcome(round_, evaluation_bytes=fetched)
         version, previous = by_number.get(number), by_number.get(number - 1)
         old = previous.warnings if previous else ()
-        return Outcome(
+        return RoundOutcome(
             round_,
             scores.get(number, {}),
             number in central,
@@ -113,7 +113,7 @@ class RunProgress:
     """A run at one moment, with the rounds that ended since the last look and the open round."""
 
     run: Run
-    ended: tuple[Outcome, ...] = ()
+    ended: tuple[RoundOutcome, ...] = ()
     open: Round | None = None
 
     @property

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
-from tessera.shared.metrics.comparison import Comparison, History
+from tessera.shared.metrics.comparison import History, RunComparison
 from tessera.shared.metrics.comparison import compare as compared
 from tessera.shared.problems import Invalid
 
 
 def compare_runs(
     client: Client, runs: Sequence[Run], metric: str | None = None, reach: Sequence[float] = ()
-) -> Comparison:
+) -> RunComparison:
     """Compare two runs or more. Raises Invalid for fewer, and for a metric that no run has."""
     if len({run.id for run in runs}) < max(2, len(runs)):
         named = ", ".join(run.spec.name for run in runs)

@@ -11,7 +11,7 @@ import httpx
 
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.client.bulk import FilePart
-from tessera.shared.client.transport import IntermediaryFault, NotUnderstood, Transport, Unreachable
+from tessera.shared.client.transport import HttpTransport, IntermediaryFault, NotUnderstood, Unreachable
 from tessera.shared.problems import OffsetMismatch, Problem
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST
 from tessera.shared.tensors.hashing import Sink
@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 class Transfers:
     """Downloads and uploads by one transport, without verifying digests."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: HttpTransport) -> None:
         self._transport = transport
         self._piece_bytes = sys.maxsize
 

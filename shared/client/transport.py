@@ -103,7 +103,7 @@ class IntermediaryFault(ServerFault):
         "network in between to let these requests through."
     )
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HttpAnswer) -> None:
         status, size = answer.status_code, answer.sent_bytes
         about = [value[:60] for name in ("Server", "Content-Type") if (value := answer.headers.get(name))]
         phrase = f"HTTP {status} {codes.get_reason_phrase(status)}".rstrip()
@@ -185,7 +185,7 @@ class Credential(httpx.Auth):
         return self.secret != refused
 
 
-class Transport:
+class HttpTransport:
     """An httpx client that retries temporary failures until no byte has moved for `patience_seconds`.
 
     Every request of the API is safe to repeat: reads by nature, creations by their idempotency key, and reports on a
@@ -241,11 +241,11 @@ class Transport:
         if traceparent is not None:
             self._http.headers[HEADER] = traceparent
 
-    def request(self, method: str, path: str, **options: Any) -> Answer:
+    def request(self, method: str, path: str, **options: Any) -> HttpAnswer:
         """Send a request, with retries, and return its answer. Raises Problem for a refusal."""
         return self.patiently(lambda: self.once(method, path, **options))
 
-    def once(self, method: str, path: str, **options: Any) -> Answer:
+    def once(self, method: str, path: str, **options: Any) -> HttpAnswer:
         """Send a request once. Raises Problem for a refusal and Unreachable without an answer."""
         with self._sent(method, path, options) as response:
             answer = self._read(response)
@@ -253,7 +253,7 @@ class Transport:
             raise problem_of(answer)
         return answer
 
-    def send_file(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
+    def send_file(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> HttpAnswer:
         """Send a request once, with a part of a file as its body. Raises as `once`."""
         headers = {**headers, "Content-Length": str(len(part))}
         return self.once(method, path, headers=headers, content=part, extensions={BULK: True})
@@ -303,7 +303,7 @@ class Transport:
                     raise NotUnderstood(f"the answer has Content-Encoding {encoding[:40]!r}, which was not asked for")
                 yield response
 
-    def _read(self, response: httpx.Response) -> Answer:
+    def _read(self, response: httpx.Response) -> HttpAnswer:
         content = bytearray()
         give_up_at = time.monotonic() + self._whole_seconds
         for piece in response.iter_raw():
@@ -354,7 +354,7 @@ class Transport:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A whole answer in memory, and the method and URL of its request with the size of its body."""
 
     status_code: int
@@ -370,11 +370,11 @@ class Answer:
         return self.headers[name]
 
 
-def _answer_of(response: httpx.Response, content: bytes = b"") -> Answer:
+def _answer_of(response: httpx.Response, content: bytes = b"") -> HttpAnswer:
     request = response.request
     sent_bytes = int(request.headers.get("Content-Length", 0))
     asked = f"{request.method} {request.url.copy_with(userinfo=b'', query=None)}"
-    return Answer(response.status_code, response.headers, content, asked, sent_bytes)
+    return HttpAnswer(response.status_code, response.headers, content, asked, sent_bytes)
 
 
 def _is_page(response: httpx.Response) -> bool:
@@ -512,7 +512,7 @@ def may_pass(problem: Problem) -> bool:
     return problem.retryable or isinstance(problem, Unreachable | NotUnderstood | IntermediaryFault)
 
 
-def problem_of(answer: Answer) -> Problem:
+def problem_of(answer: HttpAnswer) -> Problem:
     """Return the problem in an answer, or an IntermediaryFault for one that no coordinator wrote.
 
     Gateways send problem documents too, without the members that a coordinator's have.
@@ -530,7 +530,7 @@ def problem_of(answer: Answer) -> Problem:
     return problem_from(document, _retry_after(answer), headers)
 
 
-def _retry_after(answer: Answer) -> float | None:
+def _retry_after(answer: HttpAnswer) -> float | None:
     header = answer.headers.get("Retry-After", "")
     return float(header) if header.isdecimal() else None
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from tessera.shared.aggregation.drift import Agreement, agreement
+from tessera.shared.aggregation.drift import DriftLengths, agreement
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
@@ -387,7 +387,7 @@ def with_adapters(wanted: tuple[Role, ...], blocks: Sequence[Block]) -> tuple[Ma
     return (Match(roles=wanted), adapters) if adapted else (Match(roles=wanted),)
 
 
-def observed(before: Mapping[str, float], seen: Agreement, last: Array | None) -> dict[str, float]:
+def observed(before: Mapping[str, float], seen: DriftLengths, last: Array | None) -> dict[str, float]:
     """Return a round's changed scalars; with one sender, only the movement. `last` is the sketch of the last round
     with at least two senders."""
     size = sqrt(seen.size) or 1.0

@@ -28,7 +28,7 @@ LONE = "one_sender"
 
 
 @dataclass(frozen=True)
-class Held:
+class ChosenLayers:
     """The layers that were chosen last. Another one takes a place if its score is larger by the margin."""
 
     names: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class Held:
         return -scores[name] * self.factor(name), name not in self.names
 
 
-NOTHING_HELD = Held()
+NOTHING_HELD = ChosenLayers()
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Candidates:
         return list(zip(self.stacks, self.quotas(count), strict=True))
 
     def top(
-        self, scores: Mapping[str, float], count: int, drawn: Sequence[str] = (), held: Held = NOTHING_HELD
+        self, scores: Mapping[str, float], count: int, drawn: Sequence[str] = (), held: ChosenLayers = NOTHING_HELD
     ) -> list[Layer]:
         """Return `count` layers: those drawn, by name, in their order, and then those of the largest scores.
 
@@ -162,7 +162,7 @@ class CommonChoice:
         if len(means) < len(labels):
             return None
         held = frozenset(name for name, label in labels.items() if self.hysteresis and scalars.get(f"held.{label}"))
-        return self.candidates.top(means, count, drawn, Held(held, self.hysteresis))
+        return self.candidates.top(means, count, drawn, ChosenLayers(held, self.hysteresis))
 
     def after(self, scalars: Mapping[str, float], updates: Sequence[Update], count: int) -> dict[str, float]:
         """Return the scalars that the reports of a round change. A site without a report has no part in them."""

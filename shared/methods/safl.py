@@ -48,8 +48,8 @@ from tessera.shared.methods.layer_choice import (
     LONE,
     OVERLAP,
     TURNOVER,
+    ChosenLayers,
     CommonChoice,
-    Held,
     check_ballot,
     check_calendar,
     due,
@@ -469,7 +469,9 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         """Return the candidates of the largest scores, by stack the best first. Those that this site chose last hold
         their places by the hysteresis."""
         layers, margin = self._candidates.layers, self.settings.hysteresis
-        held = Held(frozenset(layers[place].name for place in self._chosen) if margin else frozenset(), margin)
+        held = ChosenLayers(
+            frozenset(layers[place].name for place in self._chosen) if margin else frozenset(), margin
+        )
         shares: list[tuple[list[str], int, bool]] = []
         for stack, quota in self._candidates.shares(count):
             # Of equals the first is chosen, so those that hold a place come first.

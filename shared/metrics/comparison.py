@@ -267,7 +267,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Several runs side by side."""
 
     metric: str | None
@@ -316,7 +316,7 @@ class Comparison:
         return sorted({number for run in self.runs for number in (*run.bytes, *run.scores)})
 
 
-def compare(histories: Sequence[History], metric: str | None = None, reach: Sequence[float] = ()) -> Comparison:
+def compare(histories: Sequence[History], metric: str | None = None, reach: Sequence[float] = ()) -> RunComparison:
     """Compare runs by `metric`, or by the main score of the first run that has one; the best version of each is then
     that of its own main score. `reach` are scores to reach, by default shares of the best value of all runs.
 
@@ -342,7 +342,7 @@ def compare(histories: Sequence[History], metric: str | None = None, reach: Sequ
             replace(run, convergence=curve.convergence(reach, best)) if curve else run
             for run, curve in zip(runs, curves, strict=True)
         )
-    return Comparison(shown, runs, differing([history.run.spec for history in histories]))
+    return RunComparison(shown, runs, differing([history.run.spec for history in histories]))
 
 
 def _compared(history: History, metric: str | None, shown: str | None, *, at_sites: bool, twice: bool) -> ComparedRun:

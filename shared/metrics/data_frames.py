@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from tessera.shared.metrics.comparison import Comparison
+from tessera.shared.metrics.comparison import RunComparison
 from tessera.shared.metrics.rows import MetricRow
 
 
@@ -19,7 +19,7 @@ def metrics_table(rows: Iterable[MetricRow]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=MetricRow._fields)
 
 
-def comparison_table(found: Comparison) -> pd.DataFrame:
+def comparison_table(found: RunComparison) -> pd.DataFrame:
     """Return score, bytes and seconds of each run, by version; bytes and seconds are totals so far."""
     metric = found.metric or "score"
     columns = {
@@ -32,7 +32,7 @@ def comparison_table(found: Comparison) -> pd.DataFrame:
     return table
 
 
-def settings_table(found: Comparison) -> pd.DataFrame:
+def settings_table(found: RunComparison) -> pd.DataFrame:
     """Return the settings that differ, a column for each run; None where a run has no such setting."""
     names = [run.name for run in found.runs]
     return pd.DataFrame(list(found.settings.values()), index=[*found.settings], columns=names, dtype=object)

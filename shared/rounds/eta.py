@@ -19,7 +19,7 @@ FETCHED, TRAINED = 0.1, 0.9
 
 
 @dataclass(frozen=True)
-class Pace:
+class TaskPace:
     """A worker's progress with its task."""
 
     over: bool
@@ -59,7 +59,7 @@ class Pace:
 
 
 def expected_end(
-    opened_at: float, now: float, deadline_at: float, before: Sequence[float], paces: Sequence[Pace]
+    opened_at: float, now: float, deadline_at: float, before: Sequence[float], paces: Sequence[TaskPace]
 ) -> float | None:
     """Return the expected end. `before` has the durations of earlier rounds in seconds; without any, return None.
 
@@ -77,6 +77,6 @@ def expected_end(
     return min(max(end, now), deadline_at)
 
 
-def _end(pace: Pace, opened_at: float, now: float) -> float:
+def _end(pace: TaskPace, opened_at: float, now: float) -> float:
     began_at = opened_at if pace.began_at is None else pace.began_at
     return began_at + (now - began_at) / pace.share

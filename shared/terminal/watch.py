@@ -17,9 +17,9 @@ from rich.table import Table
 from tessera.shared import units
 from tessera.shared.api.runs import Round, Run
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.client.round_outcomes import Outcome, RunProgress
+from tessera.shared.client.round_outcomes import RoundOutcome, RunProgress
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, name_over_sites
-from tessera.shared.rounds.eta import Pace, expected_end
+from tessera.shared.rounds.eta import TaskPace, expected_end
 from tessera.shared.schema import TaskState
 from tessera.shared.terminal import output
 
@@ -100,14 +100,14 @@ def watch_as_json(glimpses: Iterable[RunProgress]) -> Run:
     return glimpse.run
 
 
-def print_ended(console: Console, outcome: Outcome) -> None:
+def print_ended(console: Console, outcome: RoundOutcome) -> None:
     """Print a line for a round that ended, and its method's warnings."""
     console.print(escape(_line(outcome)), soft_wrap=True)
     for warning in outcome.warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
 
 
-def print_ended_as_json(outcome: Outcome) -> None:
+def print_ended_as_json(outcome: RoundOutcome) -> None:
     output.print_json({"event": "round", **outcome.as_json()}, line=True)
 
 
@@ -121,7 +121,7 @@ def _live(console: Console) -> Iterator[Live | None]:
         yield None
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: RoundOutcome) -> str:
     ended = outcome.round
     attempt = f" (try {ended.attempt})" if ended.attempt > 1 else ""
     begin = f"round {ended.number}{attempt} {ended.stage}: {outcome.accepted} of {outcome.asked} updates"
@@ -138,7 +138,7 @@ def _line(outcome: Outcome) -> str:
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
 
 
-def _score(outcome: Outcome, name: str) -> str:
+def _score(outcome: RoundOutcome, name: str) -> str:
     """Return a score, and over how many sites: another round or metric may have others."""
     spread = None if outcome.central or name not in headlines(outcome.spreads) else outcome.spreads[name]
     over = f" over {spread.sites} site{'s' if spread.sites > 1 else ''}" if spread else ""
@@ -154,7 +154,7 @@ class Estimates:
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = {}
 
-    def add(self, ended: Iterable[Outcome]) -> None:
+    def add(self, ended: Iterable[RoundOutcome]) -> None:
         for outcome in ended:
             if outcome.round.state == "committed" and (seconds := outcome.seconds()) is not None:
                 self._seconds.setdefault(outcome.round.stage, deque(maxlen=PAST_ROUNDS)).append(seconds)
@@ -164,7 +164,7 @@ class Estimates:
 
         Before a round of the stage has ended, only the time of the steps that are left is known.
         """
-        pace = Pace.of(task)
+        pace = TaskPace.of(task)
         if pace.over:
             return ""
         if left := self._left(round_, [pace], now, 0):
@@ -177,9 +177,9 @@ class Estimates:
         if (round_ := glimpse.open) is None:
             return ""
         later = glimpse.run.spec.rounds - round_.number
-        return self._left(round_, [Pace.of(task) for task in round_.tasks], now, later)
+        return self._left(round_, [TaskPace.of(task) for task in round_.tasks], now, later)
 
-    def _left(self, round_: Round, paces: Sequence[Pace], now: datetime, later: int) -> str:
+    def _left(self, round_: Round, paces: Sequence[TaskPace], now: datetime, later: int) -> str:
         before, at = self._seconds.get(round_.stage, ()), now.timestamp()
         end = expected_end(round_.opened_at.timestamp(), at, round_.deadline_at.timestamp(), list(before), paces)
         return "" if end is None else f"{output.about(end - at + later * median(before))} left"
@@ -219,7 +219,7 @@ def _headline(glimpse: RunProgress) -> str:
 
 def _shown(round_: Round) -> list[TaskView]:
     """Return the tasks to show, those at work first."""
-    return sorted(round_.tasks, key=lambda task: (task.state != "leased", Pace.of(task).over))[:MAX_WORKERS]
+    return sorted(round_.tasks, key=lambda task: (task.state != "leased", TaskPace.of(task).over))[:MAX_WORKERS]
 
 
 def _rest(round_: Round) -> str:

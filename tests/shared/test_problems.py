@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
 from tessera.shared import problems
-from tessera.shared.client.transport import Answer, problem_of
+from tessera.shared.client.transport import HttpAnswer, problem_of
 from tessera.shared.problems import MAX_FAULTS, MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, faults_of
 
 ANY_PROBLEM = pytest.mark.parametrize("kind", PROBLEMS.values(), ids=PROBLEMS)
@@ -37,7 +37,7 @@ def test_no_two_problems_share_a_code_or_a_title() -> None:
 def test_a_problem_that_is_sent_is_the_problem_that_is_raised(kind: type[Problem]) -> None:
     sent = kind("what is wrong", errors=[Fault(pointer="/a", detail="b")], remedy="Do this.")
     headers = httpx.Headers({"Content-Type": MEDIA_TYPE, "Retry-After": "7"})
-    answer = Answer(sent.status, headers, json.dumps(sent.json()).encode())
+    answer = HttpAnswer(sent.status, headers, json.dumps(sent.json()).encode())
     raised = problem_of(answer)
     assert type(raised) is kind
     assert (raised.detail, raised.errors, raised.advice) == (sent.detail, sent.errors, sent.advice)
@@ -47,7 +47,7 @@ def test_a_problem_that_is_sent_is_the_problem_that_is_raised(kind: type[Problem
 def test_a_problem_of_a_newer_coordinator_is_known_by_its_status() -> None:
     document = PROBLEMS["conflict"]("new").document().model_copy(update={"code": "brand-new"})
     headers = httpx.Headers({"Content-Type": MEDIA_TYPE})
-    raised = problem_of(Answer(409, headers, document.model_dump_json().encode()))
+    raised = problem_of(HttpAnswer(409, headers, document.model_dump_json().encode()))
     assert isinstance(raised, problems.Conflict)
 
 

@@ -31,7 +31,7 @@ from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.executor.stages.load import load
 from tessera.worker.executor.stages.train import train
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.virtual_sites import Lent
+from tessera.worker.simulation.virtual_sites import SharedDiskCache
 from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TRAINING_SEEDS, Journal, TaskEnvironment, TaskRun
@@ -99,7 +99,7 @@ def trained_at(folder: Path, vit: ModelFolder, spec: Mapping[str, Any], site: st
     direct = Direct({run.dataset: data}, TrainingSetup(torch.device("cpu")))
     env = TaskEnvironment(
         Client("http://127.0.0.1:1", "t"), {run.dataset: data.info}, direct,
-        Vault(folder / site / "vault"), Lent(blobs, frozenset()), folder,
+        Vault(folder / site / "vault"), SharedDiskCache(blobs, frozenset()), folder,
         seed_key=derived(audit_key(site), TRAINING_SEEDS),
     )  # fmt: skip
     job = TaskRun(env, task, lambda: None, Report(), Journal(TaskRef.of(task), run.dataset, None, None))

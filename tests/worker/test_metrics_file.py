@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from tessera.worker.metrics_file import Figures
+from tessera.worker.metrics_file import WorkerCounts
 from tests.support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "worker.md"
@@ -24,7 +24,7 @@ def told(file: Path) -> dict[tuple[str, ...], float]:
 
 def test_a_file_tells_of_claims_and_tasks(tmp_path: Path) -> None:
     file = tmp_path / "tessera.prom"
-    figures = Figures(file)
+    figures = WorkerCounts(file)
     figures.asking(1_800_000_000.0)
     assert told(file)["tessera_worker_last_claim_timestamp_seconds",] == 1_800_000_000.0
     figures.ended("train", "done", 7.0, received_bytes=100, sent_bytes=10)
@@ -41,7 +41,7 @@ def test_a_file_tells_of_claims_and_tasks(tmp_path: Path) -> None:
 
 def test_a_task_whose_update_waits_for_a_release_is_not_counted_twice(tmp_path: Path) -> None:
     file = tmp_path / "tessera.prom"
-    figures = Figures(file)
+    figures = WorkerCounts(file)
     for outcome in ("held", "done"):
         figures.ended("train", outcome, 7.0, received_bytes=100, sent_bytes=0)
     found = told(file)
@@ -51,15 +51,15 @@ def test_a_task_whose_update_waits_for_a_release_is_not_counted_twice(tmp_path: 
 
 def test_a_worker_that_cannot_write_its_figures_works_on(tmp_path: Path) -> None:
     with capture_logs() as lines:
-        Figures(tmp_path / "not-there" / "tessera.prom").asking(0.0)
+        WorkerCounts(tmp_path / "not-there" / "tessera.prom").asking(0.0)
     assert [line["event"] for line in lines] == ["figures-not-written"]
 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
-    Figures(None).ended("evaluate", "done", 1.0, received_bytes=0, sent_bytes=0)
+    WorkerCounts(None).ended("evaluate", "done", 1.0, received_bytes=0, sent_bytes=0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_figure_is_described() -> None:
     document = DOCUMENT.read_text()
-    assert [family.name for family in Figures(None).registry.collect() if family.name not in document] == []
+    assert [family.name for family in WorkerCounts(None).registry.collect() if family.name not in document] == []

@@ -14,7 +14,7 @@ from tessera.shared.problems import MEDIA_TYPE, NotFound
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.agent import Agent
-from tessera.worker.pace import Pace
+from tessera.worker.pace import Backoff
 from tessera.worker.settings import WorkerSettings
 from tests.support.coordinator import WAIT_SECONDS, until
 from tests.support.federation import small_model
@@ -61,7 +61,7 @@ def test_a_coordinator_whose_tasks_are_all_refused_is_asked_ever_less_often(
 
 def test_pauses_begin_anew_after_a_task_that_was_done() -> None:
     stop = Hasty()
-    pace = Pace(stop)
+    pace = Backoff(stop)
     for outcome in ("failed", "refused", "given-back", "done", "failed"):
         pace.after(outcome, 0.1)
     assert stop.asked == [1, 2, 4, 1]
@@ -69,7 +69,7 @@ def test_pauses_begin_anew_after_a_task_that_was_done() -> None:
 
 def test_a_task_whose_round_was_closed_delays_the_next_by_less_than_a_second() -> None:
     stop = Hasty()
-    pace = Pace(stop)
+    pace = Backoff(stop)
     for seconds in (0.25, 0.25, 1.5, 3600.0):
         pace.after("dropped", seconds)
     assert stop.asked == [0.75, 0.75]

@@ -11,7 +11,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson, Reach
 from tessera.worker.simulation.checkpoint import shortened
-from tessera.worker.simulation.comparison import Comparison, Figure
+from tessera.worker.simulation.comparison import Figure, SimulationComparison
 
 app = typer.Typer(add_completion=False)
 
@@ -34,7 +34,7 @@ def command(
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise Invalid("a comparison needs two different folders or more", remedy="Name each output folder once.")
-    comparison = Comparison.of(folders, reach or ())
+    comparison = SimulationComparison.of(folders, reach or ())
     for name, seeds in comparison.left_out():
         output.note(f"{name}: not in all folders, and left out: {_seeds(seeds)}")
     for remark in comparison.remarks():
@@ -56,7 +56,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
-def _rows(comparison: Comparison) -> Iterator[tuple[object, ...]]:
+def _rows(comparison: SimulationComparison) -> Iterator[tuple[object, ...]]:
     for name, by_folder in comparison.figures().items():
         shown = name.replace("_", " ")
         for folder, figure in by_folder.items():
@@ -71,7 +71,7 @@ def _optional(figure: Figure) -> tuple[str | None, str | None, str | None]:
     return deviation, difference, ends
 
 
-def _conclusion(comparison: Comparison) -> str:
+def _conclusion(comparison: SimulationComparison) -> str:
     """Return the basis of the table, and the consequences of few seeds."""
     first, seeds = next(iter(comparison.folders)), _seeds(comparison.seeds)
     rests = f"A difference is a simulation's figure less that of {first}, the mean over {seeds}."
@@ -81,7 +81,7 @@ def _conclusion(comparison: Comparison) -> str:
     return f"{rests} Where an interval includes 0, the seeds do not show a difference.{few}"
 
 
-def _document(comparison: Comparison) -> dict[str, Any]:
+def _document(comparison: SimulationComparison) -> dict[str, Any]:
     return {
         "folders": list(comparison.folders),
         "seeds": list(comparison.seeds),

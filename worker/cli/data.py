@@ -19,7 +19,7 @@ from tessera.shared.validation_errors import message_of
 from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits, fail
 from tessera.worker.data.partition.schemes import Partition, Scheme
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.errors import DataError
 from tessera.worker.settings import (
     DataSettings,
@@ -190,7 +190,7 @@ def _key(config: Path) -> tuple[bytes, WorkerSettings | None]:
         return division.key_of_seed(0), None
 
 
-def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) -> dict[str, Any]:
+def _described(name: str, source: DataSource, key: bytes, prepared: PreparedFolder) -> dict[str, Any]:
     with inventory.named(name):
         # No pixel is shown, so none has to stay in memory.
         loaded = inventory.load_source(
@@ -318,7 +318,7 @@ def _sentence(partition: Scheme) -> str:
     return f"{partition.scheme} among {partition.count} sites, " + ", ".join(f"{k} {v:g}" for k, v in options.items())
 
 
-def _table(tally: division.ClassCounts, changes: Sequence[str | None]) -> Any:
+def _table(tally: division.SiteCounts, changes: Sequence[str | None]) -> Any:
     """Return a row for each site: its examples of each class, or the number of its classes."""
     cells: list[list[object]]
     if len(tally.names) <= WIDEST:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from tessera.shared.client.export import in_place_of
-from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.client.round_outcomes import RoundOutcome
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.metrics.convergence import levels_of
 from tessera.shared.problems import Invalid
@@ -167,7 +167,7 @@ def _run(
     spec: Mapping[str, Any],
     start: ModelFolder,
     folder: Path,
-    watch: Callable[[Outcome], None],
+    watch: Callable[[RoundOutcome], None],
     reach: Sequence[float],
 ) -> simulation.Result:
     """Run or resume one simulation, write its results to the folder, and return them."""
@@ -235,7 +235,7 @@ def _sweep(
         finished = sum((job.folder / SUMMARY).exists() for job in jobs)
         output.note(f"{len(jobs)} simulations in {folder}, {finished} of them finished before; {count} at a time")
         sweep.work(jobs, run, count, ended)
-        found = sweep.SweepTable.of(vary, jobs, failed, reach)
+        found = sweep.SweepResults.of(vary, jobs, failed, reach)
         written = ", ".join(found.write(folder))
     if as_json:
         output.print_json({"event": "end", **found.document()}, line=True)

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tessera.worker.data.partition.division import ClassCounts
+from tessera.worker.data.partition.division import SiteCounts
 
 MAX_NAMED = 20
 """Classes that have a colour and an entry in the legend of their own; of more, neighbours look alike."""
@@ -17,7 +17,7 @@ MAX_LABELLED = 50
 """Sites that make a picture taller; more share its height."""
 
 
-def draw(tallies: Sequence[ClassCounts], title: str, out: Path) -> None:
+def draw(tallies: Sequence[SiteCounts], title: str, out: Path) -> None:
     """Write a picture in the format that `out` ends in. Raises OSError, or ValueError for a format not known."""
     # Without pyplot, which would look for a screen.
     sites = min(len(tallies[0].counts), MAX_LABELLED)
@@ -28,7 +28,7 @@ def draw(tallies: Sequence[ClassCounts], title: str, out: Path) -> None:
     figure.savefig(out, dpi=130)
 
 
-def _stack(axes: Axes, tally: ClassCounts) -> None:
+def _stack(axes: Axes, tally: SiteCounts) -> None:
     counts = np.array(tally.counts)  # [sites, names]
     few = len(tally.names) <= MAX_NAMED
     colours = mpl.colormaps["tab20" if few else "viridis"]

@@ -46,11 +46,10 @@ from tessera.worker.stores import run_history_of
 from tessera.worker.task.heartbeat import Stop
 
 if TYPE_CHECKING:
-    from tessera.worker import agent, deltas, device_failure, inventory
+    from tessera.worker import agent, deltas, inventory
     from tessera.worker import doctor as examination
 else:
     agent = DeferredModule("tessera.worker.agent")
-    device_failure = DeferredModule("tessera.worker.device_failure")
     examination = DeferredModule("tessera.worker.doctor")
     deltas = DeferredModule("tessera.worker.deltas")
     inventory = DeferredModule("tessera.worker.inventory")

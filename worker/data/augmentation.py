@@ -16,7 +16,7 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.run_settings import Augmentation, Training
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.data.dataset import Dataset, Rows
-from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.normalization import PixelNormalization
 
 TRANSFORMS = "tessera.worker.data.image_transforms"
 
@@ -43,7 +43,7 @@ class RowAugmentation:
 
     settings: Augmentation
     seed: int
-    normalization: Normalized | None
+    normalization: PixelNormalization | None
     places: NDArray[np.int64]
 
     def __call__(self, rows: Rows) -> Rows:

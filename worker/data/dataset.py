@@ -20,8 +20,8 @@ from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset_info import DatasetInfo, Pixels
 from tessera.worker.data.groups import Groups, UngroupedExamples, is_unnamed
 from tessera.worker.data.load_report import LoadReport
-from tessera.worker.data.normalization import Normalized
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.normalization import PixelNormalization
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.errors import DataError
 
 LABELS = "labels"
@@ -164,7 +164,7 @@ class RowsOnDisk:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Request:
+class RowRequest:
     """Rows to read together."""
 
     places: NDArray[np.int64]
@@ -179,7 +179,7 @@ class Loaders(Protocol):
         """Begin to import the modules of loaders."""
 
     def read(
-        self, transform: Callable[[Sequence[int]], Rows], requests: Iterable[Request]
+        self, transform: Callable[[Sequence[int]], Rows], requests: Iterable[RowRequest]
     ) -> Iterator[Rows | DataError]:
         """Yield the result of a table's transform for each request, or its error, in their order."""
 
@@ -213,7 +213,7 @@ class Dataset:
     on_disk: TableOnDisk | None = None
     loaders: Loaders | None = None
     """The processes that read the rows `in_loaders`; None reads them in this process."""
-    normalization: Normalized | None = None
+    normalization: PixelNormalization | None = None
     """The conversion of bytes to `pixel_values`, if it is known: augmentation changes bytes."""
     pack: bool = False
     """True if tasks put several of these documents into a row (`worker.data.packing`)."""
@@ -466,5 +466,5 @@ class Adapter(Generic[O]):
     options: type[O]
     open: Callable[[O], Dataset]
     """A function from the options to the data set. Raises DataError."""
-    open_prepared: Callable[[O, Prepared], Dataset] | None = None
+    open_prepared: Callable[[O, PreparedFolder], Dataset] | None = None
     """The same for a kind that makes files of its own from the data; it is used in place of `open`."""

@@ -39,7 +39,7 @@ PATIENT = "PatientID"
 """The keyword of the patient in DICOM headers."""
 
 
-class Repeated(NamedTuple):
+class RepeatedName(NamedTuple):
     """A probable name of a person that is in several examples, each of which is held out by itself."""
 
     what: str
@@ -75,15 +75,15 @@ def is_identifier(column: str) -> bool:
     return is_person(column) or (name not in NO_PERSON and bool(_RECORD.fullmatch(name) or _IDENTIFIER.search(words)))
 
 
-def repeated(what: str, values: Iterable[object], remedy: str) -> Repeated | None:
+def repeated(what: str, values: Iterable[object], remedy: str) -> RepeatedName | None:
     """Return the repetitions of values except missing ones; None if none repeats, or if all are the same."""
     given = (value if isinstance(value, bytes) else str(value).encode(errors="replace") for value in values)
     hashes = np.fromiter((hash(value) for value in given if not is_unnamed(value)), np.int64)
     distinct = len(np.unique(hashes))
-    return Repeated(what, distinct, len(hashes), remedy) if 1 < distinct < len(hashes) else None
+    return RepeatedName(what, distinct, len(hashes), remedy) if 1 < distinct < len(hashes) else None
 
 
-def in_paths(persons: Iterable[bytes], remedy: str = "") -> Repeated | None:
+def in_paths(persons: Iterable[bytes], remedy: str = "") -> RepeatedName | None:
     """Return the repetitions of persons that `PERSON_IN_PATH` finds in images' paths; None if none repeats."""
     return repeated("the number after `patient`, `subject` or `case` in the images' paths", persons, remedy)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tessera.worker.data.groups import Repeated
+from tessera.worker.data.groups import RepeatedName
 
 MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
@@ -103,7 +103,7 @@ class LoadReport:
     """The largest absolute value of prepared images."""
     relabelled: int = 0
     """The number of examples that are there again with another class."""
-    ungrouped: Sequence[Repeated] = ()
+    ungrouped: Sequence[RepeatedName] = ()
     """Columns and names that are probably one person's in several examples, without a `group`."""
     without_group: int = 0
     """The number of examples whose group is missing, of a data set with a `group`."""

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
 from tessera.worker.data.augmentation import SeededAugmentation, augmented
-from tessera.worker.data.dataset import Dataset, Request, Rows
+from tessera.worker.data.dataset import Dataset, RowRequest, Rows
 from tessera.worker.errors import DataError, LoaderFailed
 
 Transform = Callable[[Sequence[int]], Rows]
@@ -154,7 +154,7 @@ def read_by_loaders(
         raise ValueError("no loaders read the data set")
     some = dataset.on_disk.some
     requests = (
-        Request(some(rows).numpy(), augmentation.of(dataset, rows) if augmentation else None) for rows in parts
+        RowRequest(some(rows).numpy(), augmentation.of(dataset, rows) if augmentation else None) for rows in parts
     )
     for rows, read in zip(parts, dataset.loaders.read(dataset.on_disk.transform, requests), strict=True):
         if isinstance(read, DataError):
@@ -207,7 +207,7 @@ class LoaderProcesses:
         self.count = count
         self.pinned = pinned
         self._transform: Transform | None = None
-        self._requests: list[Request] = []
+        self._requests: list[RowRequest] = []
         self._loader: DataLoader[Any] | None = None
         self._alive: Connection | None = None
         self._pass = 0
@@ -224,7 +224,7 @@ class LoaderProcesses:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def read(self, transform: Transform, requests: Iterable[Request]) -> Iterator[Rows | DataError]:
+    def read(self, transform: Transform, requests: Iterable[RowRequest]) -> Iterator[Rows | DataError]:
         """Yield the result of a table's transform for each request, or its error, in their order. A pass that
         begins ends the previous pass. Raises LoaderFailed."""
         self._pass += 1
@@ -248,7 +248,7 @@ class LoaderProcesses:
             self._alive.close()
         self._alive = None
 
-    def _begin(self, transform: Transform, requests: Iterable[Request]) -> Iterator[Any]:
+    def _begin(self, transform: Transform, requests: Iterable[RowRequest]) -> Iterator[Any]:
         self._requests[:] = requests
         if self._loader:
             try:
@@ -316,7 +316,7 @@ class _Rows(MapDataset[Any]):
     def __init__(self, transform: Transform) -> None:
         self._transform = transform
 
-    def __getitems__(self, request: Request) -> Rows | DataError:
+    def __getitems__(self, request: RowRequest) -> Rows | DataError:
         """Return the rows, or the error, which torch would wrap in a stack of lines."""
         try:
             rows = self._transform(request.places.tolist())

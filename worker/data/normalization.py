@@ -13,7 +13,7 @@ MOST = (255.0,)
 
 
 @dataclass(frozen=True)
-class Normalized:
+class PixelNormalization:
     """Conversion of bytes, uint8 [images, height, width, channels], to float32 [images, channels, height, width], on
     the device of the bytes: values in 0 to 1, less `mean`, divided by `std`, each for all channels or for each."""
 

@@ -17,7 +17,7 @@ DAMAGED = (ValueError, LookupError)
 """The errors of readers of a damaged file."""
 
 
-class MappedFile(mmap.mmap):
+class PreparedFile(mmap.mmap):
     """A mapped file, which another process maps again by its path."""
 
     path: Path
@@ -29,13 +29,13 @@ class MappedFile(mmap.mmap):
 def mapped(path: Path) -> mmap.mmap:
     """Return a file mapped, which stays readable when it is removed. Raises OSError, and ValueError if empty."""
     with path.open("rb") as file:
-        found = MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+        found = PreparedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
     found.path = path
     return found
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedFolder:
     """The folder of one data set's files. Without a folder, files are anonymous and end with their last user."""
 
     folder: Path | None = None
@@ -79,5 +79,5 @@ class Prepared:
                 path.unlink(missing_ok=True)
 
 
-NOT_KEPT = Prepared()
+NOT_KEPT = PreparedFolder()
 """For files that nothing uses again."""

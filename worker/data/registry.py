@@ -17,7 +17,7 @@ from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
-from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.errors import DataError
 
 KINDS = "tessera.worker.data.kinds"
@@ -33,7 +33,7 @@ def load(
     part: SitePartition | None = None,
     held_out: float | None = None,
     key: bytes = b"",
-    prepared: Prepared = NOT_KEPT,
+    prepared: PreparedFolder = NOT_KEPT,
     loaders: Loaders | None = None,
 ) -> Dataset:
     """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tessera.worker.executor.group import Group
 from tessera.worker.training.checkpoints import (
-    Below,
     CheckpointFile,
     Document,
     Position,
+    PrefixView,
     TrainingCheckpoints,
     under,
 )
@@ -48,7 +48,7 @@ class GroupCheckpoints(TrainingCheckpoints):
     @contextmanager
     def tensors(self) -> Iterator[Mapping[str, Tensor]]:
         with super().tensors() as stored:
-            yield ChainMap(Below(f"{RANKS}/{self._group.rank}", stored), stored)  # type: ignore[arg-type]  # read only
+            yield ChainMap(PrefixView(f"{RANKS}/{self._group.rank}", stored), stored)  # type: ignore[arg-type]  # read only
 
     def write(self, position: Position, document: Document, tensors: Mapping[str, Tensor]) -> None:
         self._agreed = False

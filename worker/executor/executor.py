@@ -37,17 +37,17 @@ from tessera.worker.executor.folder import (
     STOP,
     STOPPED,
     TASK,
-    Answer,
+    AgentCall,
     Base,
+    CallResult,
     CheckpointPlace,
     CheckRecord,
     ConvertRecord,
     DigestsRecord,
     FailureRecord,
     InventoryRecord,
-    Request,
     ResultRecord,
-    TaskRecord,
+    TaskDocument,
     below,
     read_arrays,
     read_document,
@@ -63,7 +63,7 @@ from tessera.worker.state.base_sources import Take
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import SiteRecords, TaskRun
-from tessera.worker.task.handover import Checked, Fetched, Outcome
+from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import Report
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ class ProcessExecutor:
         self._submitted(run, lambda folder: write_document(folder / CONVERT, record), {"take": taken})
 
     def execute(
-        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
-    ) -> Outcome:
+        self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
+    ) -> TaskOutcome:
         """Execute a task as `stages.execution.execute` does. Raises its exceptions, and ExecutorEnded.
 
         With a checkpoint that was written in between, new processes then go on from it: a task that ends them before
@@ -192,14 +192,14 @@ class ProcessExecutor:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _executed(
-        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
-    ) -> Outcome:
+        self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
+    ) -> TaskOutcome:
         hand_over = partial(self._hand_over, run=run, fetched=fetched, account=account, checkpoint=checkpoint)
         result, arrays = self._submitted(run, hand_over, functions_of(run, account, checkpoint))
         local = None
         if result.metrics is not None:
             local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
-        return Outcome(result.examples, local, below("moments", arrays))
+        return TaskOutcome(result.examples, local, below("moments", arrays))
 
     def _submitted(
         self, run: TaskRun, hand_over: Callable[[Path], None], functions: Mapping[str, Callable[..., Any]]
@@ -210,7 +210,7 @@ class ProcessExecutor:
         try:
             hand_over(folder)
             handle = self._launcher.submit(folder)
-            result = Waiting(folder, run, functions, partial(self._launcher.poll, handle)).wait()
+            result = TaskWait(folder, run, functions, partial(self._launcher.poll, handle)).wait()
             arrays = read_arrays(folder / RESULT_ARRAYS) if (folder / RESULT_ARRAYS).is_file() else {}
         except Unwanted as unwanted:
             raise unwanted.reason from None
@@ -257,7 +257,7 @@ class ProcessExecutor:
         self,
         folder: Path,
         run: TaskRun,
-        fetched: Fetched,
+        fetched: FetchedVersion,
         account: PrivacyAccount | None,
         checkpoint: TaskCheckpoint | None,
     ) -> None:
@@ -265,7 +265,7 @@ class ProcessExecutor:
         noise, bases = run.env.noise_key(run.task), fetched.bases.values()
         arrays = {**under("kept", fetched.kept), **under("state", fetched.server_state)}
         write_arrays(folder / ARRAYS, arrays)
-        record = TaskRecord(
+        record = TaskDocument(
             **self._context(run, fetched.document),
             manifest=fetched.manifest,
             blocks=fetched.blocks,
@@ -281,7 +281,7 @@ class ProcessExecutor:
         write_document(folder / TASK, record)
 
 
-class Waiting:
+class TaskWait:
     """The agent's wait for the end of a task, during which it answers the executor."""
 
     def __init__(
@@ -318,7 +318,7 @@ class Waiting:
         path = self._folder / PROGRESS
         if path.exists() and (written := path.stat().st_mtime_ns) != self._reported:
             self._reported = written
-            vars(self._run.report).update(vars(read_document(Progress, path).report))
+            vars(self._run.report).update(vars(read_document(ProgressDocument, path).report))
 
     def _result(self) -> ResultRecord | None:
         if (self._folder / RESULT).exists():
@@ -351,13 +351,13 @@ class Waiting:
         if not path.exists():
             return False
         self._answered += 1
-        request, answer = read_document(Request, path), Answer()
+        request, answer = read_document(AgentCall, path), CallResult()
         try:
             value = self._functions[request.call](*request.arguments)
-            answer = Answer(value=value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
+            answer = CallResult(value=value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
         except Exception as fault:  # noqa: BLE001  (raised when the ranks have stopped)
             self._give_up(fault)
-            answer = Answer(refused=True)
+            answer = CallResult(refused=True)
         write_document(self._folder / f"answer-{self._answered}.json", answer)
         return True
 
@@ -377,7 +377,7 @@ class Waiting:
             self._unwanted, self._until = reason, time.monotonic() + STOP_SECONDS
 
 
-class Progress(BaseModel):
+class ProgressDocument(BaseModel):
     """The progress of a task."""
 
     report: Report

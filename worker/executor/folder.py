@@ -102,7 +102,7 @@ class CheckRecord(ContextRecord):
     dataset: DatasetInfo
 
 
-class TaskRecord(ContextRecord):
+class TaskDocument(ContextRecord):
     """One task, after everything that needs the coordinator."""
 
     manifest: Manifest
@@ -143,14 +143,14 @@ class InventoryRecord(Document):
     """The setting that cannot be used, and the reason."""
 
 
-class Request(Document):
+class AgentCall(Document):
     """A call of a function of the agent, by its name."""
 
     call: str
     arguments: list[Any]
 
 
-class Answer(Document):
+class CallResult(Document):
     """The result of a call; None if the agent refused it, and has ended the task."""
 
     value: Any = None

@@ -31,7 +31,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure, is_device_failure
 from tessera.worker.executor import mapped
 from tessera.worker.executor.checkpoints import GroupCheckpoints
-from tessera.worker.executor.executor import Progress
+from tessera.worker.executor.executor import ProgressDocument
 from tessera.worker.executor.folder import (
     ARRAYS,
     CHECK,
@@ -45,16 +45,16 @@ from tessera.worker.executor.folder import (
     STOP,
     STOPPED,
     TASK,
-    Answer,
+    AgentCall,
+    CallResult,
     CheckRecord,
     ContextRecord,
     ConvertRecord,
     DigestsRecord,
     FailureRecord,
     InventoryRecord,
-    Request,
     ResultRecord,
-    TaskRecord,
+    TaskDocument,
     below,
     dataset_file,
     read_arrays,
@@ -78,7 +78,7 @@ from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.settings import DataSources, SettingsError
 from tessera.worker.state.atomic_files import disk_error
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.task.handover import Fetched, Outcome
+from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.optimization.precision import allow_tf32
@@ -204,7 +204,7 @@ class Rank:
                     if self.ranks.is_first:
                         answer(folder / request)
                     return
-            outcome = self._execute(read_document(TaskRecord, folder / TASK))
+            outcome = self._execute(read_document(TaskDocument, folder / TASK))
             # All wait for it: they would end if the first one read no next task for a while.
             self.ranks.same(lambda: self._write(outcome))
         except FirstRankFailed:
@@ -228,7 +228,7 @@ class Rank:
     def _number(self) -> int:
         return self._group.rank if self._group else 0
 
-    def _execute(self, given: TaskRecord) -> Outcome:
+    def _execute(self, given: TaskDocument) -> TaskOutcome:
         task, arrays = given.task, read_arrays(self._folder / ARRAYS)
         self._report = given.report
         allow_tf32(allowed=given.compute.tf32)
@@ -242,7 +242,7 @@ class Rank:
         with hiding(in_sum=trains and task.sums is not None), without_cause(rounds=rounds):
             dataset = self._read(task.dataset)
         blocks = {block.name: block for block in given.blocks}
-        fetched = Fetched(
+        fetched = FetchedVersion(
             given.document,
             given.mapping,
             given.manifest,
@@ -262,7 +262,7 @@ class Rank:
             account = _Agent(self._ask, units=given.units)
         return execute(local, fetched, dataset, account, self._saving(given))
 
-    def _saving(self, given: TaskRecord) -> TrainingCheckpoints | None:
+    def _saving(self, given: TaskDocument) -> TrainingCheckpoints | None:
         place = given.checkpoint
         if place is None:
             return None
@@ -375,7 +375,7 @@ class Rank:
             self._loaded[name] = found
         return self._loaded[name]
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: TaskOutcome) -> None:
         result, arrays = outcome.result, under("moments", outcome.moments)
         if result:
             arrays |= {**under("upload", result.upload), **under("keep", result.keep)}
@@ -411,7 +411,7 @@ class Rank:
         return (self._folder / STOP).exists()
 
     def _show(self) -> None:
-        write_document(self._folder / PROGRESS, Progress(report=self._report))
+        write_document(self._folder / PROGRESS, ProgressDocument(report=self._report))
         self._reported_at = time.monotonic()
 
     def _ask(self, call: str, *arguments: Any) -> Any:
@@ -422,11 +422,13 @@ class Rank:
         self._show()
         self._requests += 1
         answer = self._folder / f"answer-{self._requests}.json"
-        write_document(self._folder / f"request-{self._requests}.json", Request(call=call, arguments=list(arguments)))
+        write_document(
+            self._folder / f"request-{self._requests}.json", AgentCall(call=call, arguments=list(arguments))
+        )
         # The supervisor ends this process with the agent.
         while not answer.exists():
             time.sleep(ANSWER_SECONDS)
-        answered = read_document(Answer, answer)
+        answered = read_document(CallResult, answer)
         if answered.refused:
             raise TaskStopped
         return answered.value

@@ -45,7 +45,7 @@ class Discrepancy:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AuditComparison:
     """Result of comparing the two records."""
 
     agreed: int
@@ -55,7 +55,9 @@ class Comparison:
     differences: tuple[Discrepancy, ...]
 
 
-def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker: str | None = None) -> Comparison:
+def compare(
+    entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker: str | None = None
+) -> AuditComparison:
     """Compare the chain's entries with the coordinator's view of all the site's tasks.
 
     `worker` writes to the chain, even if the chain is empty.
@@ -91,7 +93,7 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
         else:
             agreed += 1
     found += _uncounted(entries, left, shown)
-    return Comparison(agreed, earlier, tuple(found))
+    return AuditComparison(agreed, earlier, tuple(found))
 
 
 def _others(sent: SiteAuditEntry, task: TaskView) -> Iterator[Discrepancy]:

@@ -53,7 +53,7 @@ predictions and two right predictions may change, by one each."""
 
 
 @dataclass(frozen=True)
-class Noise:
+class FigureNoise:
     """Noise for the figures of one evaluation, which costs `rho` in zCDP."""
 
     rho: float
@@ -107,7 +107,7 @@ class BoundedSums:
         self.right_and_loss = ranks.total(self.right_and_loss)
         self.gaps, self.by_class = ranks.total(self.gaps), ranks.total(self.by_class)
 
-    def rounded(self, examples: int, noise: Noise | None = None) -> dict[str, Tensor]:
+    def rounded(self, examples: int, noise: FigureNoise | None = None) -> dict[str, Tensor]:
         """Return what may leave of these examples: rounded sums, float64, by name.
 
         Without noise, replacing one example moves each value by at most one step.
@@ -126,7 +126,9 @@ class BoundedSums:
             leaving = {name: (_noisy(*each, deviation, noise.source), each[1]) for name, each in leaving.items()}
         return {name: (sums / (STEP * most)).round() * (STEP * most) for name, (sums, most) in leaving.items()}
 
-    def figures(self, examples: int, noise: Noise | None = None, ignored: tuple[int, ...] = ()) -> dict[str, float]:
+    def figures(
+        self, examples: int, noise: FigureNoise | None = None, ignored: tuple[int, ...] = ()
+    ) -> dict[str, float]:
         """Return the `accuracy` and the clipped `loss` of these examples and, of enough, the `calibration_error` and
         the `macro_f1`, without classes at the places `ignored`. All follow from the rounded sums and the number of
         examples."""

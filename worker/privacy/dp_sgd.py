@@ -45,8 +45,8 @@ from tessera.worker.privacy.per_example_grads import (
     norms,
 )
 from tessera.worker.privacy.pieces import (
+    GradientPiece,
     GroupSampling,
-    Piece,
     add_by_group,
     group_pieces,
     single_pieces,
@@ -302,7 +302,7 @@ class NoisyGradients:
         deque(reads, maxlen=0)
         return totals
 
-    def _pieces(self, units: Tensor) -> list[Piece]:
+    def _pieces(self, units: Tensor) -> list[GradientPiece]:
         if self._grouped is None:
             return single_pieces(units, self._at_once)
         return group_pieces(self._grouped.groups.drawn(units, self._grouped.most, self._members_seed), self._at_once)

@@ -73,7 +73,7 @@ class Factors(ABC):
 
 
 @dataclass(frozen=True)
-class Outer(Factors):
+class ProductFactors(Factors):
     """Sums of outer products: of each token's `left`, [examples, tokens, rows], and `right`, [examples, tokens,
     columns]."""
 
@@ -121,7 +121,7 @@ class Outer(Factors):
 
 
 @dataclass(frozen=True)
-class Lookup(Factors):
+class RowFactors(Factors):
     """Rows of a table, looked up by their `index`, int64 [examples, tokens], with the gradient of each, `outputs`
     [examples, tokens, columns]."""
 

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from tessera.worker.model.device_memory import free_bytes
-from tessera.worker.privacy.factors import Factors, Lookup, Outer
+from tessera.worker.privacy.factors import Factors, ProductFactors, RowFactors
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
@@ -100,7 +100,7 @@ class OneByOne(PerExample):
         return [torch.stack(each) for each in zip(*rows, strict=True)]
 
 
-class Batched(PerExample):
+class BatchedGradients(PerExample):
     """The gradient function of one example, batched by torch.func.
 
     Raises NotImplementedError for a model that holds a layer at two places.
@@ -169,7 +169,7 @@ class _OtherLayers(GradSampleHooks):  # type: ignore[misc]  # Opacus has no type
                 yield each
 
 
-class Hooked(PerExample):
+class HookedGradients(PerExample):
     """Hooks on the model's layers: Opacus', or for parameters among `factored` our own. `losses` returns the loss of
     each example.
 
@@ -244,10 +244,12 @@ class Hooked(PerExample):
             index = inputs.reshape(self._examples, -1)
             if layer.padding_idx is not None:
                 outputs = outputs.masked_fill((index == layer.padding_idx).unsqueeze(2), 0.0)
-            factors: Factors = Lookup(index, outputs, len(layer.weight))
+            factors: Factors = RowFactors(index, outputs, len(layer.weight))
         else:
             inputs = inputs.reshape(self._examples, -1, inputs.shape[-1])
-            factors = Outer(inputs, outputs) if isinstance(layer, Conv1D) else Outer(outputs, inputs)
+            factors = (
+                ProductFactors(inputs, outputs) if isinstance(layer, Conv1D) else ProductFactors(outputs, inputs)
+            )
             bias: nn.Parameter | None = layer.bias
             if bias is not None and bias.requires_grad:
                 self._found.setdefault(bias, []).append(outputs.sum(dim=1))
@@ -389,9 +391,9 @@ def fastest(
     Leaves the model as it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
-    methods: list[Callable[[], PerExample]] = [partial(Batched, model, loss, parameters, common)]
+    methods: list[Callable[[], PerExample]] = [partial(BatchedGradients, model, loss, parameters, common)]
     if losses is not None and not common:
-        methods.insert(0, partial(Hooked, model, losses, parameters, tolerance, factored))
+        methods.insert(0, partial(HookedGradients, model, losses, parameters, tolerance, factored))
     with _at_a_generic_point(model, parameters):
         expected = truth(sample)
         for make in methods:

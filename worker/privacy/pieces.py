@@ -19,7 +19,7 @@ class GroupSampling:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradientPiece:
     """Examples whose gradients are computed together: each a unit by itself, or whole groups of them."""
 
     rows: Tensor
@@ -30,12 +30,12 @@ class Piece:
     """The number of drawn examples of each group, int64 [groups]; None if each example is a unit by itself."""
 
 
-def single_pieces(rows: Tensor, at_once: int) -> list[Piece]:
+def single_pieces(rows: Tensor, at_once: int) -> list[GradientPiece]:
     """Return the pieces of examples that are units by themselves."""
-    return [Piece(part, part, None) for part in torch.split(rows, at_once)] if len(rows) else []
+    return [GradientPiece(part, part, None) for part in torch.split(rows, at_once)] if len(rows) else []
 
 
-def group_pieces(members: Sequence[Tensor], at_once: int) -> list[Piece]:
+def group_pieces(members: Sequence[Tensor], at_once: int) -> list[GradientPiece]:
     """Return the pieces of groups with these members. No group is in two of them; one that is larger than `at_once`
     is in a piece of its own."""
     bundles: list[list[Tensor]] = []
@@ -49,9 +49,9 @@ def group_pieces(members: Sequence[Tensor], at_once: int) -> list[Piece]:
     return [_piece(bundle) for bundle in bundles]
 
 
-def _piece(rows: Sequence[Tensor]) -> Piece:
+def _piece(rows: Sequence[Tensor]) -> GradientPiece:
     sizes = torch.tensor(list(map(len, rows)))
-    return Piece(torch.cat([*rows]), torch.arange(len(rows)).repeat_interleave(sizes), sizes)
+    return GradientPiece(torch.cat([*rows]), torch.arange(len(rows)).repeat_interleave(sizes), sizes)
 
 
 def zero_means(parameters: Sequence[Tensor], groups: int) -> Gradients:

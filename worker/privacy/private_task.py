@@ -22,7 +22,7 @@ from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.sampling import sampling
-from tessera.worker.privacy.selection import Watched, bounded_sums, epsilon_per_pick, private_top_k
+from tessera.worker.privacy.selection import WatchedBatches, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.privacy_ledger import NoisySteps
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import LocalTaskContext, largest
@@ -100,7 +100,7 @@ class PrivateTask:
     def watched(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches for a method that chooses blocks by them. Reading them spends privacy, or raises
         PolicyViolation."""
-        return Watched(batches, self.look)
+        return WatchedBatches(batches, self.look)
 
     def known(self, context: LocalTaskContext, dataset: Dataset) -> Tensor:
         """Return the mask of examples that may reach the model in a choice, bool [examples]. It needs the context's

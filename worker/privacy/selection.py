@@ -16,7 +16,7 @@ SCORE_BITS = 30
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedBatches:
     """Batches that call `look` when they are read."""
 
     batches: Iterable[Batch]

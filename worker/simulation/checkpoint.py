@@ -32,7 +32,7 @@ class CommittedVersion(Message):
     attempts: tuple[Round, ...] = ()
 
 
-class Reported(Message):
+class AcceptedReport(Message):
     """An accepted update of a round that is not committed yet, with its task and plan."""
 
     view: TaskView
@@ -52,10 +52,10 @@ class Reported(Message):
 
 
 @dataclass(frozen=True)
-class Held:
+class UpdateEntry:
     """An accepted update, and its bytes if it was small."""
 
-    reported: Reported
+    reported: AcceptedReport
     data: bytes = b""
 
 
@@ -71,7 +71,7 @@ class MeasuredVersion(Message):
         return cls(measurements=measurements, failed=tuple(one for one in outcomes if isinstance(one, TaskView)))
 
 
-class OpenRound:
+class RoundJournal:
     """The accepted updates of the round that is not committed yet, in one file that grows by one entry for each.
 
     The constructor drops an incomplete entry that a killed process left.
@@ -79,7 +79,7 @@ class OpenRound:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[str, Held] = {}
+        self._found: dict[str, UpdateEntry] = {}
         if path.exists():
             with path.open("rb+") as file:
                 for end, held in _entries(file):
@@ -87,13 +87,13 @@ class OpenRound:
                     complete = end
                 file.truncate(complete if self._found else 0)
 
-    def get(self, task: str) -> Held | None:
+    def get(self, task: str) -> UpdateEntry | None:
         return self._found.get(task)
 
-    def all(self) -> list[Held]:
+    def all(self) -> list[UpdateEntry]:
         return list(self._found.values())
 
-    def add(self, held: Held) -> None:
+    def add(self, held: UpdateEntry) -> None:
         # In one call, so that a killed process leaves an incomplete entry at most at the end.
         with self._path.open("ab", buffering=0) as file:
             file.write(held.reported.model_dump_json(exclude_defaults=True).encode() + b"\n" + held.data)
@@ -104,14 +104,14 @@ class OpenRound:
         self._found.clear()
 
 
-def _entries(file: BinaryIO) -> Iterator[tuple[int, Held]]:
+def _entries(file: BinaryIO) -> Iterator[tuple[int, UpdateEntry]]:
     """Yield each complete entry of an open round, and where it ends."""
     while (line := file.readline()).endswith(b"\n"):
-        reported = Reported.model_validate_json(line)
+        reported = AcceptedReport.model_validate_json(line)
         data = file.read(reported.inline_bytes)
         if len(data) < reported.inline_bytes:
             return
-        yield file.tell(), Held(reported, data)
+        yield file.tell(), UpdateEntry(reported, data)
 
 
 class Records:
@@ -122,7 +122,7 @@ class Records:
             (folder / kind).mkdir(parents=True, exist_ok=True)
             sweep(folder / kind)
         self._folder = folder
-        self.open = OpenRound(folder / "open-round")
+        self.open = RoundJournal(folder / "open-round")
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
         """Record which simulation this folder holds. Raises Invalid with the first inputs that differ from before."""

@@ -44,7 +44,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[f
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedSimulation:
     """A simulation that ended, of one seed."""
 
     summary: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Finished:
         return figures_of(self.summary)
 
 
-def finished(folder: Path) -> dict[int, Finished]:
+def finished(folder: Path) -> dict[int, FinishedSimulation]:
     """Return the simulations that ended in a folder of `tessera simulate`, by seed.
 
     Raises Invalid without any, and for one that cannot be read.
@@ -76,10 +76,10 @@ def finished(folder: Path) -> dict[int, Finished]:
     return dict(sorted(found.items()))
 
 
-def _read(folder: Path) -> Finished:
+def _read(folder: Path) -> FinishedSimulation:
     with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
         summary, settings = (json.loads((folder / name).read_text("utf-8")) for name in (SUMMARY, SETTINGS))
-        one = Finished(summary, settings)
+        one = FinishedSimulation(summary, settings)
         if one.figures and isinstance(summary["seed"], int):
             return one
     raise Invalid(
@@ -112,10 +112,10 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SimulationComparison:
     """Simulations on the seeds that all of them have."""
 
-    folders: Mapping[str, Mapping[int, Finished]]
+    folders: Mapping[str, Mapping[int, FinishedSimulation]]
     seeds: Sequence[int]
     reach: Sequence[float] = ()
     """Scores to reach, by default shares of the best folder's mean of its seeds' best values."""

@@ -36,7 +36,7 @@ from tessera.worker.simulation.conditions import Conditions, unknown_sites
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Simulation, Watch
-from tessera.worker.simulation.virtual_sites import Holding, VirtualSite, VirtualSites
+from tessera.worker.simulation.virtual_sites import DataSizes, VirtualSite, VirtualSites
 from tessera.worker.simulation.virtual_workers import Workers
 from tessera.worker.simulation.worker_processes import WorkerProcesses
 from tessera.worker.state.atomic_files import alone_or
@@ -162,7 +162,7 @@ class _Federation:
 
     def _identity(self, spec: RunSpec, population: VirtualSites) -> dict[str, Any]:
         """Return the inputs that determine the results. Modules that a method's file imports are not among them."""
-        sites, test = population.identity(), asdict(Holding.of(self.test)) if self.test else None
+        sites, test = population.identity(), asdict(DataSizes.of(self.test)) if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
         # Without it, a changed method would seem to have the results of the former method.
         code = own_file_digest(spec.method.name)

@@ -27,8 +27,8 @@ from tessera.shared.tensors.hashing import Sink
 from tessera.shared.tensors.lazy import as_bytes, from_bytes
 from tessera.shared.updates.update_file import DecodedTensor
 from tessera.worker.simulation.blob_folder import PIECE_BYTES, Folder
-from tessera.worker.simulation.checkpoint import Held, Reported
-from tessera.worker.simulation.virtual_sites import Lent
+from tessera.worker.simulation.checkpoint import AcceptedReport, UpdateEntry
+from tessera.worker.simulation.virtual_sites import SharedDiskCache
 from tessera.worker.task.environment import MAX_INLINE
 
 RUN = "simulation"
@@ -47,8 +47,8 @@ INLINE_BYTES = 256 << 20
 class AcceptedUpdates(Protocol):
     """The accepted updates of the round that is not committed yet."""
 
-    def get(self, task: str) -> Held | None: ...
-    def add(self, held: Held) -> None: ...
+    def get(self, task: str) -> UpdateEntry | None: ...
+    def add(self, held: UpdateEntry) -> None: ...
 
 
 class Order(Message):
@@ -73,7 +73,7 @@ class Order(Message):
 class HandedOver(Message):
     """An accepted update on its way from another process. Its bytes follow, and those of its decoded blocks."""
 
-    reported: Reported
+    reported: AcceptedReport
     blocks: tuple[str, ...] = ()
     """The names of the decoded blocks, if all of the update's are."""
 
@@ -82,12 +82,12 @@ class _LastAccepted:
     """The update that was accepted last, for a process that hands it over."""
 
     def __init__(self) -> None:
-        self.last: Held | None = None
+        self.last: UpdateEntry | None = None
 
-    def get(self, task: str) -> Held | None:
+    def get(self, task: str) -> UpdateEntry | None:
         return self.last if self.last and self.last.reported.view.id == task else None
 
-    def add(self, held: Held) -> None:
+    def add(self, held: UpdateEntry) -> None:
         self.last = held
 
 
@@ -114,7 +114,7 @@ class InProcessCoordinator:
         self._folder = folder
         self._states = states
         self._inspector = inspector
-        self._given: dict[str, tuple[Order, Lent]] = {}
+        self._given: dict[str, tuple[Order, SharedDiskCache]] = {}
         """The tasks of the present round that this process has given out, each with its worker's shelf."""
         self._measured: dict[str, Measurement] = {}
         self._over: dict[str, TaskView] = {}
@@ -141,11 +141,11 @@ class InProcessCoordinator:
         """The number of the model's blocks."""
         return len(self._model.blocks)
 
-    def shelf(self, order: Order) -> Lent:
+    def shelf(self, order: Order) -> SharedDiskCache:
         """Return the shelf of an order's worker."""
-        return Lent(self._folder, self.held.get(order.holder, frozenset()))
+        return SharedDiskCache(self._folder, self.held.get(order.holder, frozenset()))
 
-    def give(self, order: Order, shelf: Lent) -> Task:
+    def give(self, order: Order, shelf: SharedDiskCache) -> Task:
         """Return the order as the task that its worker receives."""
         self._given[order.id] = order, shelf
         if order.kind == "train":
@@ -222,7 +222,7 @@ class InProcessCoordinator:
         reported = accepted.reported
         if data:
             self._folder.lend(reported.update, data)
-        self.open.add(Held(reported, data))
+        self.open.add(UpdateEntry(reported, data))
         if accepted.blocks:
             manifest, table = self._states.manifest(order.version.digest), self._model.by_name
             decoded, at = dict[str, DecodedTensor](), 0
@@ -287,7 +287,7 @@ class InProcessCoordinator:
         }
         view = self.view(order, "accepted").model_copy(update=result)
         held = self._holds(order, shelf)
-        reported = Reported(
+        reported = AcceptedReport(
             view=view,
             update=report.update,
             plan=order.plan,
@@ -295,10 +295,10 @@ class InProcessCoordinator:
             held=tuple(held),
             envelope=report.envelope,
         )
-        self.open.add(Held(reported, data or b""))
+        self.open.add(UpdateEntry(reported, data or b""))
         return view
 
-    def _holds(self, order: Order, shelf: Lent) -> frozenset[str]:
+    def _holds(self, order: Order, shelf: SharedDiskCache) -> frozenset[str]:
         """Record and return the blobs that an order's worker holds at its end."""
         held = shelf.kept(self._states.manifest(order.version.digest).digests)
         # Most workers hold the same, which is then in memory once.

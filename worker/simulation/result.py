@@ -10,7 +10,7 @@ from tessera.shared.api.runs import Bounds, Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.client.export import Progress, export_folder, in_place_of
-from tessera.shared.client.round_outcomes import Outcome, outcomes
+from tessera.shared.client.round_outcomes import RoundOutcome, outcomes
 from tessera.shared.methods.base import State
 from tessera.shared.metrics.comparison import History
 from tessera.shared.metrics.rows import rows_of, write_csv
@@ -68,7 +68,7 @@ class Result:
         )
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RoundOutcome]:
         """Every attempt at every round, with its outcome."""
         return outcomes(self.rounds, self.spec, self.measurements, self.versions)
 

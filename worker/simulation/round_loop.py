@@ -13,7 +13,7 @@ from tessera.shared.api.runs import Bounds, Round, RunSpec
 from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
-from tessera.shared.client.round_outcomes import Outcome, outcomes
+from tessera.shared.client.round_outcomes import RoundOutcome, outcomes
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.metrics.selections import RECENT, choices_of
@@ -28,7 +28,7 @@ from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Envelope, Terms
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import CommittedVersion, MeasuredVersion, Records, Reported
+from tessera.worker.simulation.checkpoint import AcceptedReport, CommittedVersion, MeasuredVersion, Records
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.in_process_coordinator import RUN, InProcessCoordinator, Order
 from tessera.worker.simulation.result import Result
@@ -37,7 +37,7 @@ from tessera.worker.simulation.virtual_sites import VirtualSites, worker_of
 from tessera.worker.simulation.virtual_workers import EVALUATOR, Workers
 from tessera.worker.simulation.worker_processes import WorkerProcesses
 
-Watch = Callable[[Outcome], None]
+Watch = Callable[[RoundOutcome], None]
 """Called after every attempt at a round, once the new version is measured."""
 
 
@@ -226,7 +226,7 @@ class Simulation:
         terms = terms_of_round(*about, run=RUN, attempt=attempt, version=version, values=self._manifest.values)
         return SumTask(terms=self.blobs.put([canonical(terms)]).digest)
 
-    def _sums(self, reports: Sequence[Reported]) -> Sums | None:
+    def _sums(self, reports: Sequence[AcceptedReport]) -> Sums | None:
         """Return the sums of a round, which need no opening here; None for a run without."""
         if self.spec.secure_sums is None:
             return None
@@ -328,7 +328,7 @@ class Simulation:
     def _manifest(self) -> Manifest:
         return self.states.manifest(self.latest.digest)
 
-    def _outcome(self, made: Round) -> Outcome:
+    def _outcome(self, made: Round) -> RoundOutcome:
         measured = self._measured((made.number - 1, made.number))
         found = [measurement for one in measured for measurement in one.measurements]
         return outcomes([made], self.spec, found, [entry.version for entry in self.versions[-2:]])[0]

@@ -32,7 +32,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.executor.supervisor import end_with_parent
 from tessera.worker.settings import SettingsError
-from tessera.worker.simulation.comparison import Comparison, Figure
+from tessera.worker.simulation.comparison import Figure, SimulationComparison
 from tessera.worker.simulation.config import SimulationFile, SimulationTable, read_file
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def _child(parent: int, run: Callable[[Job], None], job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class SweepTable:
+class SweepResults:
     """The simulations of a sweep, each combination compared with the first complete one."""
 
     vary: Mapping[str, Sequence[Any]]
@@ -274,7 +274,7 @@ class SweepTable:
         jobs: Sequence[Job],
         failed: Mapping[Job, str],
         reach: Sequence[float],
-    ) -> SweepTable:
+    ) -> SweepResults:
         """Read the results. A combination with a seed that failed is not compared."""
         seeds, rows = sorted({job.seed for job in jobs}), dict[Combination, Mapping[str, Figure] | str]()
         for job in jobs:
@@ -284,7 +284,7 @@ class SweepTable:
         if not folders:
             return cls(vary, seeds, rows)
         # The folders may have more seeds, of an earlier command.
-        comparison = replace(Comparison.of(list(folders.values()), reach), seeds=seeds)
+        comparison = replace(SimulationComparison.of(list(folders.values()), reach), seeds=seeds)
         figures = comparison.figures()
         for one, folder in folders.items():
             rows[one] = {name: by_folder[str(folder)] for name, by_folder in figures.items()}

@@ -49,7 +49,7 @@ class VirtualSite:
 
 
 @dataclass(frozen=True)
-class Holding:
+class DataSizes:
     """The sizes of a site's data, and a digest of the content that results depend on."""
 
     examples: int
@@ -85,7 +85,7 @@ class VirtualSites:
         self._places = {name: place for place, name in enumerate(self._sites)}
         self._loaded = lru_cache(maxsize=loaded)(lambda name, since: self._sites[name].load(since))
         self.holdings = {
-            name: {since: Holding.of(self._loaded(name, since)) for since in (0, *sorted(site.changes))}
+            name: {since: DataSizes.of(self._loaded(name, since)) for since in (0, *sorted(site.changes))}
             for name, site in self._sites.items()
         }
         """The holdings of each site, by the round from which on it has them."""
@@ -94,7 +94,7 @@ class VirtualSites:
         """Return a site's data in round `number`."""
         return self._loaded(site, self._sites[site].since(number))
 
-    def holding(self, site: str, number: int) -> Holding:
+    def holding(self, site: str, number: int) -> DataSizes:
         return self.holdings[site][self._sites[site].since(number)]
 
     def place(self, site: str) -> int:
@@ -133,7 +133,7 @@ def worker_of(site: str) -> str:
     return f"{site}/{WORKER}"
 
 
-class Lent:
+class SharedDiskCache:
     """The cache of a worker that shares its coordinator's disk, and reads blobs in place.
 
     A blob counts as downloaded if the worker did not hold it after its last task, as with a cache of its own that has

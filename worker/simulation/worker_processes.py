@@ -38,7 +38,7 @@ class WorkerProcessFailed(RuntimeError):
     """A process of the simulation ended, or code of a method failed in it. The message has its traceback."""
 
 
-class Request(Message):
+class ProcessRequest(Message):
     """A task for a process, or the end of an attempt at a round."""
 
     order: Order | None = None
@@ -48,7 +48,7 @@ class Request(Message):
     ended: Round | None = None
 
 
-class Answer(Message):
+class ProcessAnswer(Message):
     """The outcome of a task. `accepted` is followed by the bytes of the update and of its blocks."""
 
     view: TaskView | None = None
@@ -117,11 +117,11 @@ class WorkerProcesses:
     def end(self, made: Round) -> None:
         """Record the outcome of the accepted updates of a finished attempt, in all processes."""
         self._workers.coordinator.end(made)
-        request = Request(ended=made).model_dump_json().encode() if self._processes else b""
+        request = ProcessRequest(ended=made).model_dump_json().encode() if self._processes else b""
         for each in self._processes:
             each.connection.send_bytes(request)
 
-    def _answers(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Answer]]:
+    def _answers(self, orders: Sequence[Order]) -> Iterator[tuple[Order, ProcessAnswer]]:
         """Give the orders to the processes, and yield each with its answer."""
         while orders and len(self._processes) < self._count:
             self._processes.append(self._forked())
@@ -153,15 +153,15 @@ class WorkerProcesses:
         if left:
             order, coordinator = left.popleft(), self._workers.coordinator
             held = tuple(coordinator.held.get(order.holder, ()))
-            request = Request(order=order, held=held, cohort=coordinator.cohort)
+            request = ProcessRequest(order=order, held=held, cohort=coordinator.cohort)
             each.connection.send_bytes(request.model_dump_json(exclude_defaults=True).encode())
             each.orders.append(order)
 
-    def _answer(self, each: _Process) -> Answer:
+    def _answer(self, each: _Process) -> ProcessAnswer:
         """Receive the answer to a process's first order, and the update that its coordinator accepted."""
         coordinator, order = self._workers.coordinator, each.orders[0]
         try:
-            answer = Answer.model_validate_json(each.connection.recv_bytes())
+            answer = ProcessAnswer.model_validate_json(each.connection.recv_bytes())
             if answer.accepted:
                 data, blocks = each.connection.recv_bytes(), each.connection.recv_bytes()
                 coordinator.take_over(order, answer.accepted, data, blocks)
@@ -189,7 +189,7 @@ def _serve(connection: Connection, copies: Sequence[Connection], workers: Worker
     refusal = _autograd_refusal()
     while True:
         try:
-            request = Request.model_validate_json(connection.recv_bytes())
+            request = ProcessRequest.model_validate_json(connection.recv_bytes())
         except EOFError:
             return
         if request.ended:
@@ -200,12 +200,12 @@ def _serve(connection: Connection, copies: Sequence[Connection], workers: Worker
         coordinator.held[request.order.holder] = frozenset(request.held)
         parts: tuple[bytes, ...] = ()
         try:
-            answer = Answer(fault=refusal) if refusal else _done(workers, request.order)
+            answer = ProcessAnswer(fault=refusal) if refusal else _done(workers, request.order)
             if accepted := coordinator.hand_over(request.order):
                 answer = answer.model_copy(update={"accepted": accepted[0]})
                 parts = accepted[1:]
         except Exception:  # noqa: BLE001  (of a method's code: the parent raises it)
-            answer = Answer(fault=traceback.format_exc())
+            answer = ProcessAnswer(fault=traceback.format_exc())
         connection.send_bytes(answer.model_dump_json(exclude_defaults=True).encode())
         for part in parts:
             connection.send_bytes(part)
@@ -226,9 +226,9 @@ def _autograd_refusal() -> str | None:
     return None
 
 
-def _done(workers: Workers, order: Order) -> Answer:
+def _done(workers: Workers, order: Order) -> ProcessAnswer:
     outcome = workers.train(order) if order.kind == "train" else workers.evaluate(order)
     held = tuple(workers.coordinator.held.get(order.holder, ()))
     if isinstance(outcome, TaskView):
-        return Answer(view=outcome, held=held)
-    return Answer(measurement=outcome, held=held)
+        return ProcessAnswer(view=outcome, held=held)
+    return ProcessAnswer(measurement=outcome, held=held)

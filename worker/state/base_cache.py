@@ -80,7 +80,7 @@ class BaseRecord(Value):
 
 
 @dataclass(frozen=True)
-class Lookup:
+class BlockPlaces:
     """The places of blocks by digest, and a sentence for each file that no longer has what was added."""
 
     spans: Mapping[str, Span]
@@ -97,7 +97,7 @@ class BaseCache:
         """Return the bases that were added, by source. Raises StateError."""
         return self._database.documents(BaseRecord, "SELECT record FROM bases ORDER BY source")
 
-    def find(self, digests: Iterable[str]) -> Lookup:
+    def find(self, digests: Iterable[str]) -> BlockPlaces:
         """Return the places of these blocks. In a file that changed since it was verified they are hashed again."""
         wanted = set(digests)
         spans: dict[str, Span] = {}
@@ -116,7 +116,7 @@ class BaseCache:
                     )
             if unharmed := changed - wrong.keys():
                 self._verified(record, unharmed)
-        return Lookup(spans, wrong)
+        return BlockPlaces(spans, wrong)
 
     def others(self, names: Mapping[str, str]) -> list[str]:
         """Return a sentence for each file that has other bytes under the names of blocks, given by their digests.

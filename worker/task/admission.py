@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmittedTask:
     """The result of admitting a task."""
 
     dataset: DatasetInfo
@@ -55,7 +55,7 @@ class Admission:
     """The task's update, if it is finished and waits for a release."""
 
 
-def admit(run: TaskRun) -> Admission:
+def admit(run: TaskRun) -> AdmittedTask:
     """Check a task against the site's rules.
 
     Raises PolicyViolation, Unapproved, TaskFailure, InputMismatch, UnknownMethod, CodecError.
@@ -88,10 +88,10 @@ def admit(run: TaskRun) -> Admission:
         allowance.check(task, env.policy.figures_privacy)
     check_overlap(run, dataset)
     if task.kind != "train":
-        return Admission(dataset, None, None)
+        return AdmittedTask(dataset, None, None)
     checkpoint, held = checkpoint_of(env, task), env.airlock.find(task) if env.airlock else None
     account = _account(run, dataset.examples if groups is None else groups, *_reserved(checkpoint, held))
-    return Admission(dataset, account, checkpoint, terms, held)
+    return AdmittedTask(dataset, account, checkpoint, terms, held)
 
 
 def _require_own_tokenizer(run: TaskRun, dataset: DatasetInfo) -> None:

@@ -47,7 +47,7 @@ from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.handover import Checked, Fetched, Outcome
+from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ class Executor(Protocol):
     def execute(
         self,
         run: "TaskRun",
-        fetched: Fetched,
+        fetched: FetchedVersion,
         account: "PrivacyAccount | None",
         checkpoint: TaskCheckpoint | None,
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Return the outcome of a task on its data set. Raises as `executor.stages.execution.execute` does."""
 
 

@@ -30,7 +30,7 @@ from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
-from tessera.worker.task.handover import Fetched
+from tessera.worker.task.handover import FetchedVersion
 
 MIN_DIFFERENCE_BYTES = 1 << 16
 """The smallest total size of missing blocks for which a difference is requested."""
@@ -45,7 +45,7 @@ def _vocabulary(run: TaskRun, document: Model) -> str | None:
     return known[file.digest] if file else None
 
 
-def fetch(run: TaskRun, dataset: DatasetInfo) -> Fetched:
+def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
     """Fetch the version's blocks into local files.
 
     Raises PolicyViolation, TaskFailure, InputMismatch, UnsupportedRun, ConfigError, ModelMismatch, Problem.
@@ -77,7 +77,7 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> Fetched:
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
     tokenizer = _tokenizer_files(run, document) if dataset.raw_texts else {}
     state, kept = _fetch_memory(run, manifest), _kept(run)
-    return Fetched(
+    return FetchedVersion(
         document, run.mapping(document), manifest, blocks, bases, checked.four_bits, state, kept, tokenizer
     )
 

@@ -24,7 +24,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedVersion:
     """A version on this machine and the description of its model."""
 
     document: Model
@@ -55,7 +55,7 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """The outcome of a task."""
 
     examples: int

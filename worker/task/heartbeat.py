@@ -187,7 +187,7 @@ class Renewal:
             wait_seconds = self._lease_seconds / BEATS_PER_LEASE
 
 
-class Holding:
+class ReleaseQueue:
     """The tasks whose updates wait for release: each has a thread that keeps its lease, and then sends the update."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.fetch import fetch
-from tessera.worker.task.handover import Fetched, Outcome
+from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
@@ -100,7 +100,9 @@ class TaskRunner(TaskEnvironment):
             raise DeviceFailed
         return held
 
-    def _sent(self, egress: Egress, fetched: Fetched, outcome: Outcome, result: LocalResult) -> HeldUpdate | None:
+    def _sent(
+        self, egress: Egress, fetched: FetchedVersion, outcome: TaskOutcome, result: LocalResult
+    ) -> HeldUpdate | None:
         """Submit an update, or return it held for release."""
         task = egress.run.task
         feedback = Feedback.of(fetched.kept, task.plan.stage, task.round)
@@ -186,8 +188,8 @@ class TaskRunner(TaskEnvironment):
 
 
 def _without_step(
-    run: TaskRun, fetched: Fetched, dataset: DatasetInfo, account: PrivacyAccount | None, hidden: HiddenFailure
-) -> Outcome:
+    run: TaskRun, fetched: FetchedVersion, dataset: DatasetInfo, account: PrivacyAccount | None, hidden: HiddenFailure
+) -> TaskOutcome:
     """Return the outcome of a site that learned nothing: the version as it was fetched, and the vault as it was.
 
     Only this site's log and audit record the fault. It reports what it would have reported after training. Raises
@@ -202,7 +204,7 @@ def _without_step(
         run.report.metrics = {EPSILON: account.spent()}
     asked = run.task.plan.upload.resolve(fetched.blocks)
     upload = {block.name: to_array(fetched.bases[block.name]) for block in asked if block.name in fetched.bases}
-    return Outcome(units, LocalResult(upload, without_feedback(fetched.kept)))
+    return TaskOutcome(units, LocalResult(upload, without_feedback(fetched.kept)))
 
 
 def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:

@@ -49,7 +49,7 @@ from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.pieces_file import PiecesFile
 from tessera.worker.task.environment import MAX_INLINE, TaskEnvironment, TaskRun
-from tessera.worker.task.handover import Fetched
+from tessera.worker.task.handover import FetchedVersion
 from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within
 from tessera.worker.training.progress import Check, Report
@@ -108,7 +108,7 @@ class Egress:
     """The terms of the secure sum that the update goes into."""
 
     @contextmanager
-    def checked(self, result: LocalResult, fetched: Fetched, feedback: Feedback) -> Iterator[UpdateFile]:
+    def checked(self, result: LocalResult, fetched: FetchedVersion, feedback: Feedback) -> Iterator[UpdateFile]:
         """Yield the update, written and checked. Raises TaskFailure, PolicyViolation, OverBudget."""
         task, report = self.run.task, self.run.report
         changes = feedback.add(_changes(result, fetched.bases, task.plan))

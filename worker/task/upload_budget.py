@@ -31,7 +31,7 @@ class OverBudget(ValueError):
 
 
 @dataclass(frozen=True)
-class Rung:
+class CodecEstimate:
     """Estimated size and error of a block under one codec, from a sample of the block."""
 
     codec: str
@@ -68,7 +68,7 @@ def write_within(
     )
 
 
-def _fitted(ladders: Sequence[Sequence[Rung]], budget: float) -> list[Rung]:
+def _fitted(ladders: Sequence[Sequence[CodecEstimate]], budget: float) -> list[CodecEstimate]:
     """Return one rung per ladder: start at the top and take the cheapest step down until all fit."""
     places = [0] * len(ladders)
     total = sum(ladder[0].nbytes for ladder in ladders)
@@ -84,15 +84,15 @@ def _fitted(ladders: Sequence[Sequence[Rung]], budget: float) -> list[Rung]:
     return [ladder[place] for ladder, place in zip(ladders, places, strict=True)]
 
 
-def _price(ladder: Sequence[Rung], place: int) -> float:
+def _price(ladder: Sequence[CodecEstimate], place: int) -> float:
     """Return the error added per byte saved by the next step down."""
     here, next_ = ladder[place], ladder[place + 1]
     return (next_.error - here.error) / (here.nbytes - next_.nbytes)
 
 
-def _ladder(codec: str, change: TrainedBlock, seed: int) -> list[Rung]:
+def _ladder(codec: str, change: TrainedBlock, seed: int) -> list[CodecEstimate]:
     sample = _Sample.of(change)
-    rungs: list[Rung] = []
+    rungs: list[CodecEstimate] = []
     for each in (codec, *COARSER):
         rung = sample.rung(codec_for(each, change), seed)
         if not rungs or rung.nbytes < rungs[-1].nbytes:
@@ -111,7 +111,7 @@ class _Sample:
     def of(cls, change: TrainedBlock) -> _Sample:
         return cls(change, change.sample(change.block.numel // CHUNK // 2))
 
-    def rung(self, codec: str, seed: int) -> Rung:
+    def rung(self, codec: str, seed: int) -> CodecEstimate:
         # Low-rank codecs need the whole matrix.
         change = self.whole if pipeline.parse(codec).lowrank else self.part
         share = change.block.numel / self.whole.block.numel
@@ -121,4 +121,4 @@ class _Sample:
             float(np.square(step.astype(np.float64) - unpacked(read)).sum())
             for step, read in zip(change.steps(), tensor.steps(), strict=True)
         )
-        return Rung(codec, len(data) / share, missed / share)
+        return CodecEstimate(codec, len(data) / share, missed / share)

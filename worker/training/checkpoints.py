@@ -153,7 +153,7 @@ def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-class Below(Mapping[str, Tensor]):
+class PrefixView(Mapping[str, Tensor]):
     """The tensors whose names have a prefix, by the rest of their names. Each is read when it is asked for."""
 
     def __init__(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ ROWS = 256
 NO_LABELS = ": no example has a label that counts"
 
 
-class Scores:
+class PredictionCounts:
     """Counts of predictions, which add up over batches and over ranks."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def evaluate(
     batches: Batches,
     check: Check,
     ranks: Ranks | None = None,
-    scores: Scores | None = None,
+    scores: PredictionCounts | None = None,
     ignored: tuple[int, ...] = (),
 ) -> dict[str, float]:
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`; with the number
@@ -92,7 +92,7 @@ def evaluate(
     """
     ranks = ranks or OneRank()
     model.train(mode=False)
-    scores, loss_sum, weight = scores or Scores(), 0.0, 0
+    scores, loss_sum, weight = scores or PredictionCounts(), 0.0, 0
     with torch.inference_mode(), texts_once(model, head, batches.dataset, ranks) as start_batch:
         for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
@@ -155,7 +155,7 @@ def texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Rank
         del tower.forward
 
 
-def _count(scores: Scores, logits: Tensor | None, labels: Tensor, head: Head) -> int:
+def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head: Head) -> int:
     """Add the predictions for the scored labels to the scores. Return the number of these labels, or of the examples
     if there are no classes to predict."""
     if logits is None or logits.shape[-1] < 2 or labels.is_floating_point():

@@ -15,7 +15,7 @@ from tessera.worker.errors import NoFiniteLoss, TrainingDiverged
 from tessera.worker.model.forward import label_count
 from tessera.worker.model.four_bits import buffers_of_passes
 from tessera.worker.training.batches import Batch, Batches
-from tessera.worker.training.checkpoints import Below, under
+from tessera.worker.training.checkpoints import PrefixView, under
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize, pieces_of, require_additive
 from tessera.worker.training.optimization.optimizer import make_moments, optimizer_of, parameter_groups, set_rate
@@ -214,7 +214,7 @@ class PhaseTraining:
         self._local.scaler.load_state_dict(document["scaler"])
         if self._size.automatic:
             self._size.examples = document["micro_batch"]
-        set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
+        set_optimizer_tensors(self._optimizer, self._by_name(), PrefixView("optimizer", tensors))
 
     def _by_name(self) -> dict[str, Tensor]:
         return {block.tensor: tensor for block, tensor in self._trained}

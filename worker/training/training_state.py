@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.worker.model.block_map import named_tensors, numpy_view, torch_view
-from tessera.worker.training.checkpoints import Below, Position, TrainingCheckpoints, under
+from tessera.worker.training.checkpoints import Position, PrefixView, TrainingCheckpoints, under
 from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.randomness import generator_states, set_generator_states
 from tessera.worker.training.setup import LocalTraining
@@ -40,13 +40,13 @@ class TrainingState:
             local.half.on_phase_start(local.context, phase)
             return PhaseTraining(local, phase, rates, common, is_first=self.at.phase == 0)
         with self._checkpoints.tensors() as stored:
-            kept = Below("half", stored)
+            kept = PrefixView("half", stored)
             local.half.on_phase_resume(local.context, phase, {name: numpy_view(kept[name].clone()) for name in kept})
             local.context.held.forget(self._trained())
             for name, tensor in self._trained().items():
                 tensor.copy_(stored[f"model/{name}"])
             if local.moments:
-                moments = Below("moments", stored)
+                moments = PrefixView("moments", stored)
                 local.moments.values.update({name: numpy_view(moments[name].clone()) for name in moments})
             current = PhaseTraining(local, phase, rates, common)
             current.set_state(self._resumed["current"], stored)
@@ -56,7 +56,7 @@ class TrainingState:
         """Restore all sources of randomness, after everything that draws from them before the first batch."""
         if self._checkpoints and self._resumed:
             with self._checkpoints.tensors() as stored:
-                set_generator_states(self._resumed["generators"], Below("generators", stored))
+                set_generator_states(self._resumed["generators"], PrefixView("generators", stored))
                 self._pass_order = stored["order"].clone()
             self._order.set_state(self._pass_order)
             self._resumed = None

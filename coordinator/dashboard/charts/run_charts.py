@@ -76,7 +76,7 @@ def _charts(run: Run) -> Sequence[Chart]:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ChartFigures:
     """Figures of a run, for its charts."""
 
     run: Run
@@ -125,7 +125,7 @@ def choices(measured: Iterable[tuple[str, str]]) -> list[str]:
     return [*main, *sorted(set(shown).difference(main))]
 
 
-def panels(session: Session, figures: Figures, metric: str | None, along: Along) -> list[Panel]:
+def panels(session: Session, figures: ChartFigures, metric: str | None, along: Along) -> list[Panel]:
     """Return the charts of a run that have a picture: a score, a loss, bytes, layers, and those of its method."""
     run = figures.run
     bands = stage_bands(session, run.id)
@@ -184,7 +184,7 @@ def _ident(chart: Chart) -> str:
 
 def _metric(
     session: Session,
-    figures: Figures,
+    figures: ChartFigures,
     name: str,
     bands: Sequence[Band],
     note: str,

@@ -39,7 +39,7 @@ from evidence.sources.packages import (
 )
 from evidence.sources.sites import Indices, Parts, drawn
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.normalization import PixelNormalization
 
 VENDORS: Mapping[str, NpmPackage] = {"noto": NOTO, "twemoji": TWEMOJI, "openmoji": OPENMOJI, "fluent": FLUENT}
 PUBLIC_VENDORS = ("noto", "openmoji")
@@ -233,7 +233,7 @@ class Emoji:
     def dataset(self, rows: Indices) -> Dataset:
         """Return these drawings for a backbone: `pixel_values` float32 [rows, 3, side, side], `labels` int64 [rows],
         with the vendor as the domain."""
-        normalized = Normalized(MEAN, STD)
+        normalized = PixelNormalization(MEAN, STD)
         tensors = {
             "pixel_values": normalized(torch.from_numpy(self.pixels[rows])),
             "labels": torch.from_numpy(self.labels[self.concepts[rows]]),

@@ -21,7 +21,7 @@ from evidence.sources.dinov2 import MEAN, STD
 from evidence.sources.packages import FASHION_MNIST, Fetch, download, unpacked
 from evidence.sources.sites import Indices, Parts, drawn
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.normalization import PixelNormalization
 
 CLASSES = 10
 SIDE = 28
@@ -70,7 +70,7 @@ class Fashion:
         grey = torch.from_numpy(self.pixels[rows])[:, None].float()
         larger = interpolate(grey, (side, side), mode="bilinear", align_corners=False).round().to(torch.uint8)
         coloured = larger.expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
-        normalized = Normalized(MEAN, STD)
+        normalized = PixelNormalization(MEAN, STD)
         tensors = {"pixel_values": normalized(coloured), "labels": torch.from_numpy(self.labels[rows])}
         return Dataset(tensors, normalization=normalized)
 

@@ -19,7 +19,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import MAX_UNEVALUATED
 from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
-from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
+from tessera.coordinator.maintenance.garbage_collection import RemovalCounts, Retention
 from tessera.coordinator.services import Services, assemble
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.versions import Manifest
@@ -183,7 +183,7 @@ def test_a_file_that_no_row_knows_of_goes_and_one_that_is_new_stays(live: LiveCo
     for path in (old, new):
         path.write_bytes(b"a merge was killed before it was entered")
     os.utime(new, (clock() - 60, clock() - 60))
-    assert retention(live).collect() == Freed(strays=1)
+    assert retention(live).collect() == RemovalCounts(strays=1)
     assert (old.exists(), new.exists()) == (False, True)
     assert client.read_blob(digest) == b"known"
 

@@ -10,7 +10,7 @@ import pytest
 
 from tessera.shared.api.runs import Round, Run
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.client.round_outcomes import Outcome, RunProgress, outcomes
+from tessera.shared.client.round_outcomes import RoundOutcome, RunProgress, outcomes
 from tessera.shared.terminal import output, watch
 from tessera.shared.terminal.watch import Estimates, open_lines, open_view, print_ended, watch_as_text
 from tests.support.literals import AT, measured, round_of, run_of, view_of
@@ -36,7 +36,7 @@ def round_(
 
 def lines(*tasks: TaskView, past: Sequence[float] = (), stage: str = "train", at_seconds: float = 0) -> list[str]:
     estimates = Estimates()
-    estimates.add(Outcome(round_(1, seconds=seconds, stage=stage)) for seconds in past)
+    estimates.add(RoundOutcome(round_(1, seconds=seconds, stage=stage)) for seconds in past)
     glimpse = RunProgress(run(), (), round_(2, tasks))
     return list(open_lines(glimpse, estimates, AT + timedelta(seconds=at_seconds)))
 

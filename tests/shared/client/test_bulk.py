@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
-from tessera.shared.client.transport import IntermediaryFault, Transport, Unreachable
+from tessera.shared.client.transport import HttpTransport, IntermediaryFault, Unreachable
 
 DATA = bytes(range(256)) * 4_100
 """1,049,600 bytes: more than one piece, and not a multiple of one."""
@@ -21,7 +21,7 @@ EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 @contextmanager
-def serving(talk: Callable[[int, socket.socket], None]) -> Iterator[Transport]:
+def serving(talk: Callable[[int, socket.socket], None]) -> Iterator[HttpTransport]:
     """A transport to a server that talks, in a thread, to each of its connections, of which it is told the number."""
     listener = socket.create_server(("127.0.0.1", 0))
     talks: list[threading.Thread] = []
@@ -41,7 +41,9 @@ def serving(talk: Callable[[int, socket.socket], None]) -> Iterator[Transport]:
 
     accepting = threading.Thread(target=accept)
     accepting.start()
-    transport = Transport(f"http://127.0.0.1:{listener.getsockname()[1]}", "t", patience_seconds=0, answer_seconds=20)
+    transport = HttpTransport(
+        f"http://127.0.0.1:{listener.getsockname()[1]}", "t", patience_seconds=0, answer_seconds=20
+    )
     try:
         yield transport
     finally:
@@ -65,7 +67,7 @@ def answer(body: bytes, head: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def read(transport: Transport) -> bytes:
+def read(transport: HttpTransport) -> bytes:
     with transport.stream("/v1/blobs/x", {}) as response:
         return b"".join(response.iter_raw())
 
@@ -138,8 +140,8 @@ def test_a_silent_server_is_given_up_after_the_limit_of_an_answer() -> None:
 
 
 @contextmanager
-def impatient(other: Transport, answer_seconds: float) -> Iterator[Transport]:
-    transport = Transport(str(other._http.base_url), "t", patience_seconds=0, answer_seconds=answer_seconds)
+def impatient(other: HttpTransport, answer_seconds: float) -> Iterator[HttpTransport]:
+    transport = HttpTransport(str(other._http.base_url), "t", patience_seconds=0, answer_seconds=answer_seconds)
     try:
         yield transport
     finally:

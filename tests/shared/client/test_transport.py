@@ -14,7 +14,7 @@ import pytest
 
 from tessera.shared.client import transport as transport_module
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import Credential, IntermediaryFault, NotUnderstood, Transport, Unreachable
+from tessera.shared.client.transport import Credential, HttpTransport, IntermediaryFault, NotUnderstood, Unreachable
 from tessera.shared.problems import (
     PROBLEMS,
     Forbidden,
@@ -36,12 +36,12 @@ def refusal(code: str, **headers: str) -> Answer:
     return Answer(problem.status, body, PROBLEM | {k.replace("_", "-"): v for k, v in headers.items()})
 
 
-def transport(url: str, pauses: list[float], **options: Any) -> Transport:
-    return Transport(url, options.pop("token", "secret"), verify=False, sleep=pauses.append, **options)
+def transport(url: str, pauses: list[float], **options: Any) -> HttpTransport:
+    return HttpTransport(url, options.pop("token", "secret"), verify=False, sleep=pauses.append, **options)
 
 
 @contextmanager
-def asking(*answers: Answer, **options: Any) -> Iterator[tuple[Transport, list[Asked], list[float]]]:
+def asking(*answers: Answer, **options: Any) -> Iterator[tuple[HttpTransport, list[Asked], list[float]]]:
     """Yield a transport to a server with these answers, the requests that come there, and the transport's pauses."""
     pauses: list[float] = []
     with answering(*answers) as (url, asked), closing(transport(url, pauses, **options)) as http:

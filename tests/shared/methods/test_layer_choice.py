@@ -11,8 +11,8 @@ import pytest
 from tessera.shared.methods.base import UnsupportedRun, Update
 from tessera.shared.methods.layer_choice import (
     Candidates,
+    ChosenLayers,
     CommonChoice,
-    Held,
     check_ballot,
     check_calendar,
     due,
@@ -39,7 +39,9 @@ NAMES = [layer.name for layer in SIX.layers]
 
 def top(scores: dict[int, float], count: int, drawn: Any = (), held: Any = (), margin: float = 0.0) -> list[int]:
     by_name = {name: scores.get(place, 0.0) for place, name in enumerate(NAMES)}
-    found = SIX.top(by_name, count, [NAMES[i] for i in drawn], Held(frozenset(NAMES[i] for i in held), margin))
+    found = SIX.top(
+        by_name, count, [NAMES[i] for i in drawn], ChosenLayers(frozenset(NAMES[i] for i in held), margin)
+    )
     return [layer.index for layer in found]
 
 
@@ -66,7 +68,7 @@ def test_margin_of_a_score_of_zero_holds_nothing_against_a_positive_one() -> Non
 
 
 def test_factors_of_scores_are_at_most_one() -> None:
-    held = Held(frozenset({"a.0"}), 0.25)
+    held = ChosenLayers(frozenset({"a.0"}), 0.25)
     assert (held.factor("a.0"), held.factor("a.1")) == (1.0, 0.8)
 
 

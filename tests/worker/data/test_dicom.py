@@ -15,7 +15,7 @@ from PIL import Image
 from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGLosslessSV1, RLELossless
 
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.data.readers.dicom import read_dicom
 from tessera.worker.data.readers.pictures import BrokenImage, is_dicom
 from tessera.worker.data.registry import load
@@ -317,7 +317,7 @@ def test_images_of_one_patient_in_the_headers_are_one_group(tmp_path: Path, *, i
     for number, patient in enumerate(("p1", "p2", " p1 ", "")):
         written(folder / f"{number}.dcm", STORED + number, PatientID=patient, StudyID="s1")
     options = {"folder": str(tmp_path / "scans"), "dicom": True, "labels": ["ill"], "size": 2, "in_memory": in_memory}
-    prepared = Prepared(tmp_path / "prepared")
+    prepared = PreparedFolder(tmp_path / "prepared")
     (warning, remedy), *others = load("images", options, prepared=prepared).report.warnings(held_out=True)
     assert ("PatientID in the images' headers has 2 values in 3 examples" in warning, others) == (True, [])
     assert 'Set group = "PatientID"' in remedy

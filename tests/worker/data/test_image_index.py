@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.prepared import Prepared, mapped
+from tessera.worker.data.prepared import PreparedFolder, mapped
 from tessera.worker.data.readers import image_index
 from tessera.worker.data.readers.arrow_rows import ArrowRows
 from tessera.worker.data.readers.byte_cells import byte_cells
@@ -53,7 +53,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def opened(source: Path, prepared: Path | None, **options: Any) -> Dataset:
     where = {"folder": str(source)} if source.is_dir() and not options.get("image") else {"file": str(source)}
-    return load("images", {"size": 4, "in_memory": False, **where, **options}, prepared=Prepared(prepared))
+    return load("images", {"size": 4, "in_memory": False, **where, **options}, prepared=PreparedFolder(prepared))
 
 
 def test_second_start_reads_only_the_images_that_changed(scans: Path, tmp_path: Path, read: list[str]) -> None:

@@ -23,7 +23,7 @@ from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.shared.version import install_line
 from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
@@ -403,7 +403,7 @@ def test_pages_and_frames_after_the_first_are_counted(pets: Path, tmp_path: Path
         red.save(pets / "cat" / f"pages{suffix}", save_all=True, append_images=[blue])
     options: dict[str, Any] = {"folder": str(pets), "labels": ["cat", "dog"], "size": 2, "in_memory": False}
     for _ in range(2):
-        report = load("images", options, prepared=Prepared(tmp_path / "prepared")).report
+        report = load("images", options, prepared=PreparedFolder(tmp_path / "prepared")).report
         assert report.partly_read == 4
     assert any(said.startswith("4 images with several pages or frames") for said, _ in report.warnings())
 

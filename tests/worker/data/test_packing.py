@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from tessera.shared.methods.base import Plan
 from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.data.packing import packed
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 from tessera.worker.executor import mapped
@@ -149,7 +149,7 @@ def test_another_process_reads_packed_rows_from_the_files(tmp_path: Path) -> Non
     plain = plain_tokenizer(tmp_path / "plain", WORDS)
     options = {"file": str(tmp_path / "notes.jsonl"), "tokenizer": str(plain), "head": "causal-lm", "max_length": 8}
     given = {**options, "pack": True, "in_memory": False, "group": "patient"}
-    rows = packed(load("text", given, prepared=Prepared(tmp_path / "state")))
+    rows = packed(load("text", given, prepared=PreparedFolder(tmp_path / "state")))
     mapped.write(tmp_path / "rows", mapped.plain(rows))
     there, index = mapped.read(tmp_path / "rows"), torch.tensor([2, 0])
     assert there.on_disk.kinds.keys() == {"input_ids", "position_ids", "labels"}

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.schemes import Iid
-from tessera.worker.data.prepared import Prepared, mapped
+from tessera.worker.data.prepared import PreparedFolder, mapped
 from tessera.worker.data.readers.arrow_rows import written_rows
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
@@ -97,7 +97,7 @@ def test_tokens_on_disk_give_the_batches_of_those_in_memory(
 def test_table_and_tokens_are_made_once_and_again_when_the_table_changes(
     tmp_path: Path, table: Path, bert: str
 ) -> None:
-    prepared = Prepared(tmp_path / "state" / "notes")
+    prepared = PreparedFolder(tmp_path / "state" / "notes")
     options = {"file": str(table), "tokenizer": bert, "in_memory": False}
     first = load("text", options, prepared=prepared)
     made = files(prepared.folder or table)
@@ -125,7 +125,7 @@ def test_table_is_converted_again_for_another_separator(tmp_path: Path, bert: st
     file = tmp_path / "notes.csv"
     file.write_text("text;x,y\nthe cat;the,dog\n")
     options = {"file": str(file), "tokenizer": bert, "head": "causal-lm", "in_memory": False}
-    prepared, made = Prepared(tmp_path / "state"), []
+    prepared, made = PreparedFolder(tmp_path / "state"), []
     # [CLS] the cat [SEP], and with the comma [CLS] the cat ; the [SEP].
     for separator, column, tokens in ((",", "text;x", 6), (";", "text", 4)):
         dataset = load("text", {**options, "separator": separator, "text": column}, prepared=prepared)
@@ -140,7 +140,10 @@ def test_table_is_converted_again_for_another_separator(tmp_path: Path, bert: st
 def test_a_damaged_file_is_made_again(
     tmp_path: Path, table: Path, bert: str, kind: str, content: bytes | None
 ) -> None:
-    prepared, options = Prepared(tmp_path / "state"), {"file": str(table), "tokenizer": bert, "in_memory": False}
+    prepared, options = (
+        PreparedFolder(tmp_path / "state"),
+        {"file": str(table), "tokenizer": bert, "in_memory": False},
+    )
     expected = of(load("text", options, prepared=prepared))
     (file,) = (tmp_path / "state").glob(f"{kind}-*")
     whole = file.read_bytes()
@@ -153,12 +156,12 @@ def test_another_than_the_worker_reads_what_is_there_and_writes_nothing(
     tmp_path: Path, table: Path, bert: str
 ) -> None:
     folder, options = tmp_path / "notes", {"file": str(table), "tokenizer": bert, "in_memory": False}
-    expected = of(load("text", options, prepared=Prepared(folder, writable=False)))
+    expected = of(load("text", options, prepared=PreparedFolder(folder, writable=False)))
     assert not folder.exists()
-    load("text", options, prepared=Prepared(folder))
+    load("text", options, prepared=PreparedFolder(folder))
     made = files(folder)
-    assert of(load("text", {**options}, prepared=Prepared(folder, writable=False))) == expected
-    load("text", {**options, "max_length": 3}, prepared=Prepared(folder, writable=False))
+    assert of(load("text", {**options}, prepared=PreparedFolder(folder, writable=False))) == expected
+    load("text", {**options, "max_length": 3}, prepared=PreparedFolder(folder, writable=False))
     assert files(folder) == made
 
 
@@ -172,7 +175,7 @@ def test_every_table_is_mapped_from_arrow(tmp_path: Path, bert: str, kind: str) 
         file.write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in ROWS))
     else:
         parquet.write_table(rows.data.table, file)
-    prepared = Prepared(tmp_path / "state")
+    prepared = PreparedFolder(tmp_path / "state")
     dataset = load("text", {"file": str(file), "tokenizer": bert, "in_memory": False}, prepared=prepared)
     names = [name.partition("-")[0] for name in files(tmp_path / "state")]
     assert names == (["tokens"] if kind == "saved" else ["table", "tokens"])
@@ -186,7 +189,7 @@ def test_tokens_are_a_table_of_datasets_without_padding(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("text\nthe cat\nthe cat sat\n")
     plain = plain_tokenizer(tmp_path / "plain", ("the", "cat", "sat"))
     options = {"file": str(tmp_path / "notes.csv"), "tokenizer": str(plain), "head": "causal-lm"}
-    load("text", options, prepared=Prepared(tmp_path / "state"))
+    load("text", options, prepared=PreparedFolder(tmp_path / "state"))
     (file,) = (tmp_path / "state").glob("tokens-*")
     # Columns of usual values take no room.
     rows = {"input_ids": [[2, 3, 1], [2, 3, 4, 1]], "attention_mask": [None, None]}

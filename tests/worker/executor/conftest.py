@@ -17,7 +17,7 @@ from tessera.worker.executor.folder import dataset_file
 from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.handover import Checked, Outcome
+from tessera.worker.task.handover import Checked, TaskOutcome
 from tests.support import zygote
 
 
@@ -47,7 +47,7 @@ class InMemory:
         self._settle()
         return self.ranks.check(run, *given)
 
-    def execute(self, run: TaskRun, *given: Any) -> Outcome:
+    def execute(self, run: TaskRun, *given: Any) -> TaskOutcome:
         self._settle()
         folder = self.ranks.folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -15,7 +15,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.data.registry import load
 from tessera.worker.errors import HiddenFailure, ModelMismatch, TaskFailure, UnsafeConfig
 from tessera.worker.executor import mapped
@@ -136,7 +136,7 @@ def test_a_reader_that_no_process_can_send_is_refused(tmp_path: Path) -> None:
         handed(data, tmp_path)
 
 
-def sentences(folder: Path, prepared: Prepared) -> Dataset:
+def sentences(folder: Path, prepared: PreparedFolder) -> Dataset:
     """Texts whose tokens stay in a file."""
     (folder / "notes.csv").write_text("text,label\nthe cat,0\nthe dog sat,1\n")
     tokenizer = bert_tokenizer(folder / "bert", ("the", "cat", "dog", "sat"))
@@ -145,7 +145,7 @@ def sentences(folder: Path, prepared: Prepared) -> Dataset:
 
 
 def test_tokens_in_a_file_of_the_worker_are_mapped_by_each_rank(tmp_path: Path) -> None:
-    dataset = sentences(tmp_path, Prepared(tmp_path / "prepared"))
+    dataset = sentences(tmp_path, PreparedFolder(tmp_path / "prepared"))
     (found,), (wanted,) = (list(each.batches(None)) for each in (handed(dataset, tmp_path), dataset))
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         name: tensor.tolist() for name, tensor in wanted.items()
@@ -154,4 +154,4 @@ def test_tokens_in_a_file_of_the_worker_are_mapped_by_each_rank(tmp_path: Path) 
 
 def test_tokens_in_a_file_without_a_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="mmap"):
-        handed(sentences(tmp_path, Prepared()), tmp_path)
+        handed(sentences(tmp_path, PreparedFolder()), tmp_path)

@@ -31,7 +31,7 @@ from tessera.worker.executor.stages.run_cache import RunCache
 from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.model.build import laid_out
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.task.handover import Fetched
+from tessera.worker.task.handover import FetchedVersion
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.worker.executor.test_equal_results import CPU, GPT2, model_of
@@ -71,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
 
-def loading(folder: Path, group: Group) -> tuple[LocalTask, Fetched]:
+def loading(folder: Path, group: Group) -> tuple[LocalTask, FetchedVersion]:
     """A task in this rank, and its version."""
     start = model_of(GPT2, "causal-lm")
     blocks = {block.name: block for block in start.model.blocks}
@@ -84,7 +84,7 @@ def loading(folder: Path, group: Group) -> tuple[LocalTask, Fetched]:
     task = TASK.model_copy(update={"method": MethodSpec(name="fedavg")})
     setup = TrainingSetup(CPU, None, SHARD, group)
     local = LocalTask(task, SiteRules(), unused, setup, RunCache(), folder, lambda: None, Report())
-    return local, Fetched(start.model, None, manifest, start.model.blocks, bases)
+    return local, FetchedVersion(start.model, None, manifest, start.model.blocks, bases)
 
 
 def test_one_tensor_at_a_time_is_whole_while_a_rank_loads_its_part(tmp_path: Path, group: Group) -> None:

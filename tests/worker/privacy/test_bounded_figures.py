@@ -17,7 +17,7 @@ from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.errors import DataError, InputMismatch
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.privacy.bounded_figures import SQUARES, STEP, BoundedSums, Noise, bounded_sums
+from tessera.worker.privacy.bounded_figures import SQUARES, STEP, BoundedSums, FigureNoise, bounded_sums
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import OneRank
 from tests.support.duals import dual, pairs
@@ -132,7 +132,7 @@ def test_no_sum_leaves_with_less_noise_than_all_that_leave_together_need() -> No
     for examples, squares in ((100, 2), (4_999, 3), (5_000, 9)):
         # Replacing one example moves what leaves by the root of this many squares.
         needed = math.sqrt(squares / (2 * rho))
-        drawn = [sums.rounded(examples, Noise(rho, NoiseSource(bytes([draw] * 32)))) for draw in range(200)]
+        drawn = [sums.rounded(examples, FigureNoise(rho, NoiseSource(bytes([draw] * 32)))) for draw in range(200)]
         for name, most in (("right", 1.0), ("loss", sums.clip), ("gaps", 2.0), ("by_class", 1.0)):
             found = [(each[name] / most).flatten() for each in drawn if name in each]
             if found:
@@ -140,7 +140,7 @@ def test_no_sum_leaves_with_less_noise_than_all_that_leave_together_need() -> No
                 deviation = (torch.cat(found).square().mean() - STEP**2 / 12).sqrt()
                 assert deviation == pytest.approx(needed, rel=0.2), (examples, name)
         assert ("gaps" in drawn[0], "by_class" in drawn[0]) == (squares > 2, squares > 3)
-        figures = sums.figures(examples, Noise(rho, NoiseSource(bytes(32))))
+        figures = sums.figures(examples, FigureNoise(rho, NoiseSource(bytes(32))))
         assert all(0 <= figures[name] <= 1 for name in figures if name != "loss")
 
 

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from tessera.worker.privacy import factors
-from tessera.worker.privacy.factors import Factors, Lookup, Outer
+from tessera.worker.privacy.factors import Factors, ProductFactors, RowFactors
 
 DICE = torch.Generator().manual_seed(7)
 EXAMPLES = 6
 
 
-def outer(tokens: int = 5, *, size: float = 1.0) -> Outer:
+def outer(tokens: int = 5, *, size: float = 1.0) -> ProductFactors:
     left, right = (torch.randn(EXAMPLES, tokens, width, generator=DICE) * size for width in (4, 9))
-    return Outer(left, right)
+    return ProductFactors(left, right)
 
 
-def lookup(tokens: int = 5, *, size: float = 1.0) -> Lookup:
+def lookup(tokens: int = 5, *, size: float = 1.0) -> RowFactors:
     """With words that occur several times in a text."""
     index = torch.randint(0, 3, (EXAMPLES, tokens), generator=DICE)
-    return Lookup(index, torch.randn(EXAMPLES, tokens, 4, generator=DICE) * size, 7)
+    return RowFactors(index, torch.randn(EXAMPLES, tokens, 4, generator=DICE) * size, 7)
 
 
 def exact(found: Factors) -> Tensor:
     """The gradients multiplied out in float64, [examples, rows, columns]."""
-    if isinstance(found, Outer):
-        return Outer(found.left.double(), found.right.double()).rows()
-    assert isinstance(found, Lookup)
-    return Lookup(found.index, found.outputs.double(), found.size).rows()
+    if isinstance(found, ProductFactors):
+        return ProductFactors(found.left.double(), found.right.double()).rows()
+    assert isinstance(found, RowFactors)
+    return RowFactors(found.index, found.outputs.double(), found.size).rows()
 
 
 Make = Callable[..., Factors]
@@ -61,9 +61,9 @@ def test_norms_sums_and_projections_are_those_of_the_gradients(
 def test_gradients_that_nearly_cancel_out_keep_their_norm(make: Make) -> None:
     """In float32 the products' difference would be nothing but rounding, and the gradient would not be clipped."""
     found = make(2)
-    outputs = found.left if isinstance(found, Outer) else found.outputs  # type: ignore[attr-defined]
+    outputs = found.left if isinstance(found, ProductFactors) else found.outputs  # type: ignore[attr-defined]
     outputs[:, 1] = -outputs[:, 0] * (1 + 2.0**-18)
-    if isinstance(found, Outer):
+    if isinstance(found, ProductFactors):
         found.right[:, 1] = found.right[:, 0]
     else:
         found.index[:] = 1  # type: ignore[attr-defined]
@@ -76,13 +76,13 @@ def test_gradients_that_nearly_cancel_out_keep_their_norm(make: Make) -> None:
 def test_no_norm_is_too_small_where_roundings_are_as_large_as_the_square(make: Make) -> None:
     """Tokens cancel out in pairs, so that the gradient is some 2^-26 of theirs. It must be clipped all the same."""
     found, half = make(64), 32
-    if isinstance(found, Outer):
+    if isinstance(found, ProductFactors):
         # Of so few bits, factors and gradients are exact.
         for each in (found.left, found.right):
             each.mul_(100).round_()
         found.left[:, half:] = -found.left[:, :half] * (1 - 2.0**-13)
         found.right[:, half:] = found.right[:, :half] * (1 + 2.0**-13)
-    elif isinstance(found, Lookup):
+    elif isinstance(found, RowFactors):
         found.index[:] = 1
         found.outputs[:, half:] = -found.outputs[:, :half]
         found.outputs[:, 0] *= 2.0**-25
@@ -95,7 +95,7 @@ def test_no_norm_is_too_small_where_roundings_are_as_large_as_the_square(make: M
 @both
 def test_an_example_with_a_scale_of_zero_counts_as_zero_even_if_it_is_not_finite(make: Make) -> None:
     found = make()
-    outputs = found.left if isinstance(found, Outer) else found.outputs  # type: ignore[attr-defined]
+    outputs = found.left if isinstance(found, ProductFactors) else found.outputs  # type: ignore[attr-defined]
     outputs[2], outputs[4, 1] = torch.inf, torch.nan
     lengths = found.norms()
     assert lengths.isfinite().tolist() == [True, True, False, True, False, True]
@@ -113,8 +113,8 @@ def test_no_example_s_norm_depends_on_the_others(make: Make) -> None:
     alone = []
     for row in range(EXAMPLES):
         one = slice(row, row + 1)
-        if isinstance(found, Outer):
-            alone.append(Outer(found.left[one], found.right[one]).norms())
-        elif isinstance(found, Lookup):
-            alone.append(Lookup(found.index[one], found.outputs[one], found.size).norms())
+        if isinstance(found, ProductFactors):
+            alone.append(ProductFactors(found.left[one], found.right[one]).norms())
+        elif isinstance(found, RowFactors):
+            alone.append(RowFactors(found.index[one], found.outputs[one], found.size).norms())
     assert torch.allclose(found.norms(), torch.cat(alone), rtol=1e-14, atol=0)

@@ -18,8 +18,8 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward, losses
 from tessera.worker.privacy.factors import Factors
 from tessera.worker.privacy.per_example_grads import (
-    Batched,
-    Hooked,
+    BatchedGradients,
+    HookedGradients,
     OneByOne,
     PerExample,
     agree,
@@ -160,14 +160,14 @@ def test_the_factors_of_layers_that_share_a_tensor_are_multiplied_out() -> None:
 
 def test_the_batched_gradient_function_is_right_too() -> None:
     case = Case({**VIT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "image-classification")
-    batched = Batched(case.model, case.loss, case.parameters, {})
+    batched = BatchedGradients(case.model, case.loss, case.parameters, {})
     assert error(batched(case.batch), case.alone()) < 1e-6
 
 
 def test_dropout_is_drawn_for_each_example_by_itself() -> None:
     case = Case({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
     twice = {name: tensor[[0, 0]] for name, tensor in case.batch.items()}
-    first, second = Batched(case.model, case.loss, case.parameters, {})(twice)[0]
+    first, second = BatchedGradients(case.model, case.loss, case.parameters, {})(twice)[0]
     assert not torch.equal(first, second)
 
 
@@ -175,7 +175,7 @@ def test_a_layer_that_opacus_runs_twice_may_not_drop_out() -> None:
     # The class token and the positions of a ViT belong to a module that also drops out.
     case = Case({**VIT, "hidden_dropout_prob": 0.5}, "image-classification")
     with pytest.raises(NotImplementedError, match="dropout within"):
-        Hooked(case.model, case.losses, case.parameters)
+        HookedGradients(case.model, case.losses, case.parameters)
     with case.fastest() as chosen:
         assert chosen.name == "vmap"
 
@@ -231,7 +231,9 @@ def test_an_axis_that_counts_classes_is_told_from_one_that_counts_examples(class
     parameters = [*model.prompt.parameters(), *model.image.parameters()]
     # As many examples as classes: the shapes fit, and the sums are right.
     matrices = [model.prompt.weight, model.image.weight] if factored else []
-    hooked = Hooked(model, lambda b: each(model.logits(b["pixels"]), b["labels"]), parameters, factored=matrices)
+    hooked = HookedGradients(
+        model, lambda b: each(model.logits(b["pixels"]), b["labels"]), parameters, factored=matrices
+    )
     false = as_rows(hooked(batch))
     hooked.close()
     true = OneByOne(loss, parameters, {})(batch)
@@ -254,7 +256,7 @@ def test_a_term_that_is_zero_where_training_starts_is_not_overlooked() -> None:
         return sum(((p - s).square().sum() for p, s in zip(case.parameters, start, strict=True)), case.loss(batch))
 
     true = OneByOne(proximal, case.parameters, {})(case.batch)
-    hooked = Hooked(case.model, case.losses, case.parameters)
+    hooked = HookedGradients(case.model, case.losses, case.parameters)
     assert agree(as_rows(hooked(case.batch)), true)
     hooked.close()
     sample = {name: tensor[:2] for name, tensor in case.batch.items()}
@@ -279,7 +281,7 @@ def test_a_tensor_that_is_used_outside_its_layer_is_noticed_at_every_step(*, fac
     each = partial(nn.functional.cross_entropy, reduction="none")
     matrices = [model.layer.weight] if factored else []
     parameters = list(model.parameters())
-    hooked = Hooked(model, lambda b: each(model.logits(b["x"]), b["labels"]), parameters, factored=matrices)
+    hooked = HookedGradients(model, lambda b: each(model.logits(b["x"]), b["labels"]), parameters, factored=matrices)
     with pytest.raises(NotImplementedError, match="do not add up"):
         hooked({"x": torch.ones(2, 6), "labels": torch.tensor([0, 1])})
 
@@ -376,7 +378,7 @@ def test_an_example_does_not_decide_how_others_are_computed() -> None:
     torch.manual_seed(0)
     layer, tokens, width = nn.Linear(64, 64, bias=False), 8, 64
     each = lambda batch: (layer(batch["x"]) * batch["r"]).sum((1, 2))  # noqa: E731
-    hooked = Hooked(layer, each, list(layer.parameters()), factored=list(layer.parameters()))
+    hooked = HookedGradients(layer, each, list(layer.parameters()), factored=list(layer.parameters()))
     left, right = torch.randn(1, tokens, width), torch.randn(1, tokens, width)
     for share in (2.0**-10, 2.0**-18):
         x, r = torch.cat([left, left * (1 + share)], 1), torch.cat([right, -right], 1) * 1e3

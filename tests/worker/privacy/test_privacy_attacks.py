@@ -32,7 +32,7 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.account import PrivacyAccount
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.known_examples import known_examples
-from tessera.worker.privacy.per_example_grads import Batch, Gradients, Hooked, PerExample
+from tessera.worker.privacy.per_example_grads import Batch, Gradients, HookedGradients, PerExample
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.privacy.sampling import sampling
 from tessera.worker.simulation import Weights, simulate
@@ -221,7 +221,9 @@ def test_gradients_that_cancel_each_other_out_are_no_reason_to_fail() -> None:
     # Two examples whose gradients are opposite: their sum is rounding alone.
     layer = nn.Linear(64, 1, bias=False)
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
-    hooked = Hooked(layer, lambda batch: batch["sign"] * layer(batch["x"])[:, 0] / 3, list(layer.parameters()))
+    hooked = HookedGradients(
+        layer, lambda batch: batch["sign"] * layer(batch["x"])[:, 0] / 3, list(layer.parameters())
+    )
     (each,) = hooked({"x": x.repeat(2, 1), "sign": torch.tensor([1.0, -1.0 - 1e-7])})
     hooked.close()
     assert torch.allclose(each[0], -each[1])

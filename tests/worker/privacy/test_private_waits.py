@@ -17,7 +17,7 @@ from tessera.worker.data.groups import Groups
 from tessera.worker.errors import DataError
 from tessera.worker.privacy import dp_sgd, per_example_grads
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
-from tessera.worker.privacy.per_example_grads import Batched, Hooked, OneByOne, PerExample
+from tessera.worker.privacy.per_example_grads import BatchedGradients, HookedGradients, OneByOne, PerExample
 from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.sampling import sampling
 from tessera.worker.training.freeze import Freeze
@@ -82,7 +82,7 @@ def odd_images(row: int, kind: str) -> Dataset:
 
 ODD_PIXELS = {"not a number": torch.nan, "infinite": torch.inf, "overflowing": 3e38}
 ODD_KINDS = [*ODD_PIXELS, "of an unknown class", "unreadable"]
-METHODS: dict[str, type[PerExample]] = {"opacus": Hooked, "vmap": Batched, "one by one": OneByOne}
+METHODS: dict[str, type[PerExample]] = {"opacus": HookedGradients, "vmap": BatchedGradients, "one by one": OneByOne}
 
 
 def summed(data: Dataset, method: str, *, grouped: bool, units: Tensor) -> tuple[int, list[Tensor]]:
@@ -98,7 +98,7 @@ def summed(data: Dataset, method: str, *, grouped: bool, units: Tensor) -> tuple
         noisy._method, noisy._at_once = noisy._alone, 1
     elif method == "vmap":
         noisy._method.close()
-        noisy._method = Batched(trainer.context.model, trainer.loss, freeze.parameters, {})
+        noisy._method = BatchedGradients(trainer.context.model, trainer.loss, freeze.parameters, {})
     assert isinstance(noisy._method, METHODS[method])
     with Passes(trainer.context.model) as passes:
         found = noisy.sums(units)
@@ -171,7 +171,7 @@ def test_no_version_makes_an_example_cost_a_further_pass() -> None:
 
 def test_the_fast_gradients_read_nothing_from_the_device() -> None:
     layer = nn.Linear(4, 3, device="meta")
-    hooked = Hooked(layer, lambda batch: layer(batch["x"]).sum(dim=1), list(layer.parameters()))
+    hooked = HookedGradients(layer, lambda batch: layer(batch["x"]).sum(dim=1), list(layer.parameters()))
     gradients, fits = hooked.unchecked({"x": torch.zeros(5, 4, device="meta")})
     assert [tuple(each.shape) for each in gradients] == [(5, 3, 4), (5, 3)]
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):

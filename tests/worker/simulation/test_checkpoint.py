@@ -8,43 +8,45 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import Plan
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.simulation.blob_folder import SMALL_BYTES, Folder
-from tessera.worker.simulation.checkpoint import Held, OpenRound, Records, Reported
+from tessera.worker.simulation.checkpoint import AcceptedReport, Records, RoundJournal, UpdateEntry
 from tests.support.coordinator import refusing
 
 DIGEST = "sha256:" + "0" * 64
 
 
-def accepted(task: str, data: bytes) -> Held:
+def accepted(task: str, data: bytes) -> UpdateEntry:
     view = TaskView(
         id=task, run="r", round=1, worker=f"{task}/worker", kind="train", state="accepted", token=1, attempts=1
     )
-    return Held(Reported(view=view, update=DIGEST, plan=Plan(), inline_bytes=len(data), held=(DIGEST,)), data)
+    return UpdateEntry(
+        AcceptedReport(view=view, update=DIGEST, plan=Plan(), inline_bytes=len(data), held=(DIGEST,)), data
+    )
 
 
 def test_accepted_updates_are_read_back_until_the_round_is_over(tmp_path: Path) -> None:
-    written = OpenRound(tmp_path / "open")
+    written = RoundJournal(tmp_path / "open")
     updates = [accepted("a", b"one\ntwo"), accepted("b", b"")]
     for update in updates:
         written.add(update)
-    assert OpenRound(tmp_path / "open").all() == written.all() == updates
+    assert RoundJournal(tmp_path / "open").all() == written.all() == updates
     written.clear()
-    assert OpenRound(tmp_path / "open").all() == []
+    assert RoundJournal(tmp_path / "open").all() == []
 
 
 def test_an_update_that_was_cut_off_anywhere_is_dropped_and_the_ones_before_stay(tmp_path: Path) -> None:
     path = tmp_path / "open"
-    OpenRound(path).add(accepted("a", b"first"))
+    RoundJournal(path).add(accepted("a", b"first"))
     first = path.stat().st_size
-    OpenRound(path).add(accepted("b", b"second"))
+    RoundJournal(path).add(accepted("b", b"second"))
     whole = path.read_bytes()
     for size in range(first, len(whole)):
         path.write_bytes(whole[:size])
-        assert OpenRound(path).all() == [accepted("a", b"first")]
+        assert RoundJournal(path).all() == [accepted("a", b"first")]
         # What follows stands behind what is complete.
-        OpenRound(path).add(accepted("c", b"third"))
-        assert OpenRound(path).all() == [accepted("a", b"first"), accepted("c", b"third")]
+        RoundJournal(path).add(accepted("c", b"third"))
+        assert RoundJournal(path).all() == [accepted("a", b"first"), accepted("c", b"third")]
     path.write_bytes(whole[: first - 1])
-    assert OpenRound(path).all() == []
+    assert RoundJournal(path).all() == []
 
 
 def test_what_workers_hold_follows_from_the_open_round_too(tmp_path: Path) -> None:

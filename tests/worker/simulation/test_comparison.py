@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tessera.shared.problems import Invalid
 from tessera.worker.cli.compare import app
-from tessera.worker.simulation.comparison import Comparison, finished, interval, paired
+from tessera.worker.simulation.comparison import SimulationComparison, finished, interval, paired
 
 DIFFERENCES = [0.9, 2.1, -0.4, 1.7, 1.2, 0.3]
 
@@ -46,7 +46,7 @@ def test_differences_are_paired_by_key() -> None:
 def test_simulations_are_compared_on_the_seeds_of_all(tmp_path: Path) -> None:
     first = simulated(tmp_path / "fedavg", "fedavg", {0: 0.5, 1: 0.75, 2: 0.5})
     second = simulated(tmp_path / "safl", "safl", {2: 0.625, 1: 0.625, 0: 0.875, 10: 0.0})
-    comparison = Comparison.of([first, second])
+    comparison = SimulationComparison.of([first, second])
     assert list(comparison.seeds) == [0, 1, 2]
     assert list(comparison.left_out()) == [(str(second), [10])]
     figures = comparison.figures()
@@ -60,7 +60,7 @@ def test_simulations_are_compared_on_the_seeds_of_all(tmp_path: Path) -> None:
     assert other.difference == pytest.approx(0.125)
     assert (other.low, other.high) == pytest.approx(interval(less))
     assert figures["accuracy (worst site)"][str(second)].difference == 0
-    (said,) = set(Comparison.of([first, second], [0.9]).remarks()) - set(comparison.remarks())
+    (said,) = set(SimulationComparison.of([first, second], [0.9]).remarks()) - set(comparison.remarks())
     assert said.startswith("the cost of a score is left out")
 
 
@@ -77,11 +77,11 @@ def test_local_is_compared_by_the_models_that_its_sites_use(tmp_path: Path) -> N
     for folder, (scores, sites) in zip(folders, measured.values(), strict=True):
         summary = json.loads((folder / "seed-0" / "summary.json").read_text())
         (folder / "seed-0" / "summary.json").write_text(json.dumps(summary | {"scores": scores, "sites": sites}))
-    figures = Comparison.of(folders).figures()
+    figures = SimulationComparison.of(folders).figures()
     means = {name: [one.mean for one in by_folder.values()] for name, by_folder in figures.items()}
     assert (means["accuracy"], means["accuracy (mean of sites)"]) == ([0.6, 0.8], [0.65, 0.85])
     own = [f"accuracy of the version{over}" for over in ("", " (mean of sites)", " (worst site)")]
-    assert list(Comparison.of(folders).remarks()) == [
+    assert list(SimulationComparison.of(folders).remarks()) == [
         f"{folders[1]}: the scores are those of the sites' own models",
         f"{folders[1]}: only 1 of 2 sites had an own model: the scores are over these",
         f"{folders[0]}: not in all simulations, and left out: other",
@@ -95,22 +95,22 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     first = simulated(tmp_path / "a", "fedavg", {1: 0.5})
     second = simulated(tmp_path / "b", "safl", {1: 0.5}, rounds=4)
     third = simulated(tmp_path / "c", "fedavg", {1: 0.5})
-    assert Comparison.of([first, second, third]).settings() == {
+    assert SimulationComparison.of([first, second, third]).settings() == {
         "/spec/method/name": ["fedavg", "safl", "fedavg"],
         "/spec/rounds": [3, 4, 3],
     }
-    assert Comparison.of([first, third]).settings() == {}
+    assert SimulationComparison.of([first, third]).settings() == {}
     # Settings of a later seed.
     simulated(first, "fedavg", {2: 0.5})
     simulated(third, "fedavg", {2: 0.5}, rounds=5)
-    assert Comparison.of([first, third]).settings() == {"/spec/rounds": [3, 5]}
+    assert SimulationComparison.of([first, third]).settings() == {"/spec/rounds": [3, 5]}
 
 
 def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     first = simulated(tmp_path / "a", "fedavg", {1: 0.5})
     second = simulated(tmp_path / "b", "safl", {2: 0.5})
     with pytest.raises(Invalid, match=r"no seed is in all folders: .*a has 1; .*b has 2"):
-        Comparison.of([first, second])
+        SimulationComparison.of([first, second])
     for damaged in ("{", "[]", '{"seed": 2}'):
         (second / "seed-2" / "summary.json").write_text(damaged)
         with pytest.raises(Invalid, match=r"seed-2 has a summary\.json or simulation\.json that"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.client.round_outcomes import RoundOutcome
 from tessera.shared.methods.base import (
     CoordinatorHalf,
     LocalResult,
@@ -31,7 +31,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate
-from tessera.worker.simulation.virtual_sites import Holding, VirtualSites
+from tessera.worker.simulation.virtual_sites import DataSizes, VirtualSites
 from tests.support.coordinator import refusing
 from tests.support.tables import on_disk
 from tests.support.tasks import VIT
@@ -252,7 +252,7 @@ def test_a_condition_of_an_unknown_site_is_refused(model: Weights) -> None:
 
 def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is_tried_again(model: Weights) -> None:
     wanted = spec(cohort={"quorum": 3, "max_attempts": 10})
-    told: list[Outcome] = []
+    told: list[RoundOutcome] = []
     result = simulate(wanted, model, SITES, conditions=Conditions(dropout=0.4), watch=told.append)
     states = [made.state for made in result.rounds]
     assert states.count("committed") == 2
@@ -389,7 +389,7 @@ def test_one_that_breaks_off_without_a_folder_leaves_none_behind(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def interrupt(outcome: Outcome) -> None:
+    def interrupt(outcome: RoundOutcome) -> None:
         assert any(tmp_path.iterdir())
         raise KeyboardInterrupt
 
@@ -467,7 +467,7 @@ def test_until_stops_at_a_version_and_the_rest_is_the_same(model: Weights, tmp_p
     assert digests(part) == digests(whole)
     assert part.scores() == whole.scores()
     # One that is over does nothing more.
-    told: list[Outcome] = []
+    told: list[RoundOutcome] = []
     again = simulate(spec(rounds=3), model, SITES, test=images(9), out=tmp_path, watch=told.append)
     assert (told, digests(again)) == ([], digests(whole))
     assert simulate(spec(rounds=3), model, SITES, test=images(9), out=tmp_path, until=1).over
@@ -518,7 +518,7 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
         simulate(spec(), model, more, out=tmp_path)
     assert len(caught.value.errors) == 20
 
-    def meanwhile(outcome: Outcome) -> None:
+    def meanwhile(outcome: RoundOutcome) -> None:
         with refusing("invalid", "another process is using"):
             simulate(spec(), model, SITES, out=tmp_path)
 
@@ -558,8 +558,8 @@ def test_the_content_of_a_site_is_what_results_depend_on() -> None:
         stored(1.0, 2.0),
         stored(1.0, 3.0),
     ]
-    assert len({Holding.of(data).content for data in different}) == len(different)
-    assert Holding.of(replace(texts, sources=np.array([[97], [98]], np.uint8))) == Holding.of(texts)
+    assert len({DataSizes.of(data).content for data in different}) == len(different)
+    assert DataSizes.of(replace(texts, sources=np.array([[97], [98]], np.uint8))) == DataSizes.of(texts)
 
 
 # ---------------------------------------------------------------- refusals and faults
@@ -639,7 +639,7 @@ def test_a_federation_needs_a_site(model: Weights) -> None:
 
 def test_a_robust_run_scores_its_updates(model: Weights) -> None:
     wanted = spec(rounds=2, robust={"rule": "median"}, cohort={"quorum": 3})
-    told: list[Outcome] = []
+    told: list[RoundOutcome] = []
     result = simulate(wanted, model, SITES, watch=told.append)
     for made in result.rounds:
         scores = {task.worker.partition("/")[0]: task.metrics for task in made.tasks}

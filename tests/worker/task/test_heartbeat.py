@@ -15,7 +15,7 @@ import pytest
 
 from tessera.shared.api.tasks import Lease
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import Answer, IntermediaryFault, Unreachable
+from tessera.shared.client.transport import HttpAnswer, IntermediaryFault, Unreachable
 from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
 from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
@@ -92,7 +92,7 @@ def test_a_lease_survives_a_page_that_no_coordinator_wrote() -> None:
     def heartbeat() -> Lease:
         beats.append(1)
         if len(beats) == 1:
-            raise IntermediaryFault(Answer(403, httpx.Headers({"Content-Type": "text/html"})))
+            raise IntermediaryFault(HttpAnswer(403, httpx.Headers({"Content-Type": "text/html"})))
         recovered.set()
         return Lease(lease_seconds=60)
 

@@ -19,7 +19,7 @@ from tessera.worker.errors import TrainingDiverged
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.evaluate import Scores, evaluate
+from tessera.worker.training.evaluate import PredictionCounts, evaluate
 from tessera.worker.training.progress import Report, rounded
 from tests.support.tasks import PLAIN
 
@@ -38,7 +38,7 @@ CLIP = {
 }  # fmt: skip
 
 
-def of_classes(found: Scores) -> dict[str, float]:
+def of_classes(found: PredictionCounts) -> dict[str, float]:
     counts = found.by_class()
     assert counts
     return counts.scores()
@@ -49,7 +49,7 @@ def scores(model: PreTrainedModel, head: Head, dataset: Dataset, size: int | Non
 
 
 def calibration_error(confidence: torch.Tensor, correct: torch.Tensor) -> float:
-    found = Scores()
+    found = PredictionCounts()
     found.add(correct.long(), torch.ones_like(correct, dtype=torch.int64), confidence, 2)
     return of_classes(found)["calibration_error"]
 
@@ -81,7 +81,7 @@ def test_macro_f1_is_that_of_scikit_learn(classes: int) -> None:
     # Not every class occurs, and some only among the predicted or only among the true.
     predicted, true = (torch.randint(low, classes, (300,), generator=dice) for low in (0, 1))
     wanted = f1_score(true.numpy(), predicted.numpy(), average="macro", zero_division=0.0)
-    found = Scores()
+    found = PredictionCounts()
     found.add(predicted, true, torch.ones(300), classes)
     assert of_classes(found)["macro_f1"] == pytest.approx(wanted, rel=1e-12)
 

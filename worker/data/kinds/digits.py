@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Adapter, Dataset, Options, schema_of
-from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.normalization import PixelNormalization
 
 TEST_SHARE = 0.2
 BRIGHTEST = 16
@@ -34,7 +34,7 @@ def digits(options: DigitsOptions) -> Dataset:
     pixels = images[rows, np.newaxis] / (BRIGHTEST / 2) - 1
     tensors = {"pixel_values": torch.from_numpy(pixels), "labels": torch.from_numpy(labels[rows])}
     schema = schema_of(tensors, {"pixel_values": (1, 8, 8), "labels": ()}, classes=10)
-    return Dataset(tensors, schema=schema, normalization=Normalized((0.5,), (0.5,)))
+    return Dataset(tensors, schema=schema, normalization=PixelNormalization((0.5,), (0.5,)))
 
 
 @cache

@@ -31,14 +31,14 @@ from tessera.worker.data.dataset import LABELS, Adapter, Dataset, schema_of
 from tessera.worker.data.groups import (
     PATIENT,
     PERSON_IN_PATH,
-    Repeated,
+    RepeatedName,
     in_paths,
     is_unnamed,
     person_of,
     repeated,
 )
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted
-from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.readers.absent_files import in_its_form
 from tessera.worker.data.readers.class_labels import combinations, numbered
 from tessera.worker.data.readers.data_folders import foreign, names_below
@@ -106,7 +106,7 @@ class ImagesOptions(PixelOptions, TableOptions):
         return SUFFIXES | DICOM if self.dicom else SUFFIXES
 
 
-def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
+def images(options: ImagesOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
 
     An example's source is the digest of its image's file. If the pixels stay on disk, `prepared` gets an index of
@@ -159,7 +159,7 @@ class _Listed:
     """The findings about the folder or the table."""
 
 
-def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
+def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[RepeatedName]:
     """Return the names in columns, headers and paths that are probably a person's, and repeat."""
     pictures, remedy = listed.pictures, "If it is, add a column with the patient to the table, and name it in group."
     in_folder = listed.labels[0] == "folder"
@@ -171,7 +171,7 @@ def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
     return [*listed.report.ungrouped, *filter(None, [headers, paths])]
 
 
-def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
+def _in_table(options: ImagesOptions, prepared: PreparedFolder) -> _Listed:
     table = read_table("file", options.file or (), options.split, prepared, options.separator)
     # Of a table that has changed since.
     prepared.clear(lambda name: name in (INDEX_FILE, table_name(table.digest)))

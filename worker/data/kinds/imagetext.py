@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tessera.shared.model.dataset_schema import IDS, TensorSchema
 from tessera.worker.data.dataset import Adapter, Dataset, RawTexts, schema_of
 from tessera.worker.data.kinds.images import ImagesOptions, images
-from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.readers.class_labels import Names
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, encode, tokenized_here, tokenizer_of
 from tessera.worker.errors import DataError
@@ -49,7 +49,7 @@ class ImageTextOptions(ImagesOptions):
         return self
 
 
-def imagetext(options: ImageTextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
+def imagetext(options: ImageTextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width] and `labels` int64 [n].
 
     Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model

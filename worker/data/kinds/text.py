@@ -27,7 +27,7 @@ from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, TableOnDisk, schema_of
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
-from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.readers.arrow_rows import write_rows, written_rows
 from tessera.worker.data.readers.class_labels import LISTED, Numbering, combinations
 from tessera.worker.data.readers.table_files import TableOptions
@@ -74,7 +74,7 @@ class TextOptions(TableOptions):
     )
 
 
-def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
+def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     """Return `input_ids`, `attention_mask` and, if used, `token_type_ids`, int64 [n, tokens], and `labels`, int64.
 
     Labels are [n] for text classification, else [n, tokens] with -100 where they are ignored: at padding, and after
@@ -146,7 +146,7 @@ def _tokens_name(options: TextOptions, table: DataTable) -> str:
 def _converted(
     options: TextOptions,
     table: DataTable,
-    prepared: Prepared,
+    prepared: PreparedFolder,
     dataset: Dataset,
     texts: RawTexts,
     tokenizer: PreTrainedTokenizerBase,

@@ -21,7 +21,7 @@ from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import TableOnDisk
 from tessera.worker.data.groups import group_name, is_unnamed
-from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
 from tessera.worker.data.readers.pictures import (
     AT_ONCE,
@@ -125,7 +125,7 @@ _INPUT = "input "
 
 
 def inputs_of(
-    pictures: Pictures, options: PixelOptions, preparation: Preparation, prepared: Prepared = NOT_KEPT
+    pictures: Pictures, options: PixelOptions, preparation: Preparation, prepared: PreparedFolder = NOT_KEPT
 ) -> PixelInputs:
     """Return `pixel_values` float32 [images, channels, height, width] and the processor's other inputs, those in
     memory and those on disk.
@@ -202,7 +202,7 @@ class _Verification:
     unreadable: dict[int, DataError] = field(default_factory=dict)
     """The faults of the images that cannot be read, by place."""
 
-    def run(self, prepared: Prepared, terms: str) -> None:
+    def run(self, prepared: PreparedFolder, terms: str) -> None:
         """Fill the index from the prepared one and from the images, and keep it. Raises DataError of a processor."""
         file = prepared.folder and prepared.folder / INDEX_FILE
         complete = file is not None and self.index.adopt(file, terms)

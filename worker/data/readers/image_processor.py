@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import Options, Shape
-from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.normalization import PixelNormalization
 from tessera.worker.data.readers.pictures import Prepare, Resizing
 from tessera.worker.data.readers.pretrained import load_pretrained
 from tessera.worker.errors import DataError
@@ -80,7 +80,7 @@ class Preparation:
     """The conversion of opened images to a model's inputs."""
 
     prepare: Prepare
-    finish: Normalized | None = None
+    finish: PixelNormalization | None = None
     """The rest of the conversion of `pixel_values`, done on the device; None if there is none."""
 
     def __call__(self, images: list[Image.Image]) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class Preparation:
             return None
         return tuple(blank[0]) if blank[0] == blank[1] else None
 
-    def normalization(self, mode: str) -> Normalized | None:
+    def normalization(self, mode: str) -> PixelNormalization | None:
         """Return the conversion of bytes to `pixel_values`, as images of one grey show it; None if it is not affine,
         or if `pixel_values` are not images."""
         if self.finish:
@@ -113,7 +113,7 @@ class Preparation:
         span = white - black
         if not bool((span > 0).all()) or not torch.allclose(grey, black + 0.4 * span, rtol=0, atol=1e-3):
             return None
-        return Normalized(tuple((-black / span).tolist()), tuple((1 / span).tolist()))
+        return PixelNormalization(tuple((-black / span).tolist()), tuple((1 / span).tolist()))
 
 
 def preparation(options: PixelOptions) -> Preparation:
@@ -122,7 +122,7 @@ def preparation(options: PixelOptions) -> Preparation:
         processor = load_processor("processor", options.processor)
         whole = Preparation(ByProcessor(options.processor, processor))
         return _in_bytes(options.processor, processor, options.mode, whole) or whole
-    return Preparation(Resizing(*options.shape), Normalized(options.mean, options.std))
+    return Preparation(Resizing(*options.shape), PixelNormalization(options.mean, options.std))
 
 
 def load_processor(option: str, source: str) -> Any:
@@ -164,7 +164,7 @@ def _in_bytes(source: str, processor: Any, mode: str, whole: Preparation) -> Pre
         given = (processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0)
         mean, std = (tuple(map(float, np.atleast_1d(each))) for each in given)
         made = Preparation(
-            BytesByProcessor(source, processor), Normalized(mean, std, float(processor.rescale_factor))
+            BytesByProcessor(source, processor), PixelNormalization(mean, std, float(processor.rescale_factor))
         )
         for width, height in PROBED:
             noise = Random(0).randbytes(width * height * len(mode))  # noqa: S311  (any pixels)

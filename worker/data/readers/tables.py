@@ -32,8 +32,8 @@ from torch import Tensor
 
 from tessera.shared.near_names import composed, nearest
 from tessera.worker.data.cells import ByteCells, Cells
-from tessera.worker.data.groups import Repeated, group_name, is_identifier, is_unnamed, repeated
-from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
+from tessera.worker.data.groups import RepeatedName, group_name, is_identifier, is_unnamed, repeated
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder, mapped
 from tessera.worker.data.readers.arrow_rows import ArrowRows, write_rows, written_rows
 from tessera.worker.data.readers.byte_cells import byte_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
@@ -415,7 +415,7 @@ class DataTable:
         """Return the number of rows whose group is missing."""
         return sum(map(is_unnamed, self.groups(name) or ()))
 
-    def ungrouped(self, group: str | None, *others: str | None) -> list[Repeated]:
+    def ungrouped(self, group: str | None, *others: str | None) -> list[RepeatedName]:
         """Return the columns but these that identify persons by their names, and repeat; none if there is a group."""
         used = {self.own_name(other) for other in others if other}
         names = [] if group else [name for name in self.names if name not in used and is_identifier(name)]
@@ -443,7 +443,7 @@ def read_table(
     option: str,
     named: tuple[Path, ...],
     split: str | None = None,
-    prepared: Prepared = NOT_KEPT,
+    prepared: PreparedFolder = NOT_KEPT,
     separator: Separator | None = None,
 ) -> DataTable:
     """Return the rows of the files, patterns or folders that an option names, memory-mapped. Other files than Arrow's
@@ -520,7 +520,7 @@ def disk_full(option: str, what: str, fault: OSError) -> DataError:
     )
 
 
-def _convert(reader: Reader, files: Sequence[Path], prepared: Prepared, file: BinaryIO) -> None:
+def _convert(reader: Reader, files: Sequence[Path], prepared: PreparedFolder, file: BinaryIO) -> None:
     """Write the rows as one Arrow stream."""
     # Without a folder, the library would keep a copy of the site's data in a home folder.
     with TemporaryDirectory(prefix="tessera-", dir=prepared.scratch) as cache:

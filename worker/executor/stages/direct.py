@@ -22,7 +22,7 @@ from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.base_sources import Take
 from tessera.worker.task.environment import SiteRecords, TaskRun
-from tessera.worker.task.handover import Checked, Fetched, Outcome
+from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
 from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.setup import TrainingSetup
 
@@ -59,8 +59,8 @@ class Direct:
             take(made)
 
     def execute(
-        self, run: TaskRun, fetched: Fetched, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
-    ) -> Outcome:
+        self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
+    ) -> TaskOutcome:
         checkpoints = None
         if checkpoint:
             checkpoints = TrainingCheckpoints(CheckpointFile.of(checkpoint), run.env.checkpoint_seconds)

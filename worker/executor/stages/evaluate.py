@@ -10,13 +10,13 @@ from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import TaskFailure
-from tessera.worker.executor.stages.load import Loaded
+from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.tokenize import require_apart
 from tessera.worker.executor.stages.train import loss_scaler
-from tessera.worker.privacy.bounded_figures import Noise, bounded_sums
+from tessera.worker.privacy.bounded_figures import FigureNoise, bounded_sums
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.evaluate import Scores
+from tessera.worker.training.evaluate import PredictionCounts
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.optimization.trimming import is_trimmable
@@ -24,7 +24,7 @@ from tessera.worker.training.progress import Check, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
 
-def evaluate(local: LocalTask, loaded: Loaded, dataset: Dataset) -> int:
+def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     """Evaluate the version and, on held-out data, this site's personalized model too. Return the number of examples.
 
     Raises PolicyViolation, TaskFailure.
@@ -56,13 +56,13 @@ def evaluate(local: LocalTask, loaded: Loaded, dataset: Dataset) -> int:
     ignored = tuple(place for place, name in sorted(named.items()) if name in task.ignore)
     batches = Batches(measured, size, local.device, trims=not rounds and is_trimmable(context, measured))
 
-    def metrics(check: Check, scores: Scores | None = None) -> dict[str, float]:
+    def metrics(check: Check, scores: PredictionCounts | None = None) -> dict[str, float]:
         if rounds:
             noise = None
             if privacy:
                 # What is reserved stays spent, though a failure may send nothing.
                 rho = local.records.reserve_figures(measured.examples, privacy.epsilon, privacy.delta)
-                noise = Noise(rho, NoiseSource(secret_key()))
+                noise = FigureNoise(rho, NoiseSource(secret_key()))
             with autocast(task.training, local.device):
                 sums = bounded_sums(context, measured, local.device, check, ranks)
             return sums.figures(measured.examples, noise, ignored)
@@ -71,7 +71,7 @@ def evaluate(local: LocalTask, loaded: Loaded, dataset: Dataset) -> int:
         with autocast(task.training, local.device), once as data:
             return measure(context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored)
 
-    scores = Scores()
+    scores = PredictionCounts()
     found = metrics(counted, scores)
     # Over a central data set the scores are those of its examples already.
     if task.held_out and rules.policy.send_class_counts and not rounds:
@@ -94,7 +94,7 @@ def _leaving(counts: ClassCounts | None) -> ClassCounts | None:
     return counts.model_copy(update={"bin_confidence": tuple(map(rounded, counts.bin_confidence))})
 
 
-def _personalise(local: LocalTask, loaded: Loaded, dataset: Dataset) -> bool:
+def _personalise(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> bool:
     """Turn the version into this site's personalized model. Return False if the method or the site has none."""
     task = local.task
     half, context = loaded.half, loaded.context

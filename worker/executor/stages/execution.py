@@ -20,11 +20,11 @@ from tessera.worker.errors import HiddenFailure, Indivisible, InputMismatch, Tas
 from tessera.worker.executor.stages.evaluate import evaluate
 from tessera.worker.executor.stages.load import load
 from tessera.worker.executor.stages.local_task import LocalTask
-from tessera.worker.executor.stages.run_cache import Built
+from tessera.worker.executor.stages.run_cache import BuiltModel
 from tessera.worker.executor.stages.tokenize import require_apart, tokenize
 from tessera.worker.executor.stages.train import train
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.task.handover import Fetched, Outcome
+from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.input_mismatch import explained, require_output, require_own_loss
@@ -43,11 +43,11 @@ BY_DATA = (InputMismatch, Indivisible)
 
 def execute(
     local: LocalTask,
-    fetched: Fetched,
+    fetched: FetchedVersion,
     dataset: Dataset,
     account: Account | None,
     checkpoints: TrainingCheckpoints | None = None,
-) -> Outcome:
+) -> TaskOutcome:
     """Train or evaluate by a task. Raises HiddenFailure if training for a secure sum fails, TaskFailure,
     PolicyViolation, InputMismatch, UnsupportedRun, MemoryError, the exceptions of the method and of `local.check`."""
     try:
@@ -62,11 +62,11 @@ def execute(
 
 def _executed(
     local: LocalTask,
-    fetched: Fetched,
+    fetched: FetchedVersion,
     dataset: Dataset,
     account: Account | None,
     checkpoints: TrainingCheckpoints | None,
-) -> tuple[Outcome, Built]:
+) -> tuple[TaskOutcome, BuiltModel]:
     task = local.task
     trains, ranks = task.kind == "train", local.setup.ranks
     in_sum, rounds = trains and task.sums is not None, not trains and local.rules.rounds_figures(task)
@@ -90,10 +90,10 @@ def _executed(
     if trains:
         with hiding(in_sum=in_sum), fitting:
             result, stats = train(local, loaded, dataset, account, checkpoints)
-        outcome = Outcome(stats.examples, result, loaded.moments.values)
+        outcome = TaskOutcome(stats.examples, result, loaded.moments.values)
     else:
         with without_cause(rounds=rounds), fitting:
-            outcome = Outcome(evaluate(local, loaded, dataset))
+            outcome = TaskOutcome(evaluate(local, loaded, dataset))
     context.close()
     return outcome, loaded.built
 

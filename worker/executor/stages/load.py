@@ -11,7 +11,7 @@ from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.executor.stages.local_task import LocalTask
-from tessera.worker.executor.stages.run_cache import Built, structure_of
+from tessera.worker.executor.stages.run_cache import BuiltModel, structure_of
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, laid_out, memory_of, write_block
 from tessera.worker.model.forward import objective_of
@@ -19,18 +19,18 @@ from tessera.worker.model.four_bits import four_bit_layers, put_four_bits
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.task.fetch import require_finite
-from tessera.worker.task.handover import Fetched
+from tessera.worker.task.handover import FetchedVersion
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
 
 
 @dataclass(frozen=True)
-class Loaded:
+class PreparedTask:
     """A task with its version loaded."""
 
     document: Model
-    built: Built
+    built: BuiltModel
     half: WorkerHalf[Any]
     context: LocalTaskContext
     bases: Mapping[str, BlobTensor]
@@ -52,8 +52,8 @@ class Loaded:
         )
 
 
-def load(local: LocalTask, fetched: Fetched) -> Loaded:
-    """Load the version into a model, without the site's private state (see `Loaded.personalise`).
+def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
+    """Load the version into a model, without the site's private state (see `PreparedTask.personalise`).
 
     Raises TaskFailure, PolicyViolation, Problem, and the exceptions of the method's worker half.
     """
@@ -78,10 +78,10 @@ def load(local: LocalTask, fetched: Fetched) -> Loaded:
         held=built.held,
         images=built.images,
     )
-    return Loaded(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
+    return PreparedTask(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
 
 
-def _fill(local: LocalTask, fetched: Fetched, built: Built, *, is_new: bool) -> None:
+def _fill(local: LocalTask, fetched: FetchedVersion, built: BuiltModel, *, is_new: bool) -> None:
     """Write the version's values into a model."""
     built.held.written.clear()
     built.images.begin({name: fetched.content(base.block) for name, base in fetched.bases.items()})
@@ -119,7 +119,7 @@ def _write(tensors: Mapping[str, torch.Tensor], base: BlobTensor, *, is_checked:
             write_block(tensors, block, values)
 
 
-def _built(local: LocalTask, fetched: Fetched) -> Built:
+def _built(local: LocalTask, fetched: FetchedVersion) -> BuiltModel:
     """Build the run's model, already checked."""
     task = local.task
     # A block that is not fetched keeps the value that the seed gives it.
@@ -129,4 +129,4 @@ def _built(local: LocalTask, fetched: Fetched) -> Built:
     put_four_bits(model, fetched.four_bits)
     local.setup.ranks.shard(model, device)
     allocate(model, device)
-    return Built(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)
+    return BuiltModel(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)

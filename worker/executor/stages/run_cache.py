@@ -17,7 +17,7 @@ Structure = tuple[tuple[str, type, int], ...]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A built model and its structure at that time."""
 
     run: str
@@ -42,20 +42,20 @@ class ModelCache:
     """Cache for a single model, since memory may not fit two."""
 
     def __init__(self) -> None:
-        self._last: Built | None = None
+        self._last: BuiltModel | None = None
 
     def holds(self, run: str, digest: str, four_bits: frozenset[str]) -> bool:
         """Return whether the cached model is this run's, with these matrices in 4 bits."""
         last = self._last
         return last is not None and (last.run, last.digest, last.four_bits) == (run, digest, four_bits)
 
-    def take(self, run: str, digest: str, four_bits: frozenset[str]) -> Built | None:
+    def take(self, run: str, digest: str, four_bits: frozenset[str]) -> BuiltModel | None:
         """Remove the cached model and return it if it is as `holds` asks."""
         is_here = self.holds(run, digest, four_bits)
         last, self._last = self._last, None
         return last if is_here else None
 
-    def keep(self, built: Built) -> None:
+    def keep(self, built: BuiltModel) -> None:
         """Cache a model unless a method changed its modules or hooks."""
         if structure_of(built.model) == built.structure:
             self._last = built

@@ -12,11 +12,11 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.packing import POSITIONS, packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
 from tessera.worker.errors import DataChanged, DataError, TaskFailure
-from tessera.worker.executor.stages.load import Loaded
+from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
-from tessera.worker.task.handover import Fetched
+from tessera.worker.task.handover import FetchedVersion
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 
@@ -24,7 +24,7 @@ AT_ONCE = 1 << 14
 """Number of texts that a child of the sandbox converts."""
 
 
-def tokenize(local: LocalTask, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
+def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, dataset: Dataset) -> Dataset:
     """Return the data set as it is, or its raw texts as tokens of the run's tokenizer, packed if it is to be.
 
     Raises TaskFailure and UnsafeConfig. No message depends on the texts.
@@ -57,7 +57,7 @@ def require_apart(local: LocalTask, context: LocalTaskContext, dataset: Dataset)
         )
 
 
-def _tokenized(local: LocalTask, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> Dataset:
+def _tokenized(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, dataset: Dataset) -> Dataset:
     task, texts = local.task, dataset.texts
     if texts is None:
         return dataset

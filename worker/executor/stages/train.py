@@ -24,7 +24,7 @@ from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.errors import TaskFailure, TrainingDiverged
-from tessera.worker.executor.stages.load import Loaded
+from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.tokenize import require_apart
 from tessera.worker.governance.policy import PolicyViolation
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 def train(
     local: LocalTask,
-    loaded: Loaded,
+    loaded: PreparedTask,
     dataset: Dataset,
     account: Account | None,
     checkpoints: TrainingCheckpoints | None = None,
@@ -187,7 +187,7 @@ def _require_finite_keep(result: LocalResult, rate: float) -> None:
             raise TrainingDiverged(f"{name}, which the site keeps, is not finite with a learning rate of {rate:g}")
 
 
-def _check_plan(local: LocalTask, loaded: Loaded) -> None:
+def _check_plan(local: LocalTask, loaded: PreparedTask) -> None:
     """Check the plan against our own block table before any data is read.
 
     Raises PolicyViolation, TaskFailure, UnsupportedRun.
