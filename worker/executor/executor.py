@@ -62,7 +62,7 @@ from tessera.worker.state.atomic_files import WriteFailed, sweep
 from tessera.worker.state.base_sources import Take
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
-from tessera.worker.task.environment import SiteRecords, TaskRun
+from tessera.worker.task.environment import Documents, SiteRecords, TaskRun
 from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import Report
 
@@ -110,8 +110,8 @@ class ProcessExecutor:
         self._launcher = LocalLauncher(settings, self.folder)
         self._run = ""
         self._until = 0.0
-        self._checked: dict[tuple[str, ...], Checked] = {}
-        """The models that the present processes have checked, each for the tasks of one kind."""
+        self._checked = Documents()
+        """The models that processes have checked, each for the tasks of one kind and plan."""
         atexit.register(self.close)
 
     @property
@@ -145,13 +145,15 @@ class ProcessExecutor:
     def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> Checked:
         task, about = run.task, (self.compute, run.task.method, run.task.plan, run.task.training, run.task.privacy)
         digests = (digest_of(canonical(one)) for one in about if one)
-        key = (str(self._home(run)), task.kind, task.model, task.dataset, *digests)
-        if key not in self._checked:
+        key = " ".join((str(self._home(run)), task.kind, task.model, task.dataset, *digests))
+
+        def ask() -> Checked:
             record = CheckRecord(**self._context(run, document), dataset=dataset)
             result, _ = self._submitted(run, lambda folder: write_document(folder / CHECK, record), {})
             assert result.checked  # noqa: S101  (as asked for)
-            self._checked[key] = result.checked
-        return self._checked[key]
+            return result.checked
+
+        return self._checked.read(Checked, key, ask)
 
     def convert(self, run: TaskRun, document: Model, folder: BaseFolder, blocks: Iterable[Block], take: Take) -> None:
         def taken(name: str, path: str, sources: list[str]) -> None:
@@ -188,7 +190,7 @@ class ProcessExecutor:
 
     def close(self) -> None:
         """End the processes, if there are any, and remove what they share."""
-        self._close_processes()
+        self._launcher.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _executed(
@@ -218,7 +220,7 @@ class ProcessExecutor:
             # Otherwise ranks may be out of step, or still at work.
             together = len(self._devices) > 1 and (folder / TASK).exists()
             if together or not (folder / FAILURE).exists():
-                self._close_processes()
+                self._launcher.close()
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -230,13 +232,9 @@ class ProcessExecutor:
         # The memory of several devices is for one run.
         other = len(self._devices) > 1 and self._run not in ("", run.task.run)
         if other or time.monotonic() > self._until:
-            self._close_processes()
+            self._launcher.close()
         self._run = run.task.run
         return self._launcher.home()
-
-    def _close_processes(self) -> None:
-        self._launcher.close()
-        self._checked.clear()
 
     def _context(self, run: TaskRun, document: Model) -> dict[str, Any]:
         """Return the fields of a ContextRecord."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.problems import Invalid
 from tessera.shared.telemetry import logging
-from tessera.shared.updates.base_folder import BaseFolder
+from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock
 from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure, is_device_failure
@@ -74,7 +74,7 @@ from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.inventory import datasets_of, inventory_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
-from tessera.worker.model.snapshot import converted_blocks
+from tessera.worker.model.snapshot import convert_blocks
 from tessera.worker.settings import DataSources, SettingsError
 from tessera.worker.state.atomic_files import disk_error
 from tessera.worker.state.blob_cache import BlobTensor
@@ -324,10 +324,13 @@ class Rank:
     def _convert(self, request: Path) -> None:
         """Hand the agent each block that transformers makes of a published model. Raises TaskFailure."""
         given, path = read_document(ConvertRecord, request), self._folder / "block"
+
+        def take(made: ConvertedBlock) -> None:
+            path.write_bytes(made.data)
+            self._ask_alone("take", made.block.name, str(path), [str(source) for source in made.sources])
+
         try:
-            for made in converted_blocks(given.config, given.head, BaseFolder.open(given.folder), given.blocks):
-                path.write_bytes(made.data)
-                self._ask_alone("take", made.block.name, str(path), [str(source) for source in made.sources])
+            convert_blocks(given.config, given.head, BaseFolder.open(given.folder), given.blocks, take)
         except (Invalid, ValueError) as fault:
             # Of files of this site, for its own log.
             raise TaskFailure("no-base", str(fault)) from fault

@@ -5,7 +5,7 @@ are converted by transformers itself, a group at a time, such as the experts of 
 result and what transformers makes on the way, at most about twice as much.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +141,13 @@ def _dtype_of(folder: BaseFolder) -> str:
     return next((dtypes[raw.dtype] for raw in folder.tensors if raw.dtype in dtypes), "float32")
 
 
-def converted_blocks(
-    config: Mapping[str, JsonValue], head: Head, folder: BaseFolder, blocks: Iterable[Block]
-) -> Iterator[ConvertedBlock]:
-    """Yield the blocks that a folder has in another form than the model. Raises as `Snapshot`."""
-    return Snapshot.open(folder, config, head).converted(blocks)
+def convert_blocks(
+    config: Mapping[str, JsonValue],
+    head: Head,
+    folder: BaseFolder,
+    blocks: Iterable[Block],
+    take: Callable[[ConvertedBlock], None],
+) -> None:
+    """Hand over the blocks that a folder has in another form than the model. Raises as `Snapshot`."""
+    for made in Snapshot.open(folder, config, head).converted(blocks):
+        take(made)

@@ -23,7 +23,7 @@ from tessera.worker.cli.worker import app
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import AUTO_CLASSES
 from tessera.worker.model.pretrained import digests_of, load_pretrained, plain_config, read_object
-from tessera.worker.model.snapshot import Snapshot, converted_blocks
+from tessera.worker.model.snapshot import Snapshot, convert_blocks
 from tessera.worker.state.base_cache import BaseCache
 from tessera.worker.state.base_sources import BaseSources, BaseUnavailable
 from tests.support.variants import variants
@@ -130,7 +130,7 @@ def wanted(folder: Path, head: Head = "causal-lm") -> tuple[dict[str, Block], An
     """The blocks of a base by their digests, and the function that converts those of a folder."""
     settings = plain_config(read_object(folder / "config.json"))
     names, table = as_loaded(folder, head), {block.name: block for block in block_table(opened(folder, head).model)}
-    return {digest: table[name] for name, digest in names.items()}, partial(converted_blocks, settings, head)
+    return {digest: table[name] for name, digest in names.items()}, partial(convert_blocks, settings, head)
 
 
 def test_a_source_that_was_not_added_is_searched_for_joined_blocks_too(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import BaseFolder, Span
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.model.snapshot import converted_blocks
+from tessera.worker.model.snapshot import convert_blocks
 from tessera.worker.state.base_cache import BaseCache, BaseRecord, Place
 from tessera.worker.state.base_sources import BaseSources, BaseUnavailable
 from tests.support.mirror import serving
@@ -38,7 +38,7 @@ def start(snapshot: Path) -> ModelFolder:
 
 def fetched(model: Model, folder: Path, *sources: str) -> dict[str, Span]:
     blocks = {model.external[block.name]: block for block in model.base}
-    convert = partial(converted_blocks, model.config, model.head)
+    convert = partial(convert_blocks, model.config, model.head)
     return BaseSources(BaseCache(folder), sources).fetch(blocks, convert)
 
 

@@ -19,7 +19,7 @@ from tessera.worker.executor.stages.execution import execute
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.run_cache import RunCache
 from tessera.worker.model.sandbox import Sandbox
-from tessera.worker.model.snapshot import converted_blocks
+from tessera.worker.model.snapshot import convert_blocks
 from tessera.worker.state.base_sources import Take
 from tessera.worker.task.environment import SiteRecords, TaskRun
 from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
@@ -55,8 +55,7 @@ class Direct:
         return check(self.local(run), document, run.mapping(document), dataset)
 
     def convert(self, run: TaskRun, document: Model, folder: BaseFolder, blocks: Iterable[Block], take: Take) -> None:
-        for made in converted_blocks(document.config, document.head, folder, blocks):
-            take(made)
+        convert_blocks(document.config, document.head, folder, blocks, take)
 
     def execute(
         self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
