@@ -144,7 +144,7 @@ class Update:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """The extra arrays of the plan, by name, with zeros in the rows that the site's policy withholds."""
     staleness: int = 0
-    """The number of versions since the one that it started from; the largest of several workers' updates."""
+    """The number of versions since its base version; the largest of several workers' updates."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.worker)
@@ -153,8 +153,8 @@ class Update:
 def median_metrics(updates: Sequence[Update], names: Iterable[str], most: float) -> dict[str, float]:
     """Return the median of each named metric over the updates that report it as a number from 0 to `most`.
 
-    For `merge` to add to the scalars that `warnings` and charts read. A private site reports none. A mean would be
-    what one site claims, by a large number or by many examples.
+    For `merge` to add to the scalars that `warnings` and charts read. A private site reports none. A mean would
+    follow the claim of one site, by a large number or by many examples.
     """
     reports = {name: [u.metrics[name] for u in updates if 0 <= u.metrics.get(name, -1.0) <= most] for name in names}
     return {name: median(values) for name, values in reports.items() if values}
@@ -206,8 +206,8 @@ class RunInfo:
         return selector.model_copy(update={"exclude": (*selector.exclude, *base)})
 
     def require_trainable(self, selector: Selector, purpose: str) -> None:
-        """Raise UnsupportedRun if adapters or prompts leave none of the selected blocks to train. `purpose` is what
-        the method does with them, as a verb with its object."""
+        """Raise UnsupportedRun if adapters or prompts leave none of the selected blocks to train. `purpose` says
+        how the method uses them, as a verb with its object."""
         if self.trainable.exclude and not any(self.trained(selector).holds(block) for block in self.blocks):
             roles = sorted({block.role for block in self.blocks if self.trainable.holds(block)})
             raise UnsupportedRun(
@@ -228,7 +228,7 @@ class CoordinatorHalf(Generic[C]):
     assume that they hold the present version."""
 
     covers_extra: ClassVar[bool] = False
-    """True if, in a run with `privacy`, the extra arrays follow from what training with noise computed, and from no
+    """True if, in a run with `privacy`, the extra arrays follow from results of training with noise, and from no
     example otherwise; for instance a trained model's logits on public data."""
 
     def __init__(self, settings: C, run: RunInfo) -> None:
@@ -520,8 +520,8 @@ class WorkerHalf(Generic[C]):
         """Replace the diverged model of a `personal` phase by its last one."""
 
     def training_state(self) -> Mapping[str, Array]:
-        """Return what this half took while training, for a checkpoint. What `setup` and `select` compute is computed
-        again when a task resumes, and need not be in it."""
+        """Return the state that this half gathered while training, for a checkpoint. `setup` and `select` run again
+        when a task resumes, so their results need not be in it."""
         return {}
 
     def on_phase_resume(self, context: TaskContext, phase: Phase, state: Mapping[str, Array]) -> None:
@@ -583,7 +583,7 @@ class Method(Generic[C]):
     source: str = field(kw_only=True)
     """The paper, section and equation that it follows."""
     good_for: str = ""
-    """The purpose for which a person would choose it, and what its model needs."""
+    """The purpose for which a person would choose it, and the needs of its model."""
     sends: str = ""
     """The parts of the model that leave a site."""
     settings: type[C] = MethodSettings  # type: ignore[assignment]  # mypy has no defaults for type variables

@@ -1,8 +1,8 @@
 """FedBN: normalization blocks stay with their site, all others are averaged, as in FedPer.
 
 Li et al. 2021, Federated Learning on Non-IID Features via Local Batch Normalization, arXiv 2102.07623, Algorithm 1.
-Batch normalizations stay whole, with their running statistics and wherever they are: those of a head or of an
-attention have its role. In most transformers the blocks are the layer norms' scales and shifts.
+Batch normalizations stay whole, with their running statistics and wherever they are: in a head or an
+attention they have its role. In most transformers the blocks are the layer norms' scales and shifts.
 """
 
 from glob import escape

@@ -81,8 +81,8 @@ SCOPES: dict[Freeze, dict[Scope | ControlScope, tuple[Role, ...] | None]] = {
         "qk_only": ("query", "key"),
     },
 }
-"""The roles that train in the second stage; None for all that are not frozen. The first of each is the default, and
-the two lists mirror each other."""
+"""The roles that train in the second stage; None for every role that is not frozen. The first of each is the default,
+and the two lists mirror each other."""
 
 SMOOTHING = 0.3
 """The weight of the last round in a smoothed value, which averages over about five rounds."""
@@ -354,7 +354,7 @@ class FedFrozenWorker(WorkerHalf[FedFrozenSettings]):
         return ((slowed, self.settings.lower_rate),)
 
     def measure(self, context: TaskContext, probes: Mapping[str, torch.Tensor]) -> LocalResult:
-        """Return how far attention has moved since the switch, if this site measured it then on these examples."""
+        """Return the movement of attention since the switch, if this site measured it then on these examples."""
         since = context.plan.scalars.get(SINCE)
         # In the warm-up too, so that a model whose attention cannot be measured fails in its first round.
         measured = context.attention_rows(probes, QUERIES)

@@ -123,7 +123,7 @@ class Candidates:
         return total
 
     def fitting(self, nbytes: float) -> int:
-        """Return the number of layers of which any choice trains at most `nbytes`."""
+        """Return the largest number of layers for which any choice trains at most `nbytes`."""
         return max((k for k in range(len(self.layers) + 1) if self.trained_bytes(k) <= nbytes), default=0)
 
     def selector(self, chosen: Sequence[Layer]) -> Selector:

@@ -20,7 +20,7 @@ class LocalWorker(WorkerHalf[MethodSettings]):
 
 METHOD = Method(
     name="local",
-    good_for="a control: what each site reaches alone",
+    good_for="a control: the score of each site alone",
     sends="nothing",
     coordinator=LocalMethodCoordinator,
     worker=LocalWorker,

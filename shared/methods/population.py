@@ -2,7 +2,7 @@
 
 The mean moves by the changes of a round's sites. That is correct only if every site has the same weight in all
 rounds, present or not. So a site joins the population with its first merged update, with its weight at that time;
-what it declares later changes nothing. Sites are counted, not workers: a site may have any number of workers.
+its later declarations change nothing. Sites are counted, not workers: a site may have any number of workers.
 
 The population is server state, and so part of each version: one small tensor, which no plan fetches. It contains no
 names, but a reader who knows the name of a site can check whether it is included.
@@ -96,7 +96,7 @@ class PopulationCoordinator(CoordinatorHalf[S]):
     """True if a sender's step replaces its site's share of the mean, rather than being added to it."""
 
     def _require_exact_updates(self) -> None:
-        """Raise UnsupportedRun if the coordinator may read other steps than those of which a site keeps its value:
+        """Raise UnsupportedRun if the coordinator may read other steps than the steps behind a site's value:
         the values' mean would no longer be the mean of the values."""
         if lossy := self.run.lossy_settings:
             raise UnsupportedRun(

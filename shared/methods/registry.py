@@ -72,7 +72,7 @@ def methods() -> dict[str, Method[Any]]:
         elif hasattr(module, "METHOD"):
             found.append(module)
         elif not Path(where).name.startswith("_"):
-            # A file such as __init__.py, or of what methods share, is none.
+            # A file such as __init__.py, or of code that methods share, is not a method.
             _skipped[where] = "it declares no METHOD; begin the name of a file that should have none with _"
     for where, reason in _skipped.items():
         _log.warning("warning: no method was read from %s: %s", where, reason)
@@ -99,7 +99,7 @@ def _imported(where: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def method_faults(module: ModuleType) -> Iterator[str]:
-    """Yield why a module's `METHOD` would not do all that the module says: a hook of a misspelt name, of the other
+    """Yield the reasons why parts of a module would not act: a hook of a misspelt name, of the other
     half or with other parameters is never called, and neither is a half that `METHOD` does not name."""
     method = module.METHOD
     if not isinstance(method, Method):
@@ -121,7 +121,7 @@ def method_faults(module: ModuleType) -> Iterator[str]:
 
 
 def _half_faults(half: type, base: type, other: type) -> Iterator[str]:
-    """Yield which public attributes of a half, and of its bases but for `base`, are no hook that is called."""
+    """Yield the public attributes of a half, and of its bases but for `base`, that are no hook that is called."""
     before = half.__mro__[: half.__mro__.index(base)]
     for cls in half.__mro__:
         for name, value in vars(cls).items():
@@ -134,7 +134,7 @@ def _half_faults(half: type, base: type, other: type) -> Iterator[str]:
 
 
 def _hook_fault(name: str, value: object, base: type, other: type) -> str:
-    """Return why a public attribute of a half is no hook or setting of its base; empty if it is one."""
+    """Return the reason why a public attribute of a half is no hook or setting of its base; empty if it is one."""
     if not hasattr(base, name):
         if hasattr(other, name):
             return f"is a hook of {other.__name__}, which {base.__name__} does not call: move it to the other half"
@@ -191,8 +191,8 @@ def _from_file(file: Path) -> ModuleType:
 
 
 def places_searched() -> str:
-    """Return where methods were looked for besides this package, and what was skipped there, for people who may read
-    this machine's paths."""
+    """Return the places searched for methods besides this package, and the files skipped there, for people who may
+    read this machine's paths."""
     folders = ", ".join(map(str, _folders()))
     searched = f"files of {FOLDERS} were looked for in: {folders}" if folders else f"{FOLDERS} is not set"
     skipped = "".join(f"; skipped: {where} ({fault})" for where, fault in _skipped.items())
@@ -240,7 +240,7 @@ _READS_ROUNDS = re.compile(rb"^(?! *(?:from|import) ).*\.rounds\b", re.MULTILINE
 def check_rounds(chosen: MethodSpec, run: RunInfo) -> None:
     """Raise UnsupportedRun if a run under way cannot change to `run.rounds` rounds."""
     method, settings = _method(chosen)
-    # That of a method of Tessera, from which this one inherits, says nothing of what this one reads.
+    # The declaration of a method of Tessera, from which this method inherits, does not cover its own reading.
     declared = not method.coordinator.check_rounds.__module__.startswith(f"{__package__}.")
     if not declared and any(map(_READS_ROUNDS.search, _own_files(method))):
         raise UnsupportedRun(
@@ -251,13 +251,13 @@ def check_rounds(chosen: MethodSpec, run: RunInfo) -> None:
 
 
 def sticky(chosen: MethodSpec) -> bool:
-    """Return whether each site stays with one worker (`CoordinatorHalf.sticky`); False if not installed."""
+    """Return True if each site stays with one worker (`CoordinatorHalf.sticky`); False if not installed."""
     method = methods().get(chosen.name)
     return method is not None and method.coordinator.sticky
 
 
 def keeps_nothing(chosen: MethodSpec) -> bool:
-    """Return whether a method surely keeps no tensors at the sites; False if it is not installed."""
+    """Return True if a method surely keeps no tensors at the sites; False if it is not installed."""
     method, parts = methods().get(chosen.name), ("private", "setup", "collect")
     kept = method is None or any(getattr(method.worker, name) is not getattr(WorkerHalf, name) for name in parts)
     return not kept and not probe_examples(chosen)
@@ -283,7 +283,7 @@ def needs_one_example_per_row(chosen: MethodSpec) -> bool:
 
 
 def chooses_blocks(chosen: MethodSpec) -> bool:
-    """Return whether the method's worker half has a choice of blocks of its own, which may look at data."""
+    """Return True if the method's worker half has a choice of blocks of its own, which may look at data."""
     return _method(chosen)[0].worker.select is not WorkerHalf.select
 
 

@@ -221,7 +221,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         if self.settings.chooser == "worker" or not self.settings.looks_at_data:
             return
         kind = "vote" if self.settings.chooser == "vote" else "score"
-        # What a worker reports without being asked counts too.
+        # Unrequested reports of a worker count too.
         if not plan.scalars.get(PROFILE) and not any(f"{kind}.{label}" in metrics for label in labels.values()):
             return
         if self.settings.chooser == "vote":
@@ -466,7 +466,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     def _choice(
         self, context: TaskContext, scores: Mapping[str, Array], attention: Mapping[str, LayerAttention], count: int
     ) -> list[int]:
-        """Return the candidates of the largest scores, by stack the best first. Those that this site chose last hold
+        """Return the candidates of the largest scores, by stack the best first. Layers that this site chose last hold
         their places by the hysteresis."""
         layers, margin = self._candidates.layers, self.settings.hysteresis
         held = ChosenLayers(
@@ -492,7 +492,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         return [places[name] for name in chosen]
 
     def _reads_examples(self, names: Sequence[str], attention: Mapping[str, LayerAttention]) -> bool:
-        """Return whether the scores of a stack are by example. Only sums over examples can be made noisy; a stack
+        """Return True if the scores of a stack are by example. Only sums over examples can be made noisy; a stack
         that reads no examples needs no noise. Raises UnsupportedRun for a noisy choice if only some layers do."""
         if self.settings.score not in OF_ATTENTION:
             return False

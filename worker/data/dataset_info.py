@@ -49,7 +49,7 @@ class DatasetInfo:
         return self.examples if unit == "example" else self.groups or 0
 
     def augmentation_misfit(self, settings: Augmentation) -> str | None:
-        """Return why the images cannot be changed so, with the remedy, or None."""
+        """Return the reason why the images cannot be changed so, with the remedy, or None."""
         pixels = self.pixels
         if pixels is None:
             return f"it has no {PIXELS}: leave training.augmentation out, or name a data set of images"
@@ -75,5 +75,5 @@ class Inventory:
 
 
 def augments_images() -> bool:
-    """Return whether the extra `augmentation` is installed."""
+    """Return True if the extra `augmentation` is installed."""
     return find_spec("kornia") is not None

@@ -60,7 +60,7 @@ class Truncation:
         return f"{self.cut} of {self.texts} at {self.limit} tokens"
 
     def warning(self) -> tuple[str, str]:
-        """Return what is cut off, with the remedy."""
+        """Return a warning about cut texts, with the remedy."""
         if self.most is None:
             found = f"{self.cut} of {self.texts} texts have more words than max_length, {self.limit}, takes tokens"
             return f"{found}; the longest has {self.longest}", "Their ends are cut off: set a larger max_length."
@@ -92,7 +92,7 @@ class LoadReport:
     unreadable: Sequence[str] = ()
     """The fault of each image that is left out because it cannot be read."""
     partly_read: int = 0
-    """The number of images of which only the first page or frame is read."""
+    """The number of images with further pages or frames, which are not read."""
     group_bytes: int = 0
     """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
     empty_texts: int = 0
@@ -115,7 +115,7 @@ class LoadReport:
     """Names of classes that are probably several classes each."""
 
     def warnings(self, *, held_out: bool = False) -> Iterator[tuple[str, str]]:
-        """Yield what is probably wrong, each with its remedy. With `held_out`, examples are held out."""
+        """Yield the probable faults, each with its remedy. With `held_out`, examples are held out."""
         if held_out:
             yield from self._on_both_sides()
         if (self.unknown_tokens or 0) > MAX_UNKNOWN:

@@ -19,7 +19,7 @@ PROBE_BYTES = 1 << 20
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return whether an error at a worker's start is of its disk, and not of its settings."""
+    """Return True if an error at a worker's start is of its disk, and not of its settings."""
     cause = disk_error(error)
     return cause is not None and cause.errno not in (errno.EACCES, errno.EPERM)
 
@@ -70,7 +70,7 @@ class Disk:
         return words
 
     def full(self) -> str | None:
-        """Return why nothing can be written, or None. After an error, try again."""
+        """Return the reason why nothing can be written, or None. After an error, try again."""
         if (fault := self._fault) is None:
             return None
         try:

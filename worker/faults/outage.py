@@ -64,7 +64,7 @@ class Outage:
 
 
 def refuses_worker(problem: Problem) -> bool:
-    """Return whether the coordinator refuses this worker for good: its token, or its claim.
+    """Return True if the coordinator refuses this worker for good: its token, or its claim.
 
     Other refusals may pass, such as the suspension of its site. Only a coordinator's document is a refusal.
     """
@@ -73,5 +73,5 @@ def refuses_worker(problem: Problem) -> bool:
 
 
 def is_mismatch(problem: Problem) -> bool:
-    """Return whether the coordinator speaks another protocol than this worker."""
+    """Return True if the coordinator speaks another protocol than this worker."""
     return isinstance(problem, Invalid) and any(fault.pointer == "/protocol_max" for fault in problem.errors)

@@ -1,4 +1,4 @@
-"""Adoption of what a restore left: of a worker's older state, or of a run of a coordinator that was restored."""
+"""Adoption after a restore: of a worker's older state, or of a run of a coordinator that was restored."""
 
 from collections.abc import Iterator
 
@@ -63,7 +63,7 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
 def adopt_restored_run(settings: WorkerSettings, named: str) -> str:
     """Let a run go on after its coordinator was restored, with the tensors that it keeps here; return its id.
 
-    The ledgers keep what they have charged. Raises ValueError unless one run here has this name or id.
+    The ledgers keep their charges. Raises ValueError unless one run here has this name or id.
     """
     run = run_history_of(settings).adopt(named)
     Vault(settings.state_dir / "vault").adopt(run, None)
