@@ -54,7 +54,7 @@ from tessera.worker.pace import Backoff
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import ROLLED_BACK, Action, StateRolledBack
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.database import StateDatabase, StateError
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import outcome_of
 from tessera.worker.stores import airlock_of, inbox_of, own_folders, state_id_of
@@ -126,7 +126,7 @@ class Agent:
         """True once the coordinator knows that the settings are unusable."""
         self._outage = Outage(stop, self._show_alive)
         self._disk = Disk(own_folders(settings))
-        self._database = Database.of(settings.state_dir)
+        self._database = StateDatabase.of(settings.state_dir)
         self._lacking: str | None = None
         """The digest of a state that was rolled back, which could not be written yet."""
         self._pace = Backoff(stop)

@@ -24,7 +24,7 @@ from tessera.worker.state.base_cache import BaseCache
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.database import StateDatabase, StateError
 from tessera.worker.state.hash_chain import derived
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import (
@@ -53,7 +53,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
     audit, ledger, party = audit_of(settings), ledger_of(settings), sum_party_of(settings)
     try:
         for folder in own_folders(settings):
-            Database.of(folder).check()
+            StateDatabase.of(folder).check()
         entries = audit.read()
         ledger.expect(audit.ledger_heads(entries))
         if party and party.agreements:

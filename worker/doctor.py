@@ -57,7 +57,7 @@ from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
-from tessera.worker.state.database import Database, StateError, file_system
+from tessera.worker.state.database import StateDatabase, StateError, file_system
 from tessera.worker.stores import own_folders
 from tessera.worker.training.optimization.precision import multiplies_bfloat16
 
@@ -149,7 +149,7 @@ def try_token(client: Client) -> None:
 
 def _state(settings: WorkerSettings) -> Iterator[Finding]:
     for folder in own_folders(settings):
-        database = Database.of(folder)
+        database = StateDatabase.of(folder)
         try:
             journal, rolled_back = database.check(), database.note(ROLLED_BACK)
         except (StateError, OSError) as fault:

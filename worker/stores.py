@@ -15,7 +15,7 @@ from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
 from tessera.worker.state.audit import Audit
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.database import StateDatabase, StateError
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog, Keyring, SumParty
 
@@ -31,7 +31,7 @@ def own_folders(settings: WorkerSettings) -> list[Path]:
 
 def state_id_of(settings: WorkerSettings) -> str:
     """Return the id of the state folder. A missing one is created. Raises SettingsError."""
-    database = Database.of(settings.state_dir)
+    database = StateDatabase.of(settings.state_dir)
     try:
         with database.writing():
             state_id = database.note(STATE_ID) or token_hex(KEY_BYTES)

@@ -25,7 +25,7 @@ import structlog
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, S3Store, from_url
 
-from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.cache import LruCache
 from tessera.shared.problems import StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import StoredBlob
 
@@ -74,11 +74,11 @@ class Objects:
         self._readahead_bytes = readahead_bytes
         self._ahead: Counter[str] = Counter()
         """The objects that are being read ahead, each with the number of its readers."""
-        self._windows: Recent[bytes] = Recent(TAGS_KEPT, readahead_bytes, len)
+        self._windows: LruCache[bytes] = LruCache(TAGS_KEPT, readahead_bytes, len)
         self._window_bytes = min(WINDOW_BYTES, readahead_bytes)
         self._reading = [threading.Lock() for _ in range(LOCKS)]
         self._sharing = threading.Lock()
-        self._tags: Recent[str] = Recent(TAGS_KEPT)
+        self._tags: LruCache[str] = LruCache(TAGS_KEPT)
         self._probing = threading.Lock()
         self._probed_until = 0.0
 
@@ -147,7 +147,7 @@ class Objects:
             change()
             self._ahead = +self._ahead
             if not self._ahead:
-                self._windows = Recent(TAGS_KEPT, self._readahead_bytes, len)
+                self._windows = LruCache(TAGS_KEPT, self._readahead_bytes, len)
                 return
             share = self._readahead_bytes // (len(self._ahead) * len(os.sched_getaffinity(0)))
             self._window_bytes = max(LEAST_WINDOW_BYTES, min(WINDOW_BYTES, share))

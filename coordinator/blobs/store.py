@@ -31,7 +31,7 @@ from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.tables import BlobRow
-from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.cache import LruCache
 from tessera.coordinator.limits.disk import is_full
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import StoredBlob
@@ -90,12 +90,12 @@ class Blobs:
         self.unfinished = StagingArea(self.staging_dir)
         # The disk may have corrupted earlier blobs, so each whose file has changed since it was last verified is
         # hashed before its first use. Later ones were hashed when they were received, by this or another process.
-        self._sound: Recent[None] = Recent(SOUND_KEPT)
+        self._sound: LruCache[None] = LruCache(SOUND_KEPT)
         # A blob is hashed once, however many threads need it. Two blobs of one lock only wait for each other.
         self._hashing = [threading.Lock() for _ in range(HASHES)]
         self.began_at = database.now()
         # Blobs are immutable, and missing ones are not cached.
-        self._rows: Recent[StoredBlob] = Recent(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
+        self._rows: LruCache[StoredBlob] = LruCache(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
         self._objects = Objects(url, readahead_bytes) if "://" in url else None
         # Used unless there is an object store.

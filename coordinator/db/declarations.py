@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.tables import WorkerRow, declared_text
 from tessera.coordinator.domain.eligibility import policy_of
-from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.cache import LruCache
 
 KEPT = 1 << 16
 KEPT_BYTES = 32 << 20
@@ -24,7 +24,7 @@ class Declarations:
 
     def __init__(self) -> None:
         # Each with the length of its text.
-        self._kept: Recent[tuple[dict[str, Any], int]] = Recent(KEPT, KEPT_BYTES, lambda kept: kept[1])
+        self._kept: LruCache[tuple[dict[str, Any], int]] = LruCache(KEPT, KEPT_BYTES, lambda kept: kept[1])
 
     def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return the declaration of each worker, by its id; `workers` has the digests."""

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
+class LruCache(Generic[T]):
     """The most recently used values under their names, limited in number and in bytes. Safe in any thread."""
 
     def __init__(self, most: int, most_bytes: int = 0, nbytes_of: Callable[[T], int] = lambda _: 0) -> None:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from examples.federation import Federation, Holding
 from examples.ledger import Entry
 from examples.llm.instructions import EXERCISES, KINDS, Text, encode, texts, word_tokenizer, write_texts
-from examples.llm.measure import Scores, measure, measure_in_four_bits
+from examples.llm.measure import AnswerScores, measure, measure_in_four_bits
 from examples.processes import tessera
 from examples.staging import DemoFailed, parser, play, run_through
 from tessera.shared import units
@@ -196,7 +196,7 @@ def _print_bytes(console: Console, entries: Sequence[Entry], *, is_external: boo
     )
 
 
-def _print_scores(console: Console, found: Mapping[str, Mapping[str, Scores]]) -> None:
+def _print_scores(console: Console, found: Mapping[str, Mapping[str, AnswerScores]]) -> None:
     """Print the scores of each measurement, by its name."""
     columns = ("instruction", "office", *(f"{figure} {name}" for figure in ("right", "loss") for name in found))
     rows = []

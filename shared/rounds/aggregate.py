@@ -22,7 +22,7 @@ from tessera.shared.methods.registry import chooses_blocks, coordinator_half
 from tessera.shared.metrics.selections import Choices, choices, selection_scalars
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import StoredBlob
-from tessera.shared.rounds.client_privacy import Release, SummedRelease, anonymous
+from tessera.shared.rounds.client_privacy import NoisyMean, SummedRelease, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts, warnings_of
 from tessera.shared.rounds.secure_sums import Sums
@@ -131,7 +131,7 @@ class Aggregation:
             half, state, updates, sent = self._summed(spec, current, accepted, sums)
         else:
             half, state, updates, sent = self._round(spec, bounds, current, accepted)
-        release: Release | SummedRelease | None = None
+        release: NoisyMean | SummedRelease | None = None
         if spec.client_privacy and sums:
             release = SummedRelease(spec)
             updates = anonymous(updates)
@@ -139,7 +139,7 @@ class Aggregation:
             if not noise_key:
                 raise ValueError("the round has no key for the noise of client_privacy")
             plans, blocks = [entry.plan for entry in accepted], self.states.model(spec.model).blocks
-            release = Release(spec.client_privacy, spec.sites_per_round, blocks, plans, updates, noise_key)
+            release = NoisyMean(spec.client_privacy, spec.sites_per_round, blocks, plans, updates, noise_key)
             updates = anonymous(updates)
         after = merge(half, spec.server_optimizer, state, updates, release)
         if spec.signals.drift:

@@ -168,7 +168,7 @@ def anonymous(updates: Sequence[Update]) -> list[Update]:
 
 
 @dataclass(frozen=True)
-class Release:
+class NoisyMean:
     """The noisy mean of a round's clipped updates, which takes the place of its method's mean."""
 
     terms: ClientPrivacy

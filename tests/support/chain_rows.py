@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.worker.state.audit import Audit
-from tessera.worker.state.database import DATABASE_FILE, Database
+from tessera.worker.state.database import DATABASE_FILE, StateDatabase
 from tessera.worker.state.hash_chain import line_of
 from tessera.worker.state.privacy_ledger import Ledger
 
@@ -70,6 +70,6 @@ class ChainRows:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        Database.of(self.folder).write("SELECT 1")
+        StateDatabase.of(self.folder).write("SELECT 1")
         with closing(sqlite3.connect(self.folder / DATABASE_FILE)) as connection, connection:
             yield connection

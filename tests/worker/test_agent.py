@@ -68,7 +68,7 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.error_feedback import PREFIX
 from tessera.worker.state.privacy_ledger import ExactUse
 from tessera.worker.state.site_keys import KEYS_FOLDER
@@ -184,7 +184,7 @@ def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> 
 
 def succeed(former: Path, state_dir: Path) -> None:
     """Let a new state folder be a former worker's, so that its name is not another's and it trains the same."""
-    Database.of(state_dir).set_note(STATE_ID, Database.of(former).note(STATE_ID))
+    StateDatabase.of(state_dir).set_note(STATE_ID, StateDatabase.of(former).note(STATE_ID))
     if (key := former.with_name(f"{former.name}.key")).exists():
         state_dir.with_name(f"{state_dir.name}.key").write_bytes(key.read_bytes())
 
@@ -745,7 +745,7 @@ def test_a_full_disk_does_not_let_a_worker_with_older_files_go_on(tmp_path: Path
     assert (outcome, closed_while_full) == ("given-back", True)
     assert agent._is_closed()
     # For `tessera worker adopt`, and for the next process.
-    assert Database.of(settings.state_dir).note(ROLLED_BACK) == "head"
+    assert StateDatabase.of(settings.state_dir).note(ROLLED_BACK) == "head"
     agent.close()
 
 

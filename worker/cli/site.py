@@ -21,7 +21,7 @@ from tessera.worker.stores import audit_of, ledger_of
 
 
 @dataclass(frozen=True)
-class SiteRecords:
+class SiteChain:
     """The settings of a site's worker, and the site's own chain."""
 
     settings: WorkerSettings
@@ -46,11 +46,11 @@ class SiteRecords:
             yield from client.tasks()
 
 
-def site_of(config: Path) -> SiteRecords:
+def site_of(config: Path) -> SiteChain:
     """Return the records of a settings file's site. Exits with 2 on invalid settings."""
     with exits({BAD_SETTINGS: (SettingsError,)}):
         settings = read_settings(config)
-        return SiteRecords(settings, audit_of(settings))
+        return SiteChain(settings, audit_of(settings))
 
 
 def report(

@@ -8,7 +8,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.settings import WorkerSettings, tls_of, token_of
 from tessera.worker.state.audit import NO_HEAD, ROLLED_BACK, Audit
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerPage, NoisyFigures, of_training
 from tessera.worker.state.vault import Vault
@@ -22,7 +22,7 @@ def adopt_rolled_back(settings: WorkerSettings, audit: Audit, ledger: Ledger) ->
     Each lease of a task that the audit does not know counts, whether or not its result was accepted. Raises Problem
     if the coordinator does not answer, and ChainError.
     """
-    database = Database.of(settings.state_dir)
+    database = StateDatabase.of(settings.state_dir)
     if (head := database.note(ROLLED_BACK)) is None:
         return None
     known = {(entry.task, entry.token) for entry in audit.read()}

@@ -23,7 +23,7 @@ from tessera.shared.run_settings import Privacy, Unit
 from tessera.shared.schema import Digest, Value
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.state.atomic_files import sync_names
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import TaskRef
 
 AIRLOCK_FOLDER = "airlock"
@@ -121,7 +121,7 @@ class Airlock:
         self, folder: Path, clock: Callable[[], datetime] = lambda: datetime.now(UTC), pause: float = LOOK_SECONDS
     ) -> None:
         self._folder = folder / AIRLOCK_FOLDER
-        self._database = Database.of(folder)
+        self._database = StateDatabase.of(folder)
         self._clock = clock
         self._pause = pause
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
-from tessera.worker.governance.run_history import RunSnapshot
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.governance.run_history import TaskStatement
+from tessera.worker.state.database import StateDatabase, StateError
 
 REASON_CHARACTERS = 200
 
@@ -99,11 +99,11 @@ class Inbox:
     def __init__(
         self, folder: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC), *, every_run: bool = True
     ) -> None:
-        self._database = Database.of(folder)
+        self._database = StateDatabase.of(folder)
         self._now = now
         self._every_run = every_run
 
-    def require(self, snapshot: RunSnapshot, make: Callable[[str], Request], *, trains: bool = True) -> None:
+    def require(self, snapshot: TaskStatement, make: Callable[[str], Request], *, trains: bool = True) -> None:
         """Raise Unapproved unless the run is approved. `make` makes the request for a new digest of terms.
 
         A task on what is held out of a data set belongs to a run that trains on the rest: unless this worker does not
@@ -132,7 +132,7 @@ class Inbox:
         ]
         return f"The run has changed since it last asked: {', '.join(changed)}. " if changed else ""
 
-    def require_still(self, snapshot: RunSnapshot) -> None:
+    def require_still(self, snapshot: TaskStatement) -> None:
         """Raise Unapproved unless the run is still approved, as `require` does, without a new request."""
 
         def missing(_: str) -> Request:
@@ -236,7 +236,7 @@ class Inbox:
         )  # fmt: skip
 
 
-def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
+def terms_digest(snapshot: TaskStatement, kind: TaskKind | None = None) -> str:
     """Return the digest that an approval covers: the run's terms, its data set and its kind of task."""
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Only evaluations state it: a run that trains and measures is approved once.

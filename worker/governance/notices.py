@@ -20,7 +20,7 @@ from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.database import StateDatabase, StateError
 
 EVERY_SECONDS = 15.0
 
@@ -65,7 +65,7 @@ class Notices:
         self._worker = worker
         self._inbox = inbox
         self._airlock = airlock
-        self._database = Database.of(folder)
+        self._database = StateDatabase.of(folder)
         self._note = f"notices-{channel.name}"
         self._attempts = 0
         self._due_at = 0.0

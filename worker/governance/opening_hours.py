@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat
 from tessera.shared.run_settings import is_open, minutes_until_open
 from tessera.shared.schema import Value
 from tessera.worker.governance.policy import Policy
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 
 USAGE = "usage"
 """Name of the note of a day's working time."""
@@ -24,7 +24,7 @@ def local_time() -> datetime:
     return datetime.now(UTC).astimezone()
 
 
-class Used(Value):
+class DayUsage(Value):
     """Working time on one day of the site's calendar."""
 
     day: str
@@ -42,11 +42,11 @@ class Opening:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = policy
-        self._database = Database.of(folder)
+        self._database = StateDatabase.of(folder)
         self._now = now
         self._clock = clock
         self._noted_at = clock()
-        self._unwritten: Used | None = None
+        self._unwritten: DayUsage | None = None
         """The working time that could not be written."""
 
     def closed(self) -> str | None:
@@ -79,7 +79,7 @@ class Opening:
         if self._policy.max_minutes_per_day is None:
             return
         at = self._clock()
-        used = Used(day=self._today(), seconds=self.used_seconds() + at - self._noted_at)
+        used = DayUsage(day=self._today(), seconds=self.used_seconds() + at - self._noted_at)
         self._noted_at = at
         try:
             self._database.set_note(USAGE, used.model_dump_json())
@@ -93,6 +93,6 @@ class Opening:
     def _today(self) -> str:
         return self._now().date().isoformat()
 
-    def _read(self) -> Used:
+    def _read(self) -> DayUsage:
         query = "SELECT value FROM notes WHERE name = ?"
-        return self._unwritten or self._database.document(Used, query, USAGE) or Used(day="")
+        return self._unwritten or self._database.document(DayUsage, query, USAGE) or DayUsage(day="")

@@ -21,7 +21,7 @@ from tessera.shared.schema import Digest, Label, TaskKind, Value
 from tessera.shared.secure_sums.committee import is_abandoned
 from tessera.shared.secure_sums.messages import Hex32, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 
 SITE_PRIVACY = "site-privacy"
 """The note of the zCDP of all noisy sums to which the site sent an update, which bounds what they reveal of it."""
@@ -44,7 +44,7 @@ LIVE_TERMS = ("quorum", "deadline_seconds")
 """Those of the rules of cohorts that may change while a run lives, as the number of rounds may."""
 
 
-class Handed(Value):
+class LastSubmission(Value):
     """The last round for which a worker submitted updates, and their number."""
 
     round: int
@@ -63,7 +63,7 @@ class Record(Value):
     terms: dict[str, JsonValue] = {}
     versions: dict[int, Digest] = {}
     """Digests of the newest versions by number."""
-    handed: dict[Label, Handed] = {}
+    handed: dict[Label, LastSubmission] = {}
     """By worker."""
     upload_bytes: NonNegativeInt = 0
     """Total size of all updates, accepted or not."""
@@ -81,7 +81,7 @@ class Contribution(Value):
 
 
 @dataclass(frozen=True)
-class RunSnapshot:
+class TaskStatement:
     """A run's terms and progress as one task states them."""
 
     run: str
@@ -96,7 +96,7 @@ class RunSnapshot:
     seed: int
 
     @classmethod
-    def of(cls, task: Task) -> RunSnapshot:
+    def of(cls, task: Task) -> TaskStatement:
         fields = task.model_dump(mode="json", include=set(TERMS))
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
@@ -116,10 +116,10 @@ class RunHistory:
     """Records of all runs in the database of a `folder`, which a site's workers may share."""
 
     def __init__(self, folder: Path, worker: str) -> None:
-        self._database = Database.of(folder)
+        self._database = StateDatabase.of(folder)
         self._worker = worker
 
-    def check(self, snapshot: RunSnapshot, policy: Policy) -> None:
+    def check(self, snapshot: TaskStatement, policy: Policy) -> None:
         """Check a task against the run's history. Raises PolicyViolation."""
         # Require room for at least one more byte of upload.
         self._next(self._read(snapshot.run), snapshot, policy, 1 if snapshot.kind == "train" else 0)
@@ -128,7 +128,7 @@ class RunHistory:
             policy.check_measurements(snapshot.dataset, times + 1, of_run + 1)
 
     def add(
-        self, snapshot: RunSnapshot, policy: Policy, upload_bytes: int = 0, rho: float = 0.0, kept: str = ""
+        self, snapshot: TaskStatement, policy: Policy, upload_bytes: int = 0, rho: float = 0.0, kept: str = ""
     ) -> None:
         """Check the task again with the size of its update, and the zCDP by which it is noisy, and record it durably,
         with its id if it has `kept` tensors. Raises PolicyViolation."""
@@ -224,7 +224,7 @@ class RunHistory:
     def _write(self, run: str, record: Record) -> None:
         self._database.write("INSERT OR REPLACE INTO runs VALUES (?, ?)", run, record.model_dump_json())
 
-    def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
+    def _next(self, record: Record, snapshot: TaskStatement, policy: Policy, upload_bytes: int) -> Record:
         """Return the record extended by the task. Raises PolicyViolation if they conflict."""
         terms, before = snapshot.terms, record.terms
         stated = [name for name in TERMS if name in before and name in terms]
@@ -235,7 +235,7 @@ class RunHistory:
         last = handed.get(self._worker)
         if _is_restored(last, record, snapshot):
             # Also of a task that only measures: else the next one would count again.
-            last = Handed(round=0, version=-1, seed=0, times=1, restores=(last.restores if last else 0) + 1)
+            last = LastSubmission(round=0, version=-1, seed=0, times=1, restores=(last.restores if last else 0) + 1)
             handed[self._worker] = last
             known_versions = {number: known for number, known in known_versions.items() if number < snapshot.version}
         versions = _with_version(known_versions, snapshot)
@@ -259,7 +259,7 @@ def _fixed(name: str, terms: Mapping[str, JsonValue], run: Mapping[str, JsonValu
     return {**value, **dict.fromkeys(LIVE_TERMS)} if name == "cohort" and isinstance(value, dict) else value
 
 
-def _is_restored(last: Handed | None, record: Record, snapshot: RunSnapshot) -> bool:
+def _is_restored(last: LastSubmission | None, record: Record, snapshot: TaskStatement) -> bool:
     """Return whether a task may be of a run that went back with its coordinator: one that keeps nothing at the site,
     and whose single updates the coordinator sees in any case, without privacy or sums."""
     covered = any(snapshot.terms.get(name) for name in ("privacy", "client_privacy", "secure_sums"))
@@ -269,11 +269,11 @@ def _is_restored(last: Handed | None, record: Record, snapshot: RunSnapshot) -> 
     return (remade or goes_back) and not covered and not keeps and (last is None or last.restores < MAX_RESTORES)
 
 
-def _comes_after(last: Handed | None, snapshot: RunSnapshot) -> bool:
+def _comes_after(last: LastSubmission | None, snapshot: TaskStatement) -> bool:
     return last is None or (snapshot.round > last.round and snapshot.version > last.version)
 
 
-def _repeats(last: Handed | None, snapshot: RunSnapshot) -> bool:
+def _repeats(last: LastSubmission | None, snapshot: TaskStatement) -> bool:
     """Return whether a task is a retry of the last round: on the same version and seed."""
     asked = (snapshot.round, snapshot.version, snapshot.seed)
     return last is not None and asked == (last.round, last.version, last.seed)
@@ -284,7 +284,7 @@ def after_restore(run: str) -> str:
     return f"If the coordinator was restored from a backup: `tessera worker adopt --run {run}` at the site goes on"
 
 
-def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict[int, Digest]:
+def _with_version(versions: Mapping[int, Digest], snapshot: TaskStatement) -> dict[int, Digest]:
     number, digest = snapshot.version, snapshot.digest
     about = f"version {number} of run {snapshot.run}"
     if versions.get(number, digest) != digest:
@@ -295,10 +295,12 @@ def _with_version(versions: Mapping[int, Digest], snapshot: RunSnapshot) -> dict
     return {number: known[number] for number in sorted(known)[-VERSIONS_KEPT:]}
 
 
-def _next_round(last: Handed | None, snapshot: RunSnapshot, max_attempts: int) -> Handed:
+def _next_round(last: LastSubmission | None, snapshot: TaskStatement, max_attempts: int) -> LastSubmission:
     """Return the record of a training task; repeating the last round on the same version and seed is a retry."""
     restores = last.restores if last else 0
-    current = Handed(round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1, restores=restores)
+    current = LastSubmission(
+        round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1, restores=restores
+    )
     if last is None or _comes_after(last, snapshot):
         return current
     if not _repeats(last, snapshot):

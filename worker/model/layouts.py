@@ -268,7 +268,7 @@ class MappingError(ValueError):
     """A mapping that cannot be read or does not fit its model."""
 
 
-class Piece(Value):
+class FusedRows(Value):
     """A number of consecutive rows of one role in a fused tensor."""
 
     role: Role
@@ -283,7 +283,7 @@ class TensorPattern(Value):
 
     names: Annotated[str, Field(min_length=1, max_length=512)]
     role: Role | None = None
-    fused: tuple[Piece, ...] = ()
+    fused: tuple[FusedRows, ...] = ()
     axis: Annotated[int, Field(ge=-8, le=7)] = 0
 
     @model_validator(mode="after")

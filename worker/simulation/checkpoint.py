@@ -114,7 +114,7 @@ def _entries(file: BinaryIO) -> Iterator[tuple[int, UpdateEntry]]:
         yield file.tell(), UpdateEntry(reported, data)
 
 
-class Records:
+class RecordFolder:
     """The files under a folder. The constructor removes incomplete files that a killed process left."""
 
     def __init__(self, folder: Path) -> None:

@@ -31,7 +31,7 @@ from tessera.worker.inventory import device_of, mappings_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import Records
+from tessera.worker.simulation.checkpoint import RecordFolder
 from tessera.worker.simulation.conditions import Conditions, unknown_sites
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
 from tessera.worker.simulation.result import Result
@@ -132,7 +132,7 @@ class _Federation:
             return simulation.result(folder, over=over)
 
     def _begun(self, folder: Path) -> Simulation:
-        blobs, records, model = Folder(folder / "blobs"), Records(folder), self.start.model
+        blobs, records, model = Folder(folder / "blobs"), RecordFolder(folder), self.start.model
         uploaded = upload_model(blobs, self.start)
         spec = _spec(self.given, uploaded, is_tested=self.test is not None)
         device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)

@@ -28,7 +28,7 @@ from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Envelope, Terms
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import AcceptedReport, CommittedVersion, MeasuredVersion, Records
+from tessera.worker.simulation.checkpoint import AcceptedReport, CommittedVersion, MeasuredVersion, RecordFolder
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.in_process_coordinator import RUN, InProcessCoordinator, Order
 from tessera.worker.simulation.result import Result
@@ -55,7 +55,7 @@ class Simulation:
     conditions: Conditions
     states: States
     blobs: Folder
-    records: Records
+    records: RecordFolder
     aggregation: Aggregation
     coordinator: InProcessCoordinator
     workers: Workers

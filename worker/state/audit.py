@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import Chain, Head, Link, TaskRef
 
 Action = Literal[
@@ -68,7 +68,7 @@ class Audit:
     """The chain in the database of a `folder`, which the workers of a site may share."""
 
     def __init__(self, folder: Path, worker: str, key: bytes = b"", *, shared: bool = True) -> None:
-        self.chain: Chain[SiteAuditEntry] = Chain(Database.of(folder), "audit", SiteAuditEntry, key=key)
+        self.chain: Chain[SiteAuditEntry] = Chain(StateDatabase.of(folder), "audit", SiteAuditEntry, key=key)
         self._worker = worker
         self._shared = shared
         self._found: set[str] = set()

@@ -22,7 +22,7 @@ from tessera.shared.tensors.hashing import Hashing
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import Span
 from tessera.worker.state.atomic_files import written_whole
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 
 BASES_FOLDER = "bases"
 """Name of the folder of copied blocks in the worker's state directory."""
@@ -212,8 +212,8 @@ class BaseCache:
         return self._database.document(BaseRecord, "SELECT record FROM bases WHERE source = ?", source)
 
     @cached_property
-    def _database(self) -> Database:
-        return Database.of(self.folder)
+    def _database(self) -> StateDatabase:
+        return StateDatabase.of(self.folder)
 
 
 def _digest_at(span: Span) -> str | None:

@@ -91,9 +91,9 @@ class StateError(ValueError):
     """A worker's state is damaged, of another format, or not reliable. The message has the remedy."""
 
 
-class Database:
-    """The database of one folder. Use `Database.of`: with one connection in a process, a write within another store's
-    transaction joins it, where a second connection would wait for the first."""
+class StateDatabase:
+    """The database of one folder. Use `StateDatabase.of`: with one connection in a process, a write within another
+    store's transaction joins it, where a second connection would wait for the first."""
 
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
         self.path = folder / DATABASE_FILE
@@ -110,7 +110,7 @@ class Database:
             self._connection.close()
 
     @classmethod
-    def of(cls, folder: Path, *, durable: bool = True) -> Database:
+    def of(cls, folder: Path, *, durable: bool = True) -> StateDatabase:
         """Return the folder's database, which is created by the first write.
 
         Unless it is `durable`, it survives the death of the process but no power cut: for a simulation.
@@ -324,9 +324,9 @@ class Database:
         self._connection, self._lock, self._writes = None, RLock(), False
 
 
-_DATABASES: WeakValueDictionary[Path, Database] = WeakValueDictionary()
+_DATABASES: WeakValueDictionary[Path, StateDatabase] = WeakValueDictionary()
 _LOCK = RLock()
-_PAUSED: list[Database] = []
+_PAUSED: list[StateDatabase] = []
 _INHERITED: list[sqlite3.Connection] = []
 """Connections of the parent process, which closing here could harm."""
 

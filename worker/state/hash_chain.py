@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeInt, ValidationError
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.schema import Value
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.state.database import StateDatabase, StateError
 
 BEGINNING = "0" * 64
 """The `previous` of the first entry."""
@@ -79,7 +79,7 @@ class Chain(Generic[L]):
 
     def __init__(
         self,
-        database: Database,
+        database: StateDatabase,
         name: str,
         kind: type[L],
         fault: type[ChainError] = ChainError,

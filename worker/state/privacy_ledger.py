@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tessera.shared.run_settings import Budget, Unit
 from tessera.shared.schema import Label, Value
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import (
     Chain,
     ChainError,
@@ -229,7 +229,7 @@ class Ledger:
         durable: bool = True,
     ) -> None:
         self._folder = folder
-        self._database = Database.of(folder, durable=durable)
+        self._database = StateDatabase.of(folder, durable=durable)
         self._key = key
         self._shared = shared or {}
         self._seen: dict[str, tuple[Head | None, tuple[LedgerEntry, ...]]] = {}

@@ -19,7 +19,7 @@ from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.messages import Fingerprint, Hex32, SiteKeys, fingerprint
 from tessera.shared.secure_sums.roster import signed_keys
 from tessera.worker.state.atomic_files import secret_key
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import ADOPT, Chain, ChainError, Link
 
 KEYS_FOLDER = "keys"
@@ -77,7 +77,7 @@ class AgreementLog:
     def __init__(self, folder: Path, key: bytes = b"", identity: str = "") -> None:
         name = f"agreements {identity}".strip()
         self._keys = folder / KEYS_FOLDER
-        self._chain: Chain[_Agreed] = Chain(Database.of(folder), name, _Agreed, key=key)
+        self._chain: Chain[_Agreed] = Chain(StateDatabase.of(folder), name, _Agreed, key=key)
         self._known = 0
         """The least entries that the chain has."""
 

@@ -36,7 +36,7 @@ from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.governance.run_history import RunHistory, RunSnapshot
+from tessera.worker.governance.run_history import RunHistory, TaskStatement
 from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.audit import Action, Audit
@@ -400,9 +400,9 @@ class TaskRun:
         return self.env.mappings.get(str(model.config["model_type"]))
 
     @cached_property
-    def snapshot(self) -> RunSnapshot:
+    def snapshot(self) -> TaskStatement:
         """The run's terms and progress, as the task states them."""
-        return RunSnapshot.of(self.task)
+        return TaskStatement.of(self.task)
 
     @cached_property
     def training_seed(self) -> int:

@@ -14,7 +14,7 @@ from sqlalchemy import update
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits import request_memory
-from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.cache import LruCache
 from tessera.coordinator.limits.request_memory import HELD_BYTES
 from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
@@ -156,7 +156,7 @@ def test_small_blobs_that_are_spoilt_are_named_before_anything_is_sent(tmp_path:
             session.get_one(BlobRow, digest_of(blobs[1])).inline = b"other byte"
             # As one of an earlier process, which this one looks at once more.
             session.execute(update(BlobRow).values(created_at=0.0))
-        live.services.blobs._sound = Recent(8)
+        live.services.blobs._sound = LruCache(8)
         answer = http.post("/v1/blobs/read", json={"digests": [digest_of(data) for data in blobs]})
         assert digest_of(blobs[1]) in refused(answer, 500, "store-spoilt").detail
 

@@ -24,7 +24,7 @@ from tessera.coordinator.blobs.object_store import WINDOW_BYTES, Objects
 from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.cache import LruCache
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
@@ -231,7 +231,7 @@ def test_a_merge_does_not_ask_the_store_for_each_block_of_an_update(
 
 def test_what_is_remembered_of_objects_is_bounded(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert blobs._objects is not None
-    monkeypatch.setattr(blobs._objects, "_tags", Recent(2))
+    monkeypatch.setattr(blobs._objects, "_tags", LruCache(2))
     stored = [blobs.save([data_of(1000 + number)]) for number in range(4)]
     for blob in stored:
         blobs.read(blob.digest)

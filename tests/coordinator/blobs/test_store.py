@@ -18,7 +18,7 @@ import pytest
 from tessera.coordinator.blobs.staging import OWN, sweep
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.cache import LruCache
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.tensors.lazy import digest_of
@@ -231,7 +231,7 @@ def test_a_writer_whose_folder_was_cleaned_away_makes_another(blobs: Blobs) -> N
 
 
 def test_of_names_the_latest_are_remembered() -> None:
-    recent: Recent[None] = Recent(2)
+    recent: LruCache[None] = LruCache(2)
     for name in ("a", "b", "a", "c"):
         recent.keep(name, None)
     assert [name in recent for name in "abc"] == [True, False, True]

@@ -26,7 +26,7 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.stores import STATE_ID
 from tessera.worker.task import fetch
 from tessera.worker.task.heartbeat import Stop
@@ -87,7 +87,7 @@ def sites(
             digits = some_digits(folder / "data", 24, index)
             state_dir = folder / name
             # Each test's worker of this name is the same one, whose state folder was lost.
-            Database.of(state_dir).set_note(STATE_ID, "0" * 64)
+            StateDatabase.of(state_dir).set_note(STATE_ID, "0" * 64)
             settings = WorkerSettings(
                 url=tap.url, token=coordinator.token("site", name), name="w", state_dir=state_dir,
                 datasets={"digits": digits}, threads=1, poll_seconds=0,

@@ -31,7 +31,7 @@ from tessera.shared.rounds.client_privacy import (
     EPSILON,
     NOISE,
     Noise,
-    Release,
+    NoisyMean,
     SummedRelease,
     next_clip,
     noise_share,
@@ -346,7 +346,7 @@ def test_it_goes_there_for_any_number_of_updates(quantile: float, came: int) -> 
     updates = [Update(str(norm), 1, {}, {UPDATE_NORM: float(norm)}) for norm in norms]
     state = State(0, {}, scalars={CLIP_NORM: CLIP, NOISE: 0.05})
     for number in range(200):
-        release = Release(terms, SITES, (), (), updates, simulated_key(0, number))
+        release = NoisyMean(terms, SITES, (), (), updates, simulated_key(0, number))
         state = release(state, replace(state, round=number + 1))
     share = np.mean(norms <= state.scalars[CLIP_NORM])
     assert abs(share - quantile) <= 1 / came

@@ -31,7 +31,7 @@ from tessera.worker.governance.airlock import (
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.audit import Audit
-from tessera.worker.state.database import DATABASE_FILE, Database
+from tessera.worker.state.database import DATABASE_FILE, StateDatabase
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Journal, TaskRun
@@ -123,7 +123,7 @@ def test_a_release_of_other_bytes_lets_nothing_leave(tmp_path: Path) -> None:
     worker = held_in(tmp_path)
     (held,) = worker.held()
     other = ReleaseDecision(update=digest_of(b"other"), verdict="release", by="eve", at=datetime.now(UTC))
-    Database.of(tmp_path).write("UPDATE held SET decision = ?", other.model_dump_json())
+    StateDatabase.of(tmp_path).write("UPDATE held SET decision = ?", other.model_dump_json())
     with pytest.raises(RoundClosed):
         worker.wait(held, closing())
 

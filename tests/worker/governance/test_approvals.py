@@ -15,8 +15,8 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance import approvals
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
-from tessera.worker.governance.run_history import RunSnapshot
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.governance.run_history import TaskStatement
+from tessera.worker.state.database import StateDatabase, StateError
 from tests.support.task_document import task_of
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -35,10 +35,10 @@ class Asking:
             return Request(
                 run=asked.run, run_name=asked.run_name, terms=terms, orchestrator="trial", dataset=asked.dataset,
                 examples=10, worker="w", asked_at=self.now, summary="Trains.", live_terms={"rounds": asked.rounds},
-                repeats_model=RunSnapshot.of(asked).repeats_model,
+                repeats_model=TaskStatement.of(asked).repeats_model,
             )  # fmt: skip
 
-        self.inbox.require(RunSnapshot.of(asked), request, trains=self.trains)
+        self.inbox.require(TaskStatement.of(asked), request, trains=self.trains)
 
     def code(self, asked: Task) -> str | None:
         try:
@@ -85,7 +85,7 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
         task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 3}),
         task(secure_sums={"helpers": ["a", "b", "d"], "quorum": 5}),
     ):
-        assert terms_digest(RunSnapshot.of(changed)) != terms_digest(RunSnapshot.of(task()))
+        assert terms_digest(TaskStatement.of(changed)) != terms_digest(TaskStatement.of(task()))
         assert asking.code(changed) == "awaiting-approval"
     # What is approved is done, if it is offered; the run as a whole waits for a person.
     assert asking.code(task()) is None
@@ -124,9 +124,9 @@ def test_one_request_of_several_is_named_by_its_terms(asking: Asking) -> None:
 def test_terms_whose_digest_begins_as_that_of_approved_ones_are_not_approved(asking: Asking, tmp_path: Path) -> None:
     asking.code(task())
     asking.decide("r1")
-    terms = terms_digest(RunSnapshot.of(task()))
+    terms = terms_digest(TaskStatement.of(task()))
     change = "UPDATE requests SET request = replace(request, ?, ?)"
-    Database.of(tmp_path).write(change, terms, terms[:16] + "0" * 48)
+    StateDatabase.of(tmp_path).write(change, terms, terms[:16] + "0" * 48)
     with pytest.raises(InboxError, match="a request on other terms"):
         asking.code(task())
 
@@ -176,7 +176,7 @@ def test_a_name_that_could_be_two_runs_decides_nothing(asking: Asking) -> None:
 
 def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: Path) -> None:
     asking.code(task())
-    Database.of(tmp_path).write("UPDATE requests SET request = '{}'")
+    StateDatabase.of(tmp_path).write("UPDATE requests SET request = '{}'")
     with pytest.raises(StateError, match="a row was changed, and is no Request"):
         asking.code(task())
 
@@ -205,7 +205,7 @@ def test_a_run_that_measures_before_it_trains_asks_once(asking: Asking) -> None:
     assert asking.code(measuring) == "awaiting-approval"
     assert asking.code(task()) == "awaiting-approval"
     (asked,) = asking.inbox.find("r1")
-    assert asked.terms == terms_digest(RunSnapshot.of(task()))
+    assert asked.terms == terms_digest(TaskStatement.of(task()))
     asking.decide("r1")
     assert asking.code(measuring) is asking.code(task()) is None
     asking.decide("r1", approved=False)

@@ -16,7 +16,7 @@ from tessera.shared.units import size
 from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import in_words, policy_in_words, summary
 from tessera.worker.governance.policy import Policy
-from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.governance.run_history import TaskStatement
 from tests.support.federation import small_model
 from tests.support.task_document import task_of
 
@@ -140,7 +140,7 @@ def test_runs_that_merge_updates_otherwise_are_other_requests_in_other_words(nam
     """A person who approves three runs that seem alike lets their versions be compared."""
     tasks = [task(**{name: value}) for value in values]
     assert len({summary(each, MODEL, 10) for each in tasks}) == len(values)
-    assert len({terms_digest(RunSnapshot.of(each)) for each in tasks}) == len(values)
+    assert len({terms_digest(TaskStatement.of(each)) for each in tasks}) == len(values)
 
 
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:

@@ -16,8 +16,8 @@ from tessera.shared.privacy.noise_shares import rho_for
 from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy
 from tessera.shared.secure_sums.messages import Agreement, Terms
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import MAX_RESTORES, VERSIONS_KEPT, Record, RunHistory, RunSnapshot
-from tessera.worker.state.database import Database, StateError
+from tessera.worker.governance.run_history import MAX_RESTORES, VERSIONS_KEPT, Record, RunHistory, TaskStatement
+from tessera.worker.state.database import StateDatabase, StateError
 from tests.support.secure_sums import Federation
 from tests.support.task_document import task_of
 
@@ -27,14 +27,14 @@ SUMS = {"helpers": ["a", "b", "c"], "quorum": 5}
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
 
-def task(number: int, digest: str | None = None, **more: object) -> RunSnapshot:
+def task(number: int, digest: str | None = None, **more: object) -> TaskStatement:
     """Round `number` on the version before it."""
     version = VersionRef(number=number - 1, digest=digest or DIGESTS[number - 1])
     given = {"round": number, "rounds": 90, "seed": 5, "model": DIGESTS[0], "version": version}
-    return RunSnapshot.of(task_of(**{**given, **more}))
+    return TaskStatement.of(task_of(**{**given, **more}))
 
 
-def refused(seen: RunHistory, asked: RunSnapshot, rule: str, max_attempts: int = 10) -> str:
+def refused(seen: RunHistory, asked: TaskStatement, rule: str, max_attempts: int = 10) -> str:
     with pytest.raises(PolicyViolation) as violation:
         seen.check(asked, Policy(max_attempts=max_attempts))
     assert violation.value.rule == rule
@@ -133,7 +133,7 @@ def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> Non
     assert refused(again, task(4, training=Training(epochs=2), codec="delta+int8"), "run").endswith("training, codec")
 
 
-def other(number: int, **more: Any) -> RunSnapshot:
+def other(number: int, **more: Any) -> TaskStatement:
     """A round on a version that a restored coordinator made anew."""
     return task(number, DIGESTS[number + 40], **more)
 
@@ -165,13 +165,13 @@ def test_a_plain_run_of_a_restored_coordinator_goes_on_and_not_without_end(tmp_p
     ids=["measured first", "other seed", "other version", "only measures", "less than a round lost"],
 )
 def test_a_plain_run_of_a_restored_coordinator_is_not_stopped_by_what_the_worker_did_last(
-    tmp_path: Path, before: list[RunSnapshot], after: list[RunSnapshot]
+    tmp_path: Path, before: list[TaskStatement], after: list[TaskStatement]
 ) -> None:
     seen = RunHistory(tmp_path, "w")
     for asked in (*before, *after):
         seen.add(asked, Policy())
     # Each restore counts once, whatever the worker sees of it.
-    (record,) = Database.of(tmp_path).documents(Record, "SELECT record FROM runs")
+    (record,) = StateDatabase.of(tmp_path).documents(Record, "SELECT record FROM runs")
     assert record.handed["w"].restores == 1
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_privacy_or_state_binds_goes_back_only_if_a_person_adopts_it(
     refused(seen, task(4, codec="bits", **covered), "run")
 
 
-def refused_bytes(seen: RunHistory, asked: RunSnapshot) -> str:
+def refused_bytes(seen: RunHistory, asked: TaskStatement) -> str:
     with pytest.raises(PolicyViolation) as violation:
         seen.check(asked, Policy(max_run_upload_bytes=20))
     return violation.value.rule
@@ -243,7 +243,7 @@ def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_
 def test_a_record_that_cannot_be_read_is_looked_at_by_a_person(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
     seen.add(task(1), Policy(max_attempts=10))
-    Database.of(tmp_path).write("UPDATE runs SET record = '{}x'")
+    StateDatabase.of(tmp_path).write("UPDATE runs SET record = '{}x'")
     with pytest.raises(StateError, match="a row was changed, and is no Record"):
         seen.check(task(2), Policy())
 

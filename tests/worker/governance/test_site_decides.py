@@ -33,10 +33,10 @@ from tessera.worker.cli.audit import app as audit_app
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.airlock import Airlock, HeldTask, summary_of
 from tessera.worker.governance.departures import departures
-from tessera.worker.governance.opening_hours import USAGE, Opening, Used, local_time
+from tessera.worker.governance.opening_hours import USAGE, DayUsage, Opening, local_time
 from tessera.worker.settings import read_settings
 from tessera.worker.settings_reload import SettingsFile
-from tessera.worker.state.database import DATABASE_FILE, Database
+from tessera.worker.state.database import DATABASE_FILE, StateDatabase
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.task.heartbeat import Stop
 from tests.support.chain_rows import audit_in
@@ -507,7 +507,7 @@ def test_uploads_are_slowed_down_and_work_is_counted(coordinator: LiveCoordinato
     entries = {entry.action: entry for entry in audit_in(desk.settings.state_dir).read()}
     left, counted = entries["update.leave"], entries["update.count"]
     assert (counted.at - left.at).total_seconds() >= tasks(client, run)[0].upload_bytes / 16384
-    used = json.loads(Database.of(desk.settings.state_dir).note(USAGE))["seconds"]
+    used = json.loads(StateDatabase.of(desk.settings.state_dir).note(USAGE))["seconds"]
     assert (counted.at - left.at).total_seconds() <= used < 60
 
 
@@ -534,8 +534,8 @@ def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
     # It stays today.
     monkeypatch.setattr(Opening.__init__, "__defaults__", (lambda: today, time.monotonic))
     desk = Desk(coordinator, tmp_path, "max_minutes_per_day = 1\n")
-    used = Used(day=today.date().isoformat(), seconds=60.0)
-    Database.of(desk.settings.state_dir).set_note(USAGE, used.model_dump_json())
+    used = DayUsage(day=today.date().isoformat(), seconds=60.0)
+    StateDatabase.of(desk.settings.state_dir).set_note(USAGE, used.model_dump_json())
     with desk.working() as agent:
         until(lambda: agent._closed)
     assert list(coordinator.client().workers()) == []

@@ -13,7 +13,7 @@ from tessera.shared.client.notice_channels import Command
 from tessera.worker.governance.airlock import Airlock, HeldTask
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, Request
 from tessera.worker.governance.notices import PAUSE_SECONDS, RETRY_SECONDS, Notices
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tests.worker.governance.test_airlock import BYTES, DIGEST, summary
 
 
@@ -66,7 +66,7 @@ def test_what_waits_for_a_person_is_told_once_also_after_a_restart(site: Site) -
     assert site.titles[1:] == ["release of an update of demo, round 1"]
     # One that was decided before anybody was told needs nobody.
     site.airlock.decide("abcdef", "release", "ann")
-    Database.of(site.folder).set_note("notices-command", None)
+    StateDatabase.of(site.folder).set_note("notices-command", None)
     site.notices().look(0.0)
     assert site.titles[2:] == ["approval of demo"]
 

@@ -8,7 +8,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import Plan
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.simulation.blob_folder import SMALL_BYTES, Folder
-from tessera.worker.simulation.checkpoint import AcceptedReport, Records, RoundJournal, UpdateEntry
+from tessera.worker.simulation.checkpoint import AcceptedReport, RecordFolder, RoundJournal, UpdateEntry
 from tests.support.coordinator import refusing
 
 DIGEST = "sha256:" + "0" * 64
@@ -50,12 +50,12 @@ def test_an_update_that_was_cut_off_anywhere_is_dropped_and_the_ones_before_stay
 
 
 def test_what_workers_hold_follows_from_the_open_round_too(tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = RecordFolder(tmp_path)
     assert records.downloads() == {}
     records.keep_downloads({"a/worker": frozenset({"x"}), "b/worker": frozenset({"x"}), "": frozenset()})
     records.open.add(accepted("b", b""))
     expected = {"a/worker": frozenset({"x"}), "b/worker": frozenset({DIGEST}), "": frozenset[str]()}
-    assert Records(tmp_path).downloads() == expected
+    assert RecordFolder(tmp_path).downloads() == expected
 
 
 def test_small_blobs_stay_in_memory_and_large_ones_on_disk(tmp_path: Path) -> None:

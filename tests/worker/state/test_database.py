@@ -23,7 +23,7 @@ from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state import database
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import Audit
-from tessera.worker.state.database import DATABASE_FILE, Database, StateError
+from tessera.worker.state.database import DATABASE_FILE, StateDatabase, StateError
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import ledger_of, state_id_of
@@ -74,12 +74,12 @@ def _kill(process: BaseProcess) -> None:
 @pytest.mark.parametrize("within", [True, False])
 def test_a_killed_worker_leaves_a_whole_ledger(tmp_path: Path, journal: str, within: bool) -> None:
     spend(Ledger(tmp_path), token=1)
-    assert Database.of(tmp_path).check() == journal
+    assert StateDatabase.of(tmp_path).check() == journal
     _kill(_dying(tmp_path, within))
     assert [entry.token for entry in Ledger(tmp_path).read("wards")] == [1] if within else [1, 2]
     spend(Ledger(tmp_path), token=3)
     assert [entry.token for entry in Ledger(tmp_path).read("wards")] == ([1, 3] if within else [1, 2, 3])
-    assert Database.of(tmp_path).check() == journal
+    assert StateDatabase.of(tmp_path).check() == journal
 
 
 def test_a_killed_worker_that_created_its_database_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_doctor_names_the_journal(tmp_path: Path, journal: str) -> None:
 
 
 def test_a_full_database_pauses_the_worker_and_keeps_what_was_committed(tmp_path: Path) -> None:
-    audit, full = Audit(tmp_path, "w"), Database.of(tmp_path)
+    audit, full = Audit(tmp_path, "w"), StateDatabase.of(tmp_path)
     audit.record("worker.start")
     ((pages,),) = full.rows("PRAGMA page_count")
     full.rows(f"PRAGMA max_page_count = {pages}")

@@ -13,7 +13,7 @@ import pytest
 
 from tessera.worker.faults.disk import Disk
 from tessera.worker.state.audit import Audit, SiteAuditEntry
-from tessera.worker.state.database import DATABASE_FILE, Database
+from tessera.worker.state.database import DATABASE_FILE, StateDatabase
 from tessera.worker.state.hash_chain import Chain, ChainError
 from tests.support.chain_rows import ChainRows
 
@@ -21,7 +21,7 @@ from tests.support.chain_rows import ChainRows
 def filled(folder: Path, count: int, **detail: str) -> Chain[SiteAuditEntry]:
     for number in range(count):
         Audit(folder, "w").record("task.fail", None, number=number, **detail)
-    return Chain(Database.of(folder), "audit", SiteAuditEntry)
+    return Chain(StateDatabase.of(folder), "audit", SiteAuditEntry)
 
 
 def test_entries_come_back_in_their_order_each_with_the_digest_of_the_one_before(tmp_path: Path) -> None:

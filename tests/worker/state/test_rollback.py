@@ -28,7 +28,7 @@ from tessera.worker.faults.rolled_back import _charge
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import LEDGER_HEAD, ROLLED_BACK, Audit, StateRolledBack
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Event, ExactUse, Ledger, LedgerError, NoisyFigures, NoisySteps
 from tessera.worker.stores import audit_key_of, audit_of, ledger_of
@@ -393,7 +393,7 @@ def test_a_state_folder_that_was_put_back_stops_its_worker_until_a_person_adopts
     assert agent._next() is None
     agent.close()
     # Also after a restart.
-    assert Database.of(state).note(ROLLED_BACK)
+    assert StateDatabase.of(state).note(ROLLED_BACK)
     assert (given_back.state, given_back.attempts) == ("offered", 0)
     assert given_back.problem
     assert given_back.problem.detail.startswith("state-rolled-back: the coordinator accepted")

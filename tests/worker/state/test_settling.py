@@ -29,7 +29,7 @@ from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
-from tessera.worker.state.database import Database
+from tessera.worker.state.database import StateDatabase
 from tessera.worker.state.hash_chain import Chain, TaskRef
 from tessera.worker.state.privacy_ledger import ExactUse, Ledger, LedgerEntry, NoisySteps
 from tessera.worker.state.vault import Vault
@@ -168,7 +168,7 @@ def test_a_held_update_of_a_killed_process_is_sent_by_the_next_one_and_charged_o
     assert again
     assert report.progress().phase == "held"
     assert (again.summary, report.metrics) == (held.summary, held.summary.metrics)
-    (stored,) = Database.of(tmp_path).documents(HeldTask, "SELECT task FROM held")
+    (stored,) = StateDatabase.of(tmp_path).documents(HeldTask, "SELECT task FROM held")
     assert stored.private
     assert "noise_key" not in stored.private
     again.wait(lambda: None)
@@ -409,7 +409,7 @@ def test_an_update_does_not_leave_in_a_week_that_others_have_used_up(tmp_path: P
 
 def days_pass(folder: Path, days: float) -> None:
     """Make each entry of a ledger that many days older."""
-    chain = Chain(Database.of(folder), "ledger wards", LedgerEntry)
+    chain = Chain(StateDatabase.of(folder), "ledger wards", LedgerEntry)
     entries = chain.read()
     ChainRows(folder, chain.name).unlink()
     for entry in entries:

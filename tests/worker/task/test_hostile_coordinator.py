@@ -29,7 +29,7 @@ from tessera.worker.faults.outage import MAX_WAIT_SECONDS
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.state.database import DATABASE_FILE, Database
+from tessera.worker.state.database import DATABASE_FILE, StateDatabase
 from tessera.worker.state.privacy_ledger import noisy_in
 from tessera.worker.task.heartbeat import Stop
 from tests.support.captured import (
@@ -184,7 +184,7 @@ class Scene:
         the audit, which tells of each refusal; and of the ledgers, what was spent: that something began to train
         without privacy, or was taken back, is written there."""
         around = [path for path in self.around.rglob("*") if path.is_file() and "cache" not in path.parts]
-        database = Database.of(self.state)
+        database = StateDatabase.of(self.state)
         tables = [name for (name,) in database.rows("SELECT name FROM sqlite_master WHERE type = 'table'")]
         rows = {name: str(database.rows(f"SELECT * FROM {name}")) for name in tables if name != "entries"}
         left = [path for path in around if not path.name.startswith(("alive", "lock", DATABASE_FILE))]
@@ -199,7 +199,7 @@ class Scene:
         return {"number": number, "digest": made.digest}
 
     def last_seed(self) -> int:
-        record = json.loads(Database.of(self.state).rows("SELECT record FROM runs")[0][0])
+        record = json.loads(StateDatabase.of(self.state).rows("SELECT record FROM runs")[0][0])
         return int(record["handed"]["w"]["seed"])
 
     def manifest(self, **changes: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import ClientPrivacyFloor, Policy, PolicyViolation
-from tessera.worker.governance.run_history import RunHistory, RunSnapshot
+from tessera.worker.governance.run_history import RunHistory, TaskStatement
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
@@ -136,9 +136,9 @@ def test_a_site_trains_for_no_sum_beyond_its_total(tmp_path: Path) -> None:
     policy = Policy(require_client_privacy=FLOOR.model_copy(update={"total_epsilon": 8.0}))
     run, history = run_of(tmp_path, FAIR, policy, task_of(FAIR)), RunHistory(tmp_path / "runs", "w")
     run = replace(run, env=replace(run.env, history=history))
-    history.add(RunSnapshot.of(task_of(FAIR)), policy, 1, 3 * FAIR.rho)
+    history.add(TaskStatement.of(task_of(FAIR)), policy, 1, 3 * FAIR.rho)
     assert admitted_terms(run)
-    history.add(RunSnapshot.of(task_of(FAIR, run="run-2")), policy, 1, FAIR.rho)
+    history.add(TaskStatement.of(task_of(FAIR, run="run-2")), policy, 1, FAIR.rho)
     with pytest.raises(PolicyViolation, match="all runs reveal of this site to an epsilon of"):
         admitted_terms(run)
 
@@ -163,15 +163,15 @@ def test_a_site_trains_by_no_method_whose_updates_tell_more_than_noisy_steps(
 @pytest.mark.parametrize("later", [WEAK, None, AGREED.model_copy(update={"clip_norm": 0.1})])
 def test_a_run_keeps_its_client_level_privacy(tmp_path: Path, later: ClientPrivacy | None) -> None:
     history = RunHistory(tmp_path, "worker")
-    history.add(RunSnapshot.of(task_of(FAIR)), Policy(), 1)
+    history.add(TaskStatement.of(task_of(FAIR)), Policy(), 1)
     version = {"number": 1, "digest": f"sha256:{'1' * 64}"}
-    history.check(RunSnapshot.of(task_of(FAIR, round=2, version=version)), Policy())
+    history.check(TaskStatement.of(task_of(FAIR, round=2, version=version)), Policy())
     with pytest.raises(PolicyViolation, match="has changed its client_privacy"):
-        history.check(RunSnapshot.of(task_of(FAIR, later, round=2, version=version)), Policy())
+        history.check(TaskStatement.of(task_of(FAIR, later, round=2, version=version)), Policy())
 
 
 def test_an_approval_covers_the_client_level_privacy() -> None:
-    agreed, weak, none = (terms_digest(RunSnapshot.of(task_of(FAIR, given))) for given in (AGREED, WEAK, None))
+    agreed, weak, none = (terms_digest(TaskStatement.of(task_of(FAIR, given))) for given in (AGREED, WEAK, None))
     assert len({agreed, weak, none}) == 3
 
 

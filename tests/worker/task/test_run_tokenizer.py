@@ -33,7 +33,7 @@ from tessera.worker.executor.stages.run_cache import RunCache
 from tessera.worker.executor.stages.tokenize import tokenize
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.governance.run_history import TaskStatement
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.settings import WorkerSettings
@@ -351,7 +351,7 @@ def test_a_site_trains_with_the_tokenizer_of_the_run_that_it_approved(
     task: Task = until(agent._next)
     # The approval does not cover the same task with another tokenizer.
     other = document.model_copy(update={"preprocessing": {FILES[0]: refs[FILES[1]]}})
-    changed = RunSnapshot.of(task.model_copy(update={"model": digest_of(canonical(other))}))
+    changed = TaskStatement.of(task.model_copy(update={"model": digest_of(canonical(other))}))
     with pytest.raises(Unapproved, match="awaiting-approval"):
         inbox.require(changed, lambda terms: request.model_copy(update={"terms": terms}))
     agent._run_task(task)

@@ -43,7 +43,7 @@ from tessera.worker.data.readers.tokenizer import (
     tokenized_here,
     tokenizer_of,
 )
-from tessera.worker.data.readers.tokens import MASK, Piece, TokenRows, token_batches
+from tessera.worker.data.readers.tokens import MASK, TokenBatch, TokenRows, token_batches
 from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
 
@@ -197,7 +197,9 @@ def _converted(
     return made.in_memory() if (small if options.in_memory is None else options.in_memory) else made
 
 
-def _checked(options: TextOptions, table: DataTable, texts: RawTexts, found: Iterable[Piece]) -> Iterator[Piece]:
+def _checked(
+    options: TextOptions, table: DataTable, texts: RawTexts, found: Iterable[TokenBatch]
+) -> Iterator[TokenBatch]:
     """Yield the texts as tokens, with the labels of words. Raises DataError, naming the row, for one of which nothing
     could be learnt."""
     least, done = 2 if options.head == "causal-lm" else 1, 0
@@ -216,7 +218,7 @@ def _checked(options: TextOptions, table: DataTable, texts: RawTexts, found: Ite
         if len(short := np.flatnonzero(piece.lengths < least)):
             row = f"row {rows[short[0]]} of {table.where}"
             raise DataError(f"text: {row} has fewer than {least} tokens: remove the row")
-        yield Piece(piece.lengths, columns)
+        yield TokenBatch(piece.lengths, columns)
 
 
 def _of_each_token(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.worker.data.dataset import Dataset, Padding, RawTexts
 from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.readers.pretrained import load_pretrained
-from tessera.worker.data.readers.tokens import MASK, USUAL, Piece
+from tessera.worker.data.readers.tokens import MASK, USUAL, TokenBatch
 from tessera.worker.errors import DataError, in_short
 
 MAX_TOKENS = 1 << 20
@@ -122,7 +122,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = 
     )
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, counts: TokenCounts) -> Iterator[Piece]:
+def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, counts: TokenCounts) -> Iterator[TokenBatch]:
     """Yield the texts as tokens, truncated as by `encode` and not padded. Lists of words have a column `words` too,
     with the place of each token's word, or -1. Raises DataError if the tokenizer fails."""
     end = tokenizer.eos_token_id if texts.with_end else None
@@ -143,7 +143,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, counts: TokenCou
             words = chain.from_iterable(encoded.word_ids(row) for row in range(len(lengths)))
             columns[WORDS] = np.fromiter((-1 if word is None else word for word in words), np.int64)
         counts.add(columns[IDS], whole)
-        yield Piece(lengths, columns)
+        yield TokenBatch(lengths, columns)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, names: Iterable[str]) -> Padding:

@@ -25,14 +25,14 @@ USUAL = {MASK: 1, "token_type_ids": 0}
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenBatch:
     """Some texts as tokens."""
 
     lengths: NDArray[np.int64]  # [texts]
     columns: Mapping[str, NDArray[np.int64]]  # [tokens of all texts] each
 
 
-def token_batches(pieces: Iterable[Piece], notes: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+def token_batches(pieces: Iterable[TokenBatch], notes: dict[str, Any]) -> Iterator[pa.RecordBatch]:
     """Yield texts as rows. Note the `columns` with unusual values, and the `longest` text, in tokens."""
     columns, longest = {IDS}, 0
     for piece in pieces:
