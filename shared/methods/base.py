@@ -7,6 +7,7 @@ latter for each task, so neither remembers anything on `self`: the server's memo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -80,8 +81,9 @@ class Plan(Value):
     fetch: Selector = EVERYTHING
     train: Selector = EVERYTHING
     upload: Selector = EVERYTHING
-    extra: tuple[ExtraArray, ...] = Field(default=(), max_length=64)
-    """The arrays to send beside the blocks of `upload`: `LocalResult.extra` has all of them."""
+    extra: tuple[ExtraArray, ...] = Field(default=(), max_length=64, exclude_if=operator.not_)
+    """The arrays to send beside the blocks of `upload`: `LocalResult.extra` has all of them. Without any, a plan's
+    digest, from which sites draw their seeds, does not name them."""
     server_state: tuple[str, ...] = Field(default=(), max_length=64)
     """Shell patterns for the names of the server state to fetch."""
     scalars: dict[str, float] = Field(default_factory=dict)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -218,3 +220,9 @@ def test_a_method_may_say_that_the_noise_of_training_covers_its_arrays() -> None
 def test_the_largest_update_counts_the_arrays() -> None:
     half = Sharing(MethodSettings(), RunInfo(MODEL.blocks, rounds=2))
     assert half.largest_update(PLAN) == HEAD.nbytes + 2 * 3 * 4
+
+
+def test_a_plan_without_extra_arrays_has_the_digest_that_it_had_before_there_were_any() -> None:
+    # Sites draw their seeds from it (`Task.alike_digest`): another digest is another model.
+    plan = json.dumps(Plan().model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    assert sha256(plan.encode()).hexdigest() == "ee4308b603691ee634e4ca93e3d8721d724e2f39cdeb8689a2d644e7c6d3d7ee"
