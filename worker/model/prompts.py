@@ -224,7 +224,8 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     towers = towers_of(model.config)
     embedding = token_embedding(model)
     widths: dict[Modality, int] = {"vision": model.config.vision_config.hidden_size, "text": embedding.embedding_dim}
-    if prompts.fusion and (odd := [widths[each] for each in MODALITIES if not prompts.fusion.divides(widths[each])]):
+    fused = [width for modality, width in widths.items() if prompts.count(modality)]
+    if prompts.fusion and (odd := [width for width in fused if not prompts.fusion.divides(width)]):
         raise PromptError(
             f"prompts of width {odd[0]} do not divide among {prompts.fusion.heads} heads: choose a number of heads "
             f"that divides {odd[0]}"

@@ -358,3 +358,10 @@ def test_a_fusion_whose_heads_do_not_divide_the_prompts_is_refused() -> None:
     for kind in ("attention", "random-attention"):
         with pytest.raises(ConfigError, match="width 16 do not divide among 3 heads"):
             made("clip", Prompts(vision=2, text=2, fusion=Fusion(heads=3, kind=kind)))
+
+
+def test_heads_need_not_divide_the_width_of_a_tower_without_prompts() -> None:
+    config = dual("clip")
+    wide = {**config, "vision_config": {**config["vision_config"], "hidden_size": 24}}
+    prompts = Prompts(vision=2, fusion=Fusion(heads=3))
+    assert set(tokens_of(instantiate(wide, "contrastive", seed=4, prompts=prompts)).fusion) == {"vision"}
