@@ -56,8 +56,10 @@ def supervise(agent: int, folder: Path, count: int) -> None:
             process.kill()
         for process in ranks:
             process.wait()
-        # Without the agent, no later processes use what lies beside it: the inventory, and mapped data sets.
-        shutil.rmtree(folder if os.getppid() == agent else folder.parent, ignore_errors=True)
+        # Without the agent, no later processes use what lies beside it: the inventory, and mapped data sets. If the
+        # folder is gone, the next agent has removed these, and what lies there is that agent's.
+        alone = os.getppid() != agent and folder.exists()
+        shutil.rmtree(folder.parent if alone else folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -105,14 +105,25 @@ def test_nothing_is_left_of_an_idle_group_whose_supervisor_is_killed(
     executor.close()
 
 
+def supervise_for_another_agent(folder: Path) -> None:
+    command = [sys.executable, "-m", "tessera.worker.executor.supervisor", "0", str(folder), "0"]
+    subprocess.run(command, check=False)
+
+
 def test_a_supervisor_whose_agent_has_ended_already_removes_the_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "group"
-    folder.mkdir()
-    another = "0"
-    subprocess.run(
-        [sys.executable, "-m", "tessera.worker.executor.supervisor", another, str(folder), "0"], check=False
-    )
-    assert not folder.exists()
+    folder = tmp_path / FOLDER / "group"
+    folder.mkdir(parents=True)
+    supervise_for_another_agent(folder)
+    assert not folder.parent.exists()
+
+
+def test_a_supervisor_that_ends_late_removes_nothing_of_the_next_agent(tmp_path: Path) -> None:
+    # Which removes the folders of the agent before it when it starts.
+    theirs = tmp_path / FOLDER / "next" / "settings.json"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    supervise_for_another_agent(tmp_path / FOLDER / "group")
+    assert theirs.exists()
 
 
 class BlockingRunner(TaskRunner):
