@@ -139,6 +139,8 @@ class InventoryRecord(Document):
     """The facts about the loaded data sets."""
 
     inventory: Inventory | None = None
+    fingerprints: dict[str, str] = {}
+    """The fingerprint of each data set's content, without a key."""
     fault: str | None = None
     """The setting that cannot be used, and the reason."""
 

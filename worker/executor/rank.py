@@ -26,7 +26,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.problems import Invalid
 from tessera.shared.telemetry import logging
 from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock
-from tessera.worker.data.content import digests_of
+from tessera.worker.data.content import digests_of, fingerprint_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure, is_device_failure
 from tessera.worker.executor import mapped
@@ -190,7 +190,10 @@ class Rank:
             return
         try:
             self._loaded = datasets_of(self._sources, cuda=self._device.type == "cuda", make=True)
-            record = InventoryRecord(inventory=inventory_of(self._sources.datasets, self._loaded))
+            prints = {name: fingerprint_of(dataset) for name, dataset in self._loaded.items()}
+            record = InventoryRecord(
+                inventory=inventory_of(self._sources.datasets, self._loaded), fingerprints=prints
+            )
         except SettingsError as fault:
             record = InventoryRecord(fault=str(fault))
         write_document(path, record)
@@ -372,8 +375,8 @@ class Rank:
                 (found,) = datasets_of(one, cuda=self._device.type == "cuda").values()
             except SettingsError as fault:
                 raise DataError(str(fault)) from fault
-            known = read_document(InventoryRecord, self._home.parent / INVENTORY).inventory
-            if known is None or found.info != known.datasets[name]:
+            known = read_document(InventoryRecord, self._home.parent / INVENTORY)
+            if fingerprint_of(found) != known.fingerprints[name]:
                 raise DataChanged(f"the data set {name!r} has changed since the worker started; restart it")
             self._loaded[name] = found
         return self._loaded[name]

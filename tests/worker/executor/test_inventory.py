@@ -28,10 +28,10 @@ def settings_of(folder: Path, **datasets: Any) -> WorkerSettings:
     return WorkerSettings.model_validate({**given, "datasets": datasets or {"digits": digits}})
 
 
-def notes(folder: Path, count: int = 8) -> dict[str, Any]:
+def notes(folder: Path, count: int = 8, first: int = 0) -> dict[str, Any]:
     """Texts of four patients."""
     tensors = {
-        "input_ids": torch.arange(count)[:, None],
+        "input_ids": first + torch.arange(count)[:, None],
         "labels": torch.zeros(count),
         "group": torch.arange(count) // 2,
     }
@@ -81,15 +81,16 @@ def test_a_data_set_that_cannot_be_loaded_is_named_as_in_the_settings(tmp_path: 
     assert not executor.folder.exists()
 
 
+@pytest.mark.parametrize("change", [{"count": 10}, {"first": 1}], ids=["rows", "values"])
 def test_later_processes_do_not_take_changed_files_for_the_data_set_of_the_inventory(
-    tmp_path: Path, executors: Any
+    tmp_path: Path, executors: Any, change: dict[str, int]
 ) -> None:
     executor = executors(settings_of(tmp_path, notes=notes(tmp_path)))
     executor.inventory()
     executor._launcher.close()
     assert len(executor.digests(run_of("notes"), "notes").readable) == 8
     executor._launcher.close()
-    notes(tmp_path, 10)
+    notes(tmp_path, **change)
     with pytest.raises(TaskFailure, match="cannot be read any more"):
         executor.digests(run_of("notes"), "notes")
 
