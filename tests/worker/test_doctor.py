@@ -391,7 +391,7 @@ def test_little_shared_memory_for_loaders_is_warned_of(tmp_path: Path, monkeypat
     def found(loaders: int) -> list[Finding]:
         settings = {"url": "https://a.example", "token": "t", "name": "w", "state_dir": tmp_path, "device": "cpu"}
         given = WorkerSettings(**settings, datasets={"digits": {"kind": "digits"}}, loaders=loaders)
-        return list(doctor_checks._shared_memory(given))
+        return list(doctor_checks._shared_memory(given, cuda=False))
 
     monkeypatch.setattr(doctor_checks, "MIN_SHARED_BYTES", 1 << 62)
     assert found(0) == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +26,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
-from tessera.worker.task.environment import TaskRun
-from tessera.worker.training.progress import Report
+from tessera.worker.task.environment import facts_of
 from tests.support.task_document import NO_DIGEST
 from tests.support.tasks import (
     ADAPTED,
@@ -298,7 +297,7 @@ def test_both_halves_know_the_scale_of_adapters() -> None:
     model, spec, version = ADAPTED.document(), spec_of("lora"), VersionRef(number=0, digest=NO_DIGEST)
     order: Any = {"task_id": "t", "token": 1, "kind": "train", "held_out": False, "run": "r", "number": 1, "seed": 0}
     task = task_of(spec, Plan(), version, **order, lease_seconds=60.0)
-    at_the_site = TaskRun(cast("Any", None), task, lambda: None, Report(), cast("Any", None)).facts(model)
+    at_the_site = facts_of(task, model)
     known = run_facts(spec, model)
     assert (at_the_site.lora, at_the_site.head) == (known.lora, known.head) == (ADAPTED.lora, ADAPTED.head)
 

@@ -114,10 +114,10 @@ def pids(processes: LoaderProcesses) -> list[int]:
 
 ORPHANS = """
 import time, torch
-from tessera.worker.data.dataset import Request
+from tessera.worker.data.dataset import RowRequest
 from tessera.worker.data.loaders import LoaderProcesses
 loaders = LoaderProcesses(2)
-requests = [Request(torch.tensor([place]).numpy()) for place in range(9)]
+requests = [RowRequest(torch.tensor([place]).numpy()) for place in range(9)]
 # The inputs are called as the places.
 assert [list(batch) for batch in loaders.read(dict.fromkeys, requests)] == [[place] for place in range(9)]
 print(*[process.pid for process in loaders._loader._iterator._workers], flush=True)

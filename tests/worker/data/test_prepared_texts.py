@@ -214,7 +214,7 @@ def test_pairs_have_token_types_in_some_batches_alone(tmp_path: Path, bert: str)
 FULL = """
 import json, resource, signal, sys
 from pathlib import Path
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 options, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -222,7 +222,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for limit in (1000, 150_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        load("text", options, prepared=Prepared(folder))
+        load("text", options, prepared=PreparedFolder(folder))
     except DataError as fault:
         print(fault, [path.name.partition("-")[0] for path in folder.iterdir()])
 """
@@ -246,14 +246,14 @@ MEASURE = """
 import json, os, sys, tracemalloc
 from pathlib import Path
 import torch
-from tessera.worker.data.prepared import Prepared
+from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.data.registry import load
 from benchmarks.measuring import forget_peak, peak_bytes
 small, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 load("text", small, held_out=0.5, key=b"k")
 forget_peak(os.getpid())
 before = peak_bytes(os.getpid())
-dataset = load("text", options, held_out=0.2, key=b"k", prepared=Prepared(Path(sys.argv[3])))
+dataset = load("text", options, held_out=0.2, key=b"k", prepared=PreparedFolder(Path(sys.argv[3])))
 for batch in dataset.batches(32, torch.Generator()):
     pass
 print(json.dumps([peak_bytes(os.getpid()) - before, dataset.examples]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +92,8 @@ def test_methods_add_their_terms_to_the_training_loss(method: str) -> None:
     for training in ({}, {"label_smoothing": 0.3}):
         context = context_of(config, head, **training)
         context.vault = {f"previous/{block.name}": context.read(block) + 0.1 for block in context.blocks}
+        width = next(block.shape[1] for block in context.blocks if block.role == "head" and len(block.shape) == 2)
+        context.server_state = {"prototypes": np.ones((3, width), np.float32)}
         half = worker_half(MethodSpec(name=method), RunInfo(tuple(context.blocks), rounds=1))
         half.setup(context)
         half.on_phase_start(context, Phase(EVERYTHING, name="own"))
