@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.methods.base import ExtraArray
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import Privacy
@@ -193,6 +194,14 @@ def test_a_rule_about_blocks_of_some_models_refuses_no_other() -> None:
     policy.check_effect(TABLE)
     with pytest.raises(PolicyViolation, match="never leave: fc"):
         policy.check_upload(TABLE[-1:])
+
+
+def test_the_rule_against_extra_arrays_refuses_no_run_without_them() -> None:
+    policy, array = Policy(never_send_if_present=("extra/*",)), ExtraArray(name="counts", shape=(3,)).block
+    policy.check_effect(TABLE)
+    policy.check_upload(TABLE)
+    with pytest.raises(PolicyViolation, match="never leave: extra/counts"):
+        policy.check_upload([*TABLE, array])
 
 
 def test_the_further_name_of_a_tied_tensor_is_no_misspelling() -> None:
