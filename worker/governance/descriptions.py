@@ -49,7 +49,7 @@ def summary(
     if measured:
         task = task.model_copy(update={"kind": "train", "held_out": False})
     work = [_work(task, model, examples, groups, measured), *_tokenizer(task, model, raw_texts=raw_texts)]
-    extra = _extra(task, policy) if task.plan.extra else ()
+    extra = _extra(task, policy) if task.plan.extra or measured else ()
     figures = [*extra, *_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
     leaving = [_leaving(task, model, announced=measured > 0), *figures, *_masks(task, least_in_sum)]
     merging = _merging(task, weight_in_sum) if task.kind == "train" else ()
@@ -108,7 +108,10 @@ def _leaving(task: Task, model: Model, *, announced: bool) -> str:
 def _extra(task: Task, policy: Policy | None) -> Iterator[str]:
     named = [f"{each.block.name} ({' x '.join(map(str, each.shape))})" for each in task.plan.extra]
     nbytes = size(sum(each.block.nbytes for each in task.plan.extra))
-    yield f"Beside blocks leave arrays computed from the examples, {nbytes} a round: {', '.join(named)}."
+    if named:
+        yield f"Beside blocks leave arrays computed from the examples, {nbytes} a round: {', '.join(named)}."
+    else:
+        yield "Arrays are computed from the examples, such as the mean features and the number of each class."
     if policy and not task.privacy:
         yield f"A row of them over fewer than {policy.min_evaluation_examples} examples leaves as zeros."
 

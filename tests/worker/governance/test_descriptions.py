@@ -181,7 +181,8 @@ def test_a_run_that_measures_first_says_all_that_it_will_do() -> None:
         "round, 20 rounds, by the method fedfrozen. Measures its versions on what is held out of the data set (300 "
         "examples). Sends the blocks and arrays that each round asks for within the site's policy, at most "
         f"{len(MODEL.blocks)} blocks with {nbytes} a round before coding, and figures of versions, to orchestrator "
-        "trial-office."
+        "trial-office. Arrays are computed from the examples, such as the mean features and the number of each "
+        "class. A row of them over fewer than 20 examples leaves as zeros."
     )
     # As the request of a task that trains.
     rest = told[told.index("Of the blocks that never leave") :]
