@@ -196,6 +196,24 @@ def test_cells_without_bytes_are_paths_beside_the_table(scans: Path, tmp_path: P
     assert read == ["01.png"]
 
 
+def test_rows_in_another_order_get_no_digests_of_other_images(scans: Path, tmp_path: Path) -> None:
+    # Images without compression are of one size, and those unpacked together often of one time.
+    names = ["first.bmp", "second.bmp"]
+    for name, grey in zip(names, (1, 2), strict=True):
+        picture(scans / name, (grey, grey, grey), size=(4, 4))
+        os.utime(scans / name, ns=(0, 5))
+
+    def identities(order: list[str], prepared: Path | None) -> list[bytes]:
+        cells = pa.array(
+            [{"bytes": None, "path": name} for name in order], pa.struct({"bytes": "binary", "path": "string"})
+        )
+        pq.write_table(pa.table({"image": cells, "label": [0, 1]}), scans / "list.parquet")
+        return list(opened(scans / "list.parquet", prepared, image="image").identities())
+
+    for order in (names, names[::-1]):
+        assert identities(order, tmp_path / "prepared") == identities(order, None)
+
+
 def test_cells_are_read_by_row_and_one_group_is_kept(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

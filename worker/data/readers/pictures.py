@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -98,8 +99,11 @@ class Pictures:
 
     @property
     def source(self) -> str:
-        """The folder or the column that contains the images."""
-        return "\n".join([*map(str, self.cells.files), self.cells.column]) if self.cells else str(self.folder)
+        """The folder or the column that contains the images, and the paths in the column."""
+        if self.cells is None:
+            return str(self.folder)
+        paths = hashlib.sha256(self.paths.tobytes()).hexdigest()
+        return "\n".join([*map(str, self.cells.files), self.cells.column, paths])
 
     @property
     def keys(self) -> NDArray[Any]:
