@@ -1,4 +1,4 @@
-"""The accounting of one task's differential privacy: what it reserves, spends and takes back in the site's ledger.
+"""The accounting of one task's differential privacy: its reservations in the site's ledger, spent or taken back.
 
 Privacy is reserved before it is used, so that a crash loses no entry, and taken back if the task ends before it has
 read any data. The account knows neither examples nor noise. Needs the extra `privacy`.
@@ -111,7 +111,7 @@ class PrivacyAccount:
             self._limits.warn(self._task.run, entries, self._ahead)
 
     def resume(self, charges: Mapping[str, JsonValue]) -> None:
-        """Begin the task again at the `charges` of its checkpoint. What it has reserved stays reserved."""
+        """Begin the task again at the `charges` of its checkpoint. Its reservations stay."""
         self._resumed = Charges.model_validate(charges)
         self._looked = False
 
@@ -159,12 +159,12 @@ class PrivacyAccount:
             self.begin(steps)
 
     def start(self) -> None:
-        """Note that the task reads data from now on: what it has reserved stays spent, for a coordinator that ends it
+        """Note that the task reads data from now on: its reservations stay spent, because a coordinator that ends it
         observes how long it took until then."""
         self._started = True
 
     def charges(self) -> dict[str, JsonValue]:
-        """Return what the task has reserved, as `Charges` in JSON."""
+        """Return the task's reservations, as `Charges` in JSON."""
         charges = Charges(
             reserved=tuple(self._reserved),
             charged_choices=tuple(event for event in self._events if isinstance(event, NoisyChoice)),
@@ -176,7 +176,7 @@ class PrivacyAccount:
     # ------------------------------------------------------------ before a result leaves
 
     def resume_leaving(self) -> None:
-        """Take over what a finished task has reserved, to leave under another lease. Raises PolicyViolation."""
+        """Take over a finished task's reservations, to leave under another lease. Raises PolicyViolation."""
         self.begin(0)
         self._looked = bool(self._resumed and self._resumed.looked)
 
@@ -269,8 +269,8 @@ class PrivacyAccount:
         return page.spend(self._task, self.units, self._target, events, self.checkpoint, unit, replaces)
 
     def _reserve_again(self, resumed: Charges) -> None:
-        """Take over what the ledger has under the checkpoint's key. Reserve it again if the process that reserved it
-        took it back, because it had read no data. Raises PolicyViolation."""
+        """Take over the ledger's entries under the checkpoint's key. Reserve their privacy again if the process that
+        reserved it took it back, because it had read no data. Raises PolicyViolation."""
         if self._reserved:
             return
         entries = self._ledger.read(self._dataset)
@@ -282,14 +282,14 @@ class PrivacyAccount:
             return
         events: list[NoisySteps | NoisyChoice] = [*resumed.charged_choices, resumed.charged_steps]
         if not within([*self._of_run(entries), *events], self._target):
-            # Other tasks of the run may have counted on what was taken back.
+            # Other tasks of the run may have spent the privacy that was taken back.
             raise PolicyViolation("privacy", f"the run has spent its target on {self._dataset!r} meanwhile")
         for _ in resumed.charged_choices:
             self._spend(lambda _: self._choice)
         self._spend(lambda _: resumed.charged_steps)
 
     def _is_own(self, entry: LedgerEntry) -> bool:
-        """Return whether a resumed task reserved this entry before, or replaced what it reserved by it to leave."""
+        """Return True if a resumed task reserved this entry before, or replaced its reservations by it to leave."""
         resumed = self._resumed
         if resumed is None or entry.checkpoint != self.checkpoint:
             return False
@@ -299,7 +299,7 @@ class PrivacyAccount:
         return [entry for entry in entries if not self._is_own(entry)]
 
     def _of_run(self, entries: Iterable[LedgerEntry]) -> list[Cost]:
-        """Return what the run has spent. Raises PolicyViolation if it has protected single examples before."""
+        """Return the costs of the run so far. Raises PolicyViolation if it has protected single examples before."""
         own = [entry for entry in of_training(entries) if entry.run == self._task.run]
         if any(use == OF_EXAMPLES for _, use in unbounded_in(own, self._privacy.unit)):
             raise PolicyViolation("privacy", "the run has trained on single examples, and now protects groups")

@@ -58,14 +58,14 @@ def epsilon(events: Iterable[Cost], delta: float) -> float:
 
 
 def within(events: Iterable[Cost], budget: Budget) -> bool:
-    """Return whether all events together stay within a run's target, if their settings were fixed beforehand."""
+    """Return True if all events together stay within a run's target, if their settings were fixed beforehand."""
     steps, rho = _sums(events)
     # The fast bound decides most cases.
     return _renyi(steps, rho, budget.delta) <= budget.epsilon or _epsilon(steps, rho, budget.delta) <= budget.epsilon
 
 
 def admits(events: Iterable[Cost], budget: Budget) -> bool:
-    """Return whether a site's budget covers the events, even if each was chosen by the results of earlier ones."""
+    """Return True if a site's budget covers the events, even if each was chosen by the results of earlier ones."""
     return _admits(*_sums(events), budget)
 
 
@@ -162,7 +162,7 @@ def _filter_order(budget: Budget) -> int:
     """Return the Renyi order of a budget's filter.
 
     The proof of the filter needs an order that is fixed beforehand (Feldman and Zrnic 2021, arXiv 2008.11193), so the
-    order depends on the budget alone: it is the one that admits the most releases by Gaussian noise without sampling.
+    order depends on the budget alone. This order admits the most releases by Gaussian noise without sampling.
     """
 
     def most(order: int) -> float:
@@ -199,7 +199,7 @@ def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
 
 
 def _in_group(steps: _Steps) -> bool:
-    """Return whether some steps are an example's in its group: their privacy loss distribution is not known."""
+    """Return True if some steps are an example's in its group: their privacy loss distribution is not known."""
     return any(in_group for _, _, in_group, _ in steps)
 
 

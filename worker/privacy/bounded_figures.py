@@ -39,10 +39,10 @@ DISCLOSED = ("steps", "effective_steps")
 """The metrics that a method may report. They follow from the settings and the number of examples."""
 
 LEAST_FOR_CALIBRATION = 200
-"""Fewest examples of which a calibration error leaves. With fewer its step is above .05."""
+"""Fewest examples whose calibration error leaves. With fewer its step is above .05."""
 
 LEAST_OF_CLASS = 50
-"""Fewest examples for each class, on average, of which a macro F1 leaves: ten steps."""
+"""Fewest examples for each class, on average, whose macro F1 leaves: ten steps."""
 
 GRID = 1024
 """Parts of the most that one example changes, to which a sum is rounded before it gets noise of whole parts."""
@@ -108,7 +108,7 @@ class BoundedSums:
         self.gaps, self.by_class = ranks.total(self.gaps), ranks.total(self.by_class)
 
     def rounded(self, examples: int, noise: FigureNoise | None = None) -> dict[str, Tensor]:
-        """Return what may leave of these examples: rounded sums, float64, by name.
+        """Return the rounded sums over these examples that may leave, float64, by name.
 
         Without noise, replacing one example moves each value by at most one step.
         """
@@ -200,8 +200,8 @@ def bounded_sums(
 def _classes(context: LocalTaskContext, dataset: Dataset) -> int:
     """Return the number of classes of the model's logits for a synthetic example.
 
-    Raises InputMismatch for a model that does not fit the data set, and UnsupportedRun for one without a bound on
-    what an example adds: numbers that a model learns have none, nor have the losses of pairs in a batch.
+    Raises InputMismatch for a model that does not fit the data set, and UnsupportedRun for one whose figures an
+    example may move without a bound: numbers that a model learns have none, nor have the losses of pairs in a batch.
     """
     found: list[int] = []
 
@@ -218,7 +218,7 @@ def _classes(context: LocalTaskContext, dataset: Dataset) -> int:
     if not found or found[0] < 2:
         raise UnsupportedRun(
             f"no figures: they leave rounded here, and the loss of this {context.model.config.model_type} for "
-            f"{context.head} on the data set ({dataset.schema}) is of no two or more classes, so that no bound holds "
-            "for what one example adds to it"
+            f"{context.head} on the data set ({dataset.schema}) is of no two or more classes, so that one example "
+            "may move it without a bound"
         )
     return found[0]

@@ -1,4 +1,4 @@
-"""A site's limits on what runs may spend of a data set, and the judgement of a task by them."""
+"""A site's limits on the privacy that runs may spend of a data set, and the judgement of a task by them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class SiteLimits:
 
     dataset: str
     unit: Unit
-    """The unit that the run protects. Its events cost the unit of a budget what `costs_of` says."""
+    """The unit that the run protects. `costs_of` has the costs of its events for the unit of a budget."""
     budget: Allowance | None = None
     weekly: Allowance | None = None
     total: Allowance | None = None
@@ -41,7 +41,7 @@ class SiteLimits:
     """A function to the entries of all other data sets."""
 
     def judge(self, entries: Sequence[LedgerEntry], events: Sequence[Noisy], ahead: Sequence[Noisy]) -> None:
-        """Raise PolicyViolation if the events would exceed a limit. `ahead` are those of the run's further rounds."""
+        """Raise PolicyViolation if the events would exceed a limit. `ahead`: the events of the run's later rounds."""
         for allowed, counted, rule, where in self._limits(entries):
             together = self._costs(counted, events, allowed)
             if admits(together, allowed):
@@ -55,7 +55,7 @@ class SiteLimits:
             )
 
     def reserve(self, ledger: Ledger, task: TaskRef, units: int, target: Budget, event: Noisy) -> None:
-        """Reserve what an event costs, while no other process can spend. Raises PolicyViolation, LedgerError."""
+        """Reserve the privacy of an event, while no other process can spend. Raises PolicyViolation, LedgerError."""
         with ledger.page(self.dataset) as page:
             self.judge(page.entries, [event], [])
             page.spend(task, units, target, [event])
@@ -68,8 +68,8 @@ class SiteLimits:
         replace(self, budget=None, total=None).judge(entries, events, [])
 
     def _limits(self, entries: Sequence[LedgerEntry]) -> Iterator[tuple[UnitBudget, Sequence[LedgerEntry], str, str]]:
-        """Yield each limit with the entries that count for it, its rule, and what it limits, in words. Raises
-        PolicyViolation for uses that a budget does not bound."""
+        """Yield each limit with the entries that count for it, its rule, and the data that it covers, in words.
+        Raises PolicyViolation for uses that a budget does not bound."""
         if self.budget:
             self.budget.check_exact(repr(self.dataset), entries)
             yield self.budget, entries, "privacy", repr(self.dataset)
@@ -105,15 +105,15 @@ class SiteLimits:
         return f"; all rounds of the run need a budget of {_up(needed)}"
 
     def _costs(self, entries: Iterable[LedgerEntry], events: Iterable[Noisy], budget: UnitBudget) -> list[Cost]:
-        """Return what entries and further events cost the unit that a budget protects."""
+        """Return the costs of entries and further events for the unit that a budget protects."""
         further = [cost for event in events for cost in costs_of(event, self.unit, budget.unit)]
         return [*noisy_in(entries, budget.unit), *further]
 
 
 def _dated(entries: Sequence[LedgerEntry], now: datetime) -> list[tuple[datetime, LedgerEntry]]:
-    """Return the entries, each with its time, or with that of an entry before it if this is later (a slow clock).
+    """Return the entries, each with its time or, after a slow clock, the later time of an entry before it.
 
-    A time after `now` was that of a fast clock, and is no other entry's.
+    A time after `now` is from a fast clock, and no other entry gets it.
     """
     past = accumulate((entry.at if entry.at <= now else NEVER for entry in entries), max)
     return [(max(entry.at, before), entry) for before, entry in zip(past, entries, strict=True)]

@@ -331,7 +331,7 @@ class NoisyGradients:
         self._log.info("per-example-gradients-failed", **about)
 
     def _reads(self, parts: Sequence[Tensor]) -> Iterator[Rows | DataError | None]:
-        """Yield what loaders read of each part, or a reader's error; None if this process has to read it."""
+        """Yield the rows that loaders read of each part, or a reader's error; None if this process has to read it."""
         yielded = 0
         try:
             for read in read_in_pieces(self._dataset, parts, self._augmentation) if self._by_loaders else ():

@@ -63,7 +63,7 @@ def _words(model: PreTrainedModel) -> int | None:
 
 
 def _within(name: str, stored: Tensor | RowsOnDisk, rows: Tensor, bound: int) -> Tensor:
-    """Return whether all values of each row are below the bound, bool [rows]; False for a row that cannot be read."""
+    """Return a mask of the rows whose values are all below the bound, bool [rows]; False for unreadable rows."""
     try:
         values = stored[rows]
     except DataError:

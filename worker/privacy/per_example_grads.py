@@ -421,7 +421,7 @@ def _agreeing(
 
 
 def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bool:
-    """Return whether gradients are equal within rounding, example by example.
+    """Return True if gradients are equal within rounding, example by example.
 
     Examples whose expected gradient is not finite are ignored; there must be others.
     """
@@ -456,7 +456,7 @@ def tensor_norms(gradients: Clippable) -> Tensor:
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Return whether to read a tensor's values waits for no device."""
+    """Return True if reading a tensor's values waits for no device."""
     return tensor.device.type == "cpu"
 
 

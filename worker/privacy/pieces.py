@@ -12,7 +12,7 @@ from tessera.worker.privacy.per_example_grads import Gradients
 
 @dataclass(frozen=True)
 class GroupSampling:
-    """The groups that a step samples, of each of which it uses `most` examples at most."""
+    """The groups that a step samples, and the most examples that it uses of each."""
 
     groups: Groups
     most: int
@@ -63,10 +63,10 @@ def zero_means(parameters: Sequence[Tensor], groups: int) -> Gradients:
 
 
 def add_by_group(totals: Gradients, gradients: Gradients, owners: Tensor, sizes: Tensor) -> None:
-    """Add to each group's mean gradient, [groups, *shape] in `totals`, what some of its examples contribute.
+    """Add to each group's mean gradient, [groups, *shape] in `totals`, the contributions of some of its examples.
 
-    `gradients` are [examples, *shape], of groups `owners` with `sizes` examples. What is not finite stays in its
-    group.
+    `gradients` are [examples, *shape], of groups `owners` with `sizes` examples. A value that is not finite
+    stays in its group.
     """
     for total, gradient in zip(totals, gradients, strict=True):
         owner = owners.to(gradient.device)

@@ -157,7 +157,7 @@ class PrivateTask:
             seed_everything(self._ranks.same(self._noise_source.seed))
 
     def progress(self) -> dict[str, JsonValue]:
-        """Return what the task needs to resume, for its checkpoint: `Charges` and `NoiseState` in JSON."""
+        """Return the state from which the task can resume, for its checkpoint: `Charges` and `NoiseState` in JSON."""
         key, drawn = self._noise_source.state
         noise = NoiseState(noise_key=key.hex(), words_drawn=drawn, chosen=tuple(self._choices))
         return {"account": self._account.charges(), "noise": noise.model_dump(mode="json")}
