@@ -1,8 +1,8 @@
 """Finished updates held until a person at the site releases them.
 
 Each update is a file, and a row with its summary, its task and, later, the decision. The worker goes on with other
-tasks meanwhile. Only the exact bytes released leave. A restarted worker continues to hold what the one before held,
-once the coordinator offers it the same task again.
+tasks meanwhile. Only the exact bytes released leave. A restarted worker continues to hold its updates once the
+coordinator offers it the same task again.
 """
 
 import json
@@ -99,7 +99,7 @@ class ReleaseDecision(Value):
 
 
 class HeldTask(Value):
-    """The rest of what it takes to send a held update, also after a restart of the worker."""
+    """The facts, beside the summary, that a worker needs to send a held update, also after a restart."""
 
     work: Digest
     """Of the task without the fields of its lease: another lease of the same work has the same."""

@@ -81,7 +81,7 @@ class Request(Value):
         return "approval-ended" if ended else "approved"
 
     def reason(self, now: datetime) -> str:
-        """Return why the run's tasks are refused, as reported to the coordinator."""
+        """Return the reason why the run's tasks are refused, as reported to the coordinator."""
         decision, standing = self.decision, self.standing(now)
         if standing == "declined" and decision:
             return f"declined: {decision.reason}"[:REASON_CHARACTERS]
@@ -106,8 +106,8 @@ class Inbox:
     def require(self, snapshot: TaskStatement, make: Callable[[str], Request], *, trains: bool = True) -> None:
         """Raise Unapproved unless the run is approved. `make` makes the request for a new digest of terms.
 
-        A task on what is held out of a data set belongs to a run that trains on the rest: unless this worker does not
-        train, the request is to train, which says that the run measures too.
+        A task on the held-out examples of a data set belongs to a run that trains on the rest: unless this worker
+        does not train, the request is to train, which says that the run measures too.
         """
         if not (self._every_run or snapshot.repeats_model):
             return
@@ -124,7 +124,7 @@ class Inbox:
             raise Unapproved(standing, request.reason(now))
 
     def changes_since(self, run: str, live_terms: Mapping[str, float]) -> str:
-        """Return a sentence on what a run has changed since it last asked, with a space; empty if it has not."""
+        """Return a sentence on the terms that a run has changed since it last asked, with a space; empty if none."""
         former = next((request for request in reversed(self.requests()) if request.run == run), None)
         before = former.live_terms if former else {}
         changed = [
@@ -221,7 +221,7 @@ class Inbox:
     def _find(self, run: str, terms: str) -> Request | None:
         query = "SELECT request FROM requests WHERE run = ? AND terms = ?"
         found = self._database.document(Request, query, run, terms[:SHOWN_TERMS])
-        # Whoever chooses the terms can find two whose digests begin alike.
+        # A coordinator can search for two sets of terms whose digests begin alike.
         if found and found.terms != terms:
             raise InboxError(
                 f"run {run} has a request on other terms, whose digest begins like that of the present ones, "

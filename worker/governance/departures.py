@@ -1,4 +1,4 @@
-"""A readable report of what left a site, when and to whom, from the site's audit: a page (HTML) or a table (CSV).
+"""A readable report of everything that left a site, when and to whom: a page (HTML) or a table (CSV) from its audit.
 
 Texts in the audit come from the coordinator and from people: each is escaped, and stays a text in a spreadsheet too.
 """
@@ -45,7 +45,7 @@ class Departure:
     epsilon: float | None
     figures: str
     counted: str
-    """The coordinator's confirmation: yes, no, or empty for what has none."""
+    """The coordinator's confirmation: yes, no, or empty for kinds that it never confirms."""
 
 
 TITLES = (
@@ -56,7 +56,7 @@ NUMBERS = {"round", "examples", "bytes", "epsilon"}
 
 
 def departures(entries: Sequence[SiteAuditEntry], since: date | None, until: date | None) -> list[Departure]:
-    """Return what left from one day to another, both included, oldest first."""
+    """Return the departures from one day to another, both included, oldest first."""
     asked: dict[str | None, str] = {}
     approved: dict[str | None, str] = {}
     released: dict[JsonValue, str] = {}
@@ -103,7 +103,7 @@ def _departure(
 
 
 def _blocks(detail: Mapping[str, JsonValue]) -> str:
-    """Return the number of the blocks, and which."""
+    """Return the number of the blocks, and their names."""
     count = detail.get("blocks")
     return "" if count is None else f"{count}: {detail.get('sent')}"
 

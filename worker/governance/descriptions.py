@@ -38,7 +38,7 @@ def summary(
     rounds_figures: bool = False,
     measured: int = 0,
 ) -> str:
-    """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
+    """Return a few sentences on the task's run: its work, the data that leave the site, for whom, and how privately.
 
     `groups`: the number of groups of these examples, if the run protects groups. `raw_texts`: whether the data set
     takes the run's tokenizer. `least_in_sum`: the fewest sites in a secure sum that this site's settings allow; None
@@ -61,7 +61,7 @@ def _work(task: Task, model: Model, examples: int, groups: int | None, measured:
     of = f" of {groups:,} groups" if groups else ""
     on = f"on `{task.dataset}` ({examples:,} examples{of})"
     if task.kind == "evaluate":
-        held_out = "what is held out of " if task.held_out else ""
+        held_out = "the held-out examples of " if task.held_out else ""
         return f"Measures versions of {_model(model)} {on.replace('on ', f'on {held_out}', 1)}."
     trained = f"{in_words(task.plan.train.resolve(model.blocks), model.blocks)} of {_model(model)}"
     if measured:
@@ -72,7 +72,7 @@ def _work(task: Task, model: Model, examples: int, groups: int | None, measured:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
     often = f"for {length} a round, {task.rounds} rounds"
     base = " Its base trains too, beside adapters or prompts." if task.training.full_fine_tuning else ""
-    also = f" Measures its versions on what is held out of the data set ({measured:,} examples)." if measured else ""
+    also = f" Measures its versions on the data set's {measured:,} held-out examples." if measured else ""
     return f"Trains {trained} {on} {often}, by the method {task.method.name}.{base}{also}"
 
 
@@ -100,8 +100,8 @@ def _leaving(task: Task, model: Model, *, announced: bool) -> str:
     nbytes = size(sum(block.nbytes for block in sent))
     return (
         f"Sends {len(sent)} blocks ({in_words(sent, model.blocks)}), {nbytes} a round before coding, {to}; later "
-        "rounds may ask for other blocks and arrays, within the site's policy. Versions may also be measured on what "
-        "is held out here, which sends figures."
+        "rounds may ask for other blocks and arrays, within the site's policy. Versions may also be measured on "
+        "the examples held out here, which sends figures."
     )
 
 
@@ -118,7 +118,7 @@ def _extra(task: Task, policy: Policy | None) -> Iterator[str]:
 
 def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str]:
     if rounds and policy and policy.figures_privacy:
-        yield f"Figures have noise: those of one evaluation cost an example {policy.figures_privacy.bound}."
+        yield f"Figures have noise: one evaluation costs an example {policy.figures_privacy.bound}."
         return
     if rounds:
         yield (
@@ -133,7 +133,7 @@ def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str
         least = max(probes, policy.min_evaluation_examples if policy else 0)
         yield f"Each round the method also measures the model on the first {least} examples."
     if policy and policy.send_class_counts and (task.held_out or task.kind == "train"):
-        yield "With figures of what is held out, its numbers of labels, predictions and hits by class leave."
+        yield "With figures of held-out examples, their numbers of labels, predictions and hits by class leave."
 
 
 def _kept(task: Task, model: Model, policy: Policy | None) -> Iterator[str]:
@@ -164,8 +164,8 @@ def _masks(task: Task, least: int | None) -> Iterator[str]:
 
 
 def _merging(task: Task, weight: int) -> Iterator[str]:
-    """Yield which sites a round asks, and how it merges their updates: versions that differ in this alone would show
-    an update."""
+    """Yield sentences on the sites that a round asks, and on the merging of their updates: versions that differ in
+    this alone would show an update."""
     cohort, rule, optimizer = task.cohort, task.robust, task.server_optimizer
     among = "all sites of the coordinator"
     if cohort.invited_digest:
@@ -214,7 +214,7 @@ def _privacy(task: Task) -> str:
             "about single examples."
         )
     if task.kind == "evaluate":
-        return "The run's differential privacy covers what is trained, not what is measured."
+        return "The run's differential privacy covers training, not measurements."
     of = "one example"
     if privacy.unit == "group":
         of = f"all examples of one group, of which a step uses {privacy.examples_per_unit} at most,"
@@ -277,11 +277,11 @@ def privacy_in_words(policy: Policy, budgets: Mapping[str, Allowance] = MappingP
         if of_site.total:
             yield f"Of this site as a whole, all runs together may spend {of_site.total.bound}."
     if noise := policy.figures_privacy:
-        yield f"Figures have noise: those of one evaluation cost an example {noise.bound}."
+        yield f"Figures have noise: one evaluation costs an example {noise.bound}."
 
 
 def unprotected(policy: Policy, budgets: Mapping[str, Allowance]) -> str:
-    """Return what runs may do without a rule of privacy; empty if there is a rule against each."""
+    """Return the protections that no rule of the site requires, in words; empty if rules require all."""
     rules = (policy.require_privacy, policy.max_weekly_privacy, policy.max_total_privacy, *budgets.values())
     missing = {
         "runs need no differential privacy": not any(rules),

@@ -1,7 +1,7 @@
-"""Notices to a site's people of what waits for them, by a webhook or a command: runs to approve, updates to release.
+"""Notices to a site's people, by a webhook or a command, of runs to approve and updates to release.
 
-Each channel has a thread, for which the worker never waits. What a channel has sent is stored, so that a restart
-repeats nothing.
+Each channel has a thread, for which the worker never waits. The decisions named in its notices are stored, so that a
+restart repeats no notice.
 """
 
 import json
@@ -25,7 +25,7 @@ from tessera.worker.state.database import StateDatabase, StateError
 EVERY_SECONDS = 15.0
 
 PAUSE_SECONDS = 60.0
-"""Time after a notice before the next one, which then names all that is new: runs cost their coordinator nothing."""
+"""Time after a notice before the next one, which then names all new decisions: runs cost a coordinator nothing."""
 
 RETRY_SECONDS = (120.0, 600.0, 1_800.0, 7_200.0)
 """Delays after failed attempts."""
@@ -88,7 +88,7 @@ class Notices:
                     log.warning("notices-failed", channel=self._channel.name, detail=said)
 
     def look(self, now: float) -> None:
-        """Send one notice of all that is new, if one is due."""
+        """Send one notice of all new decisions, if one is due."""
         waiting = dict(self._waiting())
         before = set(json.loads(self._database.note(self._note) or "[]"))
         told = before & waiting.keys()
@@ -101,7 +101,7 @@ class Notices:
             self._database.set_note(self._note, json.dumps(sorted(told)))
 
     def _waiting(self) -> Iterator[tuple[str, str]]:
-        """Yield what waits for a person at this worker: a key, and words."""
+        """Yield a key and a description of each decision that waits for a person at this worker."""
         for request in self._inbox.requests():
             if request.decision is None and request.worker == self._worker:
                 yield f"{request.run}.{request.terms}", f"approval of {request.run_name}"
@@ -110,7 +110,7 @@ class Notices:
                 yield held.id, f"release of an update of {held.run_name}, round {held.round}"
 
     def _sent(self, keys: Sequence[str], words: Sequence[str], now: float) -> bool:
-        """Return whether a notice was sent, or given up."""
+        """Return True if a notice was sent or given up, and False if it will be sent again."""
         more = f"; and {len(words) - MAX_NAMED} more" if len(words) > MAX_NAMED else ""
         notice = {
             # The same at each attempt, so that a receiver can ignore a repetition.

@@ -50,7 +50,7 @@ class Opening:
         """The working time that could not be written."""
 
     def closed(self) -> str | None:
-        """Return why no task may be claimed now, or None."""
+        """Return the reason why no task may be claimed now, or None."""
         hours = self._policy.hours
         if hours and not is_open(hours, self._now()):
             waits = minutes_until_open(hours, self._now())

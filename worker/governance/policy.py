@@ -172,7 +172,7 @@ class ClientPrivacyFloor(Budget):
         return Budget(epsilon=self.total_epsilon, delta=self.delta) if self.total_epsilon else None
 
     def check_total(self, rho: float) -> None:
-        """Check the zCDP of all runs together, with that of the round that is about to begin or to leave. Raises
+        """Check the zCDP of all runs together, including the round that is about to begin or to leave. Raises
         PolicyViolation."""
         needed = epsilon_of(rho, self.delta)
         allowed = self.total_epsilon is None or needed <= self.total_epsilon
@@ -200,7 +200,7 @@ class ClientPrivacyFloor(Budget):
 
 
 def _guarantee(privacy: Privacy, unit: Unit) -> str:
-    """Return what a run guarantees, in words, and what follows for another unit."""
+    """Return a run's guarantee, in words, and the bound that follows from it for another unit."""
     has = f"the run has {privacy.in_words}"
     if privacy.unit == unit:
         return has
@@ -211,7 +211,7 @@ def _guarantee(privacy: Privacy, unit: Unit) -> str:
 
 class Allowance(UnitBudget):
     """A privacy budget over all runs: of a data set, of one in any seven days, or of all data sets together. Runs
-    without privacy may not train on what it is for."""
+    without privacy may not train on data with a budget."""
 
     evaluations: bool = Field(default=False, description=EVALUATIONS)
     acknowledge_exact: bool = Field(
@@ -239,8 +239,8 @@ class Allowance(UnitBudget):
             )
 
     def check(self, task: Task, noise: Budget | None = None, *, rule: str = "privacy") -> None:
-        """Check the kind and privacy of a task on what the budget is for. `noise` is that of figures. Raises
-        PolicyViolation."""
+        """Check the kind and privacy of a task on data that the budget covers. `noise`: the privacy of its figures.
+        Raises PolicyViolation."""
         what = f"the data set {task.dataset!r}" if rule == "privacy" else "this site"
         privacy = task.privacy
         if task.kind == "evaluate":
@@ -255,7 +255,7 @@ class Allowance(UnitBudget):
 
 
 def permits_figures(rule: PrivacyFloor | ClientPrivacyFloor | Allowance, noise: Budget | None) -> bool:
-    """Return whether a rule of privacy permits figures with this noise, which protects single examples."""
+    """Return True if a rule of privacy permits figures with this noise, which protects single examples."""
     return rule.evaluations or (not isinstance(rule, ClientPrivacyFloor) and rule.unit == "example" and bool(noise))
 
 

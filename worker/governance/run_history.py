@@ -24,7 +24,7 @@ from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.state.database import StateDatabase
 
 SITE_PRIVACY = "site-privacy"
-"""The note of the zCDP of all noisy sums to which the site sent an update, which bounds what they reveal of it."""
+"""The note of the zCDP of all noisy sums to which the site sent an update, a bound on their information about it."""
 
 VERSIONS_KEPT = 64
 
@@ -41,7 +41,7 @@ send the update that earlier ones hid, or have it opened by other helpers. Witho
 state, two measurements of a version could differ by a class, and so show its score."""
 
 LIVE_TERMS = ("quorum", "deadline_seconds")
-"""Those of the rules of cohorts that may change while a run lives, as the number of rounds may."""
+"""Rules of cohorts that may change while a run lives, as the number of rounds may."""
 
 
 class LastSubmission(Value):
@@ -143,13 +143,16 @@ class RunHistory:
             self._write(snapshot.run, record)
 
     def kept_by(self, run: str, task: str) -> bool:
-        """Return whether this task was the worker's last submission in the run, and kept tensors."""
+        """Return True if this task was the worker's last submission in the run, and kept tensors."""
         handed = self._read(run).handed.get(self._worker)
         return handed is not None and handed.kept == task
 
     def adopt(self, named: str) -> str:
-        """Let a run go on from any round, once: its coordinator was restored. Return its id. Its terms, and what it
-        has sent, stay. Raises ValueError unless one run has this name or id."""
+        """Let a run go on from any round, once: its coordinator was restored. Return its id.
+
+        Its terms stay, and so do the size of its uploads and the number of its evaluations. Raises ValueError unless
+        one run has this name or id.
+        """
         with self._database.writing():
             runs = [str(run) for (run,) in self._database.rows("SELECT run FROM runs ORDER BY run")]
             found = [run for run in runs if named in (run, self._read(run).terms.get("run_name"))]
@@ -163,7 +166,7 @@ class RunHistory:
         return float(self._database.note(SITE_PRIVACY) or 0.0)
 
     def check_site(self, policy: Policy, rho: float) -> float:
-        """Return the zCDP with that of a further round. Raises PolicyViolation if it is above the site's total."""
+        """Return the site's zCDP after a further round of `rho`. Raises PolicyViolation if it is above the limit."""
         spent = self.spent_of_site() + rho
         if policy.require_client_privacy:
             policy.require_client_privacy.check_total(spent)
@@ -260,8 +263,11 @@ def _fixed(name: str, terms: Mapping[str, JsonValue], run: Mapping[str, JsonValu
 
 
 def _is_restored(last: LastSubmission | None, record: Record, snapshot: TaskStatement) -> bool:
-    """Return whether a task may be of a run that went back with its coordinator: one that keeps nothing at the site,
-    and whose single updates the coordinator sees in any case, without privacy or sums."""
+    """Return True if a task may belong to a run that went back with its restored coordinator.
+
+    Such a run keeps nothing at the site, and the coordinator sees its single updates in any case, because it has
+    neither privacy nor secure sums.
+    """
     covered = any(snapshot.terms.get(name) for name in ("privacy", "client_privacy", "secure_sums"))
     keeps = any(one.kept for one in record.handed.values())
     remade = record.versions.get(snapshot.version, snapshot.digest) != snapshot.digest
@@ -274,7 +280,7 @@ def _comes_after(last: LastSubmission | None, snapshot: TaskStatement) -> bool:
 
 
 def _repeats(last: LastSubmission | None, snapshot: TaskStatement) -> bool:
-    """Return whether a task is a retry of the last round: on the same version and seed."""
+    """Return True if a task is a retry of the last round: on the same version and seed."""
     asked = (snapshot.round, snapshot.version, snapshot.seed)
     return last is not None and asked == (last.round, last.version, last.seed)
 

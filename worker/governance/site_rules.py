@@ -31,9 +31,9 @@ class SiteRules:
         return [rule for rule in rules if rule]
 
     def rounds_figures(self, task: Task) -> bool:
-        """Return whether figures over examples leave in a task only as rounded sums (`privacy.bounded_figures`).
+        """Return True if figures over examples leave in a task only as rounded sums (`privacy.bounded_figures`).
 
-        Elsewhere exact updates reveal more than exact figures. A central data set is no site's that takes part.
+        Elsewhere exact updates reveal more than exact figures. A central data set belongs to no site that takes part.
         """
         if self.full_precision:
             return False
@@ -49,5 +49,5 @@ class SiteRules:
         return self.policy.figures_privacy if self.rounds_figures(task) else None
 
     def hides(self, task: Task) -> bool:
-        """Return whether the course of a task may reveal nothing of an example."""
+        """Return True if the course of a task may reveal nothing of an example."""
         return self.rounds_figures(task) if task.kind == "evaluate" else task.is_covered

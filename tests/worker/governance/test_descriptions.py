@@ -40,10 +40,10 @@ def test_a_run_is_told_in_full() -> None:
         "Trains all value blocks of a BERT with 1 layer on `notes` (1,204 examples) for 3 epochs a round, 20 rounds, "
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks and arrays, within the site's policy. Versions may also "
-        "be measured on what is held out here, which sends figures. Figures are exact, to three digits. With updates "
-        "leave the mean loss, and what the method measures in training. A round asks all sites of the coordinator; "
-        "it needs updates of 1 within 3600 seconds. A site weighs as many examples as it has, up to four times the "
-        "median site's. The sum of a block is divided by the weight of the sites that sent it. No "
+        "be measured on the examples held out here, which sends figures. Figures are exact, to three digits. With "
+        "updates leave the mean loss, and what the method measures in training. A round asks all sites of the "
+        "coordinator; it needs updates of 1 within 3600 seconds. A site weighs as many examples as it has, up to "
+        "four times the median site's. The sum of a block is divided by the weight of the sites that sent it. No "
         "differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn about "
         "single examples."
     )
@@ -166,7 +166,9 @@ def test_client_privacy_is_described_as_a_statement_of_the_coordinator() -> None
 
 def test_a_measurement_is_told_apart_from_training() -> None:
     told = summary(task(kind="evaluate", held_out=True, plan=Plan(), orchestrator=None), MODEL, 300)
-    assert told.startswith("Measures versions of a BERT with 1 layer on what is held out of `notes` (300 examples).")
+    assert told.startswith(
+        "Measures versions of a BERT with 1 layer on the held-out examples of `notes` (300 examples)."
+    )
     assert (
         "Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, to an" in told
     )
@@ -178,8 +180,8 @@ def test_a_run_that_measures_first_says_all_that_it_will_do() -> None:
     nbytes = size(sum(block.nbytes for block in MODEL.blocks))
     assert told.startswith(
         "Trains blocks of a BERT with 1 layer, which each round names, on `notes` (1,204 examples) for 3 epochs a "
-        "round, 20 rounds, by the method fedfrozen. Measures its versions on what is held out of the data set (300 "
-        "examples). Sends the blocks and arrays that each round asks for within the site's policy, at most "
+        "round, 20 rounds, by the method fedfrozen. Measures its versions on the data set's 300 held-out examples. "
+        "Sends the blocks and arrays that each round asks for within the site's policy, at most "
         f"{len(MODEL.blocks)} blocks with {nbytes} a round before coding, and figures of versions, to orchestrator "
         "trial-office. Arrays are computed from the examples, such as the mean features and the number of each "
         "class. A row of them over fewer than 20 examples leaves as zeros."
@@ -207,7 +209,7 @@ def test_a_person_reads_whether_figures_are_exact_or_rounded() -> None:
         summary(task(held_out=True, kind="evaluate", plan=Plan()), MODEL, 300, policy, rounds_figures=rounds)
         for rounds in (False, True)
     )
-    assert "Figures are exact, to three digits. With figures of what is held out, its numbers of labels" in exact
+    assert "Figures are exact, to three digits. With figures of held-out examples, their numbers of labels" in exact
     assert "rounded sums, each of which one example moves by at most one step" in rounded
     assert "a step hides no example" in rounded
     assert "by class" not in rounded
