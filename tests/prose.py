@@ -94,10 +94,7 @@ CHECKED_COMMITS = "c938e56..HEAD"
 MAX_SUBJECT_LENGTH = 72
 HISTORY = re.compile(r"CHANGELOG\.md")
 """A record of its time."""
-CLEAN = (
-    "tessera/*", "examples/*", "coordinator/*", "shared/*", "worker/attention/*", "worker/cli/*", "worker/data/*",
-    "worker/faults/*", "worker/model/*", "worker/simulation/*", "worker/state/*", "worker/training/*",
-)  # fmt: skip
+CLEAN = (*(f"{side}/*" for side in ("tessera", "examples", *PRODUCT)), ":!worker/task/*", ":!worker/executor/*")
 """Places without dangling pronouns and class names that are no nouns. Once it is all places, remove it."""
 DATA = ROOT / "examples/llm/instructions.py"
 """Sentences to train on."""

@@ -669,7 +669,7 @@ MISTAKES = {
     ),
     "join beside a token of something else": Mistake(
         "worker join {url} --site south --config other.toml --name w",
-        ("other.token holds a secret, and no settings say of which coordinator",),
+        ("other.token holds a secret, and no settings name its coordinator",),
         "choose another name for the settings with --config",
     ),
     "join to a page": Mistake(

@@ -1,4 +1,4 @@
-"""The program that an institution runs: it polls for tasks, trains what they select, and sends only that.
+"""The program that an institution runs: it polls for tasks, executes them on its data within the site's rules.
 
 `agent` is its loop.
 """

@@ -301,7 +301,7 @@ class Agent:
                 self._log.info("held-update-removed", run=summary.run_name, round=summary.round, id=summary.id)
 
     def _is_closed(self) -> bool:
-        """Return whether the site lets the worker claim nothing now. Log each change."""
+        """Return True if the site lets the worker claim nothing now. Log each change."""
         try:
             closed = self._unusable_settings() or self._opening.closed()
             if self._runner.inbox:

@@ -74,7 +74,7 @@ WHAT_LEAVES = (
     "may_send", "never_send", "never_send_if_present", "max_upload_bytes", "max_run_upload_bytes", "require_privacy",
     "approve_runs", "airlock"
 )  # fmt: skip
-"""Rules of a policy of which a site sets one at least; without any, everything may leave unseen."""
+"""Rules of a policy. A site sets at least one of them; without any, everything may leave unseen."""
 OPEN_REMEDY = (
     "Add one of these lines to [policy] in the settings: approve_runs = true, airlock = true, "
     'never_send = ["*embeddings*"], max_run_upload_bytes = 1_000_000_000'
@@ -156,7 +156,7 @@ def _state(settings: WorkerSettings) -> Iterator[Finding]:
             yield fail("state", str(fault), "The worker does not start until then.")
             continue
         if rolled_back:
-            detail = f"{StateRolledBack.code}: the files are older than what the coordinator has accepted from them"
+            detail = f"{StateRolledBack.code}: the files are older than results that the coordinator has accepted"
             yield fail("state", detail, StateRolledBack.remedy)
         if journal == "wal":
             yield ok("state", f"{database.path} is intact")
@@ -376,7 +376,7 @@ def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bo
 
 
 def effects(policy: Policy, model: Model, which: str) -> Iterator[Finding]:
-    """Yield what each rule about blocks that never leave keeps back of a model, and each that keeps back nothing."""
+    """Yield the blocks of a model that each rule of the policy keeps back, and a fault for a rule without effect."""
     for rule, detail in ineffective(policy.never_send, policy.may_send, model.blocks):
         yield fail("policy", f"{rule}, for the model {which}: {detail}", f"Change policy.{rule}: the run is refused.")
     for sentence in kept_back(policy.all_never_sent, model.blocks):

@@ -47,7 +47,7 @@ state_dir = {state_dir}
 # tokenizer = "/models/bert"
 # held_out = 0.2
 
-# You decide what leaves this site, regardless of what a coordinator requests.
+# You decide what leaves this site, regardless of a coordinator's requests.
 # Without a rule, any block may leave in any run. Remove the `#` from these lines for a stricter site.
 [policy]
 # approve_runs = true                   # a person at this site approves each run first
@@ -90,7 +90,7 @@ def prepare(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> R
     if token_file.exists():
         if "url" not in given:
             raise SettingsError(
-                f"{token_file} holds a secret, and no settings say of which coordinator; choose another name for the "
+                f"{token_file} holds a secret, and no settings name its coordinator; choose another name for the "
                 "settings with --config"
             )
         secret = _secret_in(token_file)

@@ -19,7 +19,7 @@
          +- NoFiniteLoss
     RuntimeError
      +- LoaderFailed             a process that reads data
-    HiddenFailure                a failure of which the coordinator learns nothing
+    HiddenFailure                a failure that is hidden from the coordinator
     DeviceFailed                 a GPU that only a new process can use again
 
 `faults.failures` has the code by which each is reported. Needs no torch: the agent catches them, and the executor
@@ -125,7 +125,7 @@ class DeviceFailed(Exception):
 
 
 def is_device_failure(fault: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is that of a failed GPU."""
+    """Return True if an error, or its cause, reports a failed GPU."""
     if fault is None:
         return False
     # torch.AcceleratorError. Before 2.8 torch raised a RuntimeError.

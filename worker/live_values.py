@@ -47,7 +47,7 @@ class LiveMonitor:
         self._log.extend(_events(task, [*report.began, (time.time(), outcome)]))
 
     def sample(self, task: Task, report: Report) -> LiveValues:
-        """Return the values now. Those that cannot be read are omitted."""
+        """Return the present values, without any that cannot be read."""
         self._hides |= report.hides
         self._measure_line(report)
         values: dict[str, Any] = {"started_at": self._started_at, **self._speeds}

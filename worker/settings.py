@@ -273,8 +273,8 @@ class WorkerSettings(DataSettings):
     )
     share_log: bool = Field(
         default=False,
-        description="whether heartbeats carry the last 20 events of this worker: which step of which round began or "
-        "ended when, without figures or texts",
+        description="whether heartbeats carry the last 20 events of this worker: the steps of rounds that began or "
+        "ended, and when, without figures or texts",
     )
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 from tessera.worker.settings import WorkerSettings, parsed_settings, raw_settings
 
 SETTLED_SECONDS = 1.0
-"""Half of a file may allow more than the whole: one that changed is read once it has stayed the same for so long."""
+"""Half of a file may allow more than the whole: a changed file is read once it has stayed the same for that long."""
 
 
 class SettingsFile:
@@ -20,8 +20,8 @@ class SettingsFile:
     def reread(
         self, sleep: Callable[[float], None], check: Callable[[WorkerSettings], object] = lambda _: None
     ) -> WorkerSettings | None:
-        """Return what the file says now, or None if nothing changed. Raises SettingsError while it is invalid, also
-        by `check`."""
+        """Return the settings in the file, or None if it has not changed. Raises SettingsError while it is invalid,
+        also by `check`."""
         raw = raw_settings(self._path)
         if raw == self._read:
             return None
@@ -37,7 +37,7 @@ class SettingsFile:
 
 
 def reloaded(running: WorkerSettings, new: WorkerSettings) -> WorkerSettings:
-    """Return the settings of a running worker with those of the new ones that need no restart."""
+    """Return the settings of a running worker with the new policy and budgets, which need no restart."""
     datasets = {
         name: source.model_copy(update={"privacy": new.datasets[name].privacy}) if name in new.datasets else source
         for name, source in running.datasets.items()

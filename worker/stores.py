@@ -99,7 +99,7 @@ def audit_key_of(settings: WorkerSettings) -> bytes:
     except (OSError, ValueError) as fault:
         raise SettingsError(
             f"audit_key_file: {path} can be neither read nor created: {reason_of(fault)}. Name a file on a lasting "
-            f"disk, or set {ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
+            f"disk, or set {ENVIRONMENT_PREFIX}AUDIT_KEY to the output of `openssl rand -hex 32`"
         ) from fault
 
 

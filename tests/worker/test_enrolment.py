@@ -198,7 +198,7 @@ def test_the_secret_for_one_coordinator_is_never_shown_to_another(tmp_path: Path
     with pytest.raises(SettingsError, match="is for https://a"):
         prepare(tmp_path / "worker.toml", "https://b", "w", {})
     (tmp_path / "worker.toml").unlink()
-    with pytest.raises(SettingsError, match="holds a secret, and no settings say of which coordinator; choose"):
+    with pytest.raises(SettingsError, match="holds a secret, and no settings name its coordinator; choose"):
         prepare(tmp_path / "worker.toml", "https://b", "w", {})
 
 
