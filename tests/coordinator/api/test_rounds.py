@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
 
+from tessera.coordinator.conductor.liveness import Liveness
+from tessera.coordinator.domain.eligibility import RunTerms
+from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.aggregation.server_optimizer import Momentum, NoOptimizer
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.methods.base import MethodSpec
@@ -34,6 +37,29 @@ def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoord
     np.testing.assert_allclose(merged["head.weight"], start["head.weight"] + 1.75, rtol=1e-6)
     fused = np.concatenate([start[f"layer.0.qkv.weight#{role}"] for role in ("query", "key", "value")])
     np.testing.assert_allclose(merged["layer.0.qkv.weight"], fused + 1.75, rtol=1e-6)
+
+
+def test_a_site_that_is_suspended_while_a_round_opens_gets_no_task(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, model, willing, looks = coordinator.client(), small_model(), Liveness.willing, count()
+
+    def suspending(self: Liveness, run_id: str, invited: RunTerms) -> list[LiveWorker]:
+        found = willing(self, run_id, invited)
+        if next(looks) == 0:
+            admin = coordinator.client()
+            admin.suspend_site(next(site.id for site in admin.sites() if site.name == "b"))
+        return found
+
+    staying = ScriptedWorker(coordinator.client("site", "a"))
+    staying.enrol()
+    ScriptedWorker(coordinator.client("site", "b")).enrol()
+    monkeypatch.setattr(Liveness, "willing", suspending)
+    run = start_run(client, model, values(model), cohort=Cohort(size=2, quorum=1))
+    staying.train(staying.take())
+    until(lambda: client.run(run.id).state == "completed")
+    (done,) = client.rounds(run.id)
+    assert [task.worker for task in done.tasks] == ["a/w"]
 
 
 def test_frozen_blocks_keep_their_digest_and_are_neither_sent_nor_asked_for(coordinator: LiveCoordinator) -> None:
