@@ -319,9 +319,12 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
             check_merge(half, guard)
 
 
-def _check_extra(half: CoordinatorHalf[Any], plans: Iterable[Plan]) -> None:
-    """Raise UnsupportedRun if a round sends arrays beside blocks past a guard of the run."""
+def _check_extra(half: CoordinatorHalf[Any], plans: Sequence[Plan]) -> None:
+    """Raise UnsupportedRun if a round sends arrays beside blocks past a guard of the run, or two of one name."""
     run = half.run
+    for plan in plans:
+        if len({each.name for each in plan.extra}) < len(plan.extra):
+            raise UnsupportedRun("the method's plan names an extra array twice: give each a name of its own")
     past = {
         "secure_sums": run.secure_sums,
         "client_privacy": run.client_privacy is not None,

@@ -210,6 +210,12 @@ def test_no_array_passes_a_guard_of_the_run(guard: str, facts: dict[str, Any]) -
     check_work(half, MODEL, [Plan(upload=PLAN.upload)])
 
 
+def test_two_arrays_of_one_name_are_refused_before_a_merge_misses_one() -> None:
+    half = Sharing(MethodSettings(), RunInfo(MODEL.blocks, rounds=2))
+    with pytest.raises(UnsupportedRun, match="names an extra array twice"):
+        check_work(half, MODEL, [Plan(extra=(MEANS, ExtraArray(name=MEANS.name, shape=(4,))))])
+
+
 def test_a_method_may_say_that_the_noise_of_training_covers_its_arrays() -> None:
     class Covering(Sharing):
         covers_extra = True
