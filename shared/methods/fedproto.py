@@ -30,6 +30,7 @@ from tessera.shared.methods.base import (
     MethodSettings,
     Participant,
     Plan,
+    RunInfo,
     State,
     TaskContext,
     TrainingStats,
@@ -50,22 +51,23 @@ class FedProtoSettings(MethodSettings):
     lam: float = Field(default=1.0, ge=0, le=1000, description="weight of the distance to the global prototypes")
 
 
+def _matrices(run: RunInfo) -> list[tuple[int, ...]]:
+    return [block.shape for block in run.blocks if block.role == "head" and len(block.shape) == 2]
+
+
+def _shape(run: RunInfo) -> tuple[int, int]:
+    return _matrices(run)[-1][0], _matrices(run)[0][1]  # [classes, features]
+
+
 class FedProtoCoordinator(CoordinatorHalf[FedProtoSettings]):
     def start(self, state: State) -> State:
-        if not self._matrices or self.run.head not in (None, "image-classification", "text-classification"):
+        if not _matrices(self.run) or self.run.head not in (None, "image-classification", "text-classification"):
             raise UnsupportedRun("fedproto needs a model that gives each example one class: choose such a head")
-        return replace(state, server_state={PROTOTYPES: ArrayTensor(np.zeros(self._shape, np.float32))})
-
-    @property
-    def _matrices(self) -> list[tuple[int, ...]]:
-        return [block.shape for block in self.run.blocks if block.role == "head" and len(block.shape) == 2]
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self._matrices[-1][0], self._matrices[0][1]  # [classes, features]
+        return replace(state, server_state={PROTOTYPES: ArrayTensor(np.zeros(_shape(self.run), np.float32))})
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
-        sent = (ExtraArray(name=PROTOTYPES, shape=self._shape), ExtraArray(name=COUNTS, shape=self._shape[:1]))
+        shape = _shape(self.run)
+        sent = (ExtraArray(name=PROTOTYPES, shape=shape), ExtraArray(name=COUNTS, shape=shape[:1]))
         return Plan(stage="prototypes", upload=NOTHING, extra=sent, server_state=(PROTOTYPES,))
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
@@ -89,6 +91,11 @@ class FedProtoWorker(WorkerHalf[FedProtoSettings]):
 
     def private(self) -> Selector:
         return self.run.trainable
+
+    def setup(self, context: TaskContext) -> None:
+        held = context.server_state.get(PROTOTYPES)
+        if held is None or held.shape != _shape(self.run):
+            raise UnsupportedRun("fedproto needs prototypes [classes, features] of this model, and the task has none")
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         labels = batch["labels"]

@@ -69,6 +69,12 @@ def test_without_prototypes_a_site_trains_as_alone() -> None:
     assert {n: v.tobytes() for n, v in result.keep.items()} == {n: v.tobytes() for n, v in alone.keep.items()}
 
 
+def test_prototypes_of_another_shape_are_refused_before_training() -> None:
+    for wrong in ({}, {"prototypes": np.zeros((2, 16), np.float32)}):
+        with pytest.raises(UnsupportedRun, match="prototypes"):
+            one_task("fedproto", {"lam": 9.0}, server_state=wrong, **SGD)
+
+
 def update(site: str, examples: int, counts: list[float], prototypes: Array) -> Update:
     sent = {"counts": ArrayTensor(np.array(counts, np.float32)), "prototypes": ArrayTensor(prototypes)}
     return Update(site, examples, {}, extra=sent)
