@@ -63,7 +63,7 @@ from tessera.worker.state.base_sources import Take
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import Documents, SiteRecords, TaskRun
-from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
+from tessera.worker.task.handover import CheckedModel, FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import Report
 
 if TYPE_CHECKING:
@@ -142,18 +142,18 @@ class ProcessExecutor:
         result, arrays = self._submitted(run, hand_over, {})
         return ExampleDigests(arrays["digests"], result.content)
 
-    def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> Checked:
+    def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> CheckedModel:
         task, about = run.task, (self.compute, run.task.method, run.task.plan, run.task.training, run.task.privacy)
         digests = (digest_of(canonical(one)) for one in about if one)
         key = " ".join((str(self._home(run)), task.kind, task.model, task.dataset, *digests))
 
-        def ask() -> Checked:
+        def ask() -> CheckedModel:
             record = CheckRecord(**self._context(run, document), dataset=dataset)
             result, _ = self._submitted(run, lambda folder: write_document(folder / CHECK, record), {})
             assert result.checked  # noqa: S101  (as asked for)
             return result.checked
 
-        return self._checked.read(Checked, key, ask)
+        return self._checked.read(CheckedModel, key, ask)
 
     def convert(self, run: TaskRun, document: Model, folder: BaseFolder, blocks: Iterable[Block], take: Take) -> None:
         def taken(name: str, path: str, sources: list[str]) -> None:

@@ -34,7 +34,7 @@ from tessera.worker.governance.policy import Allowance
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.checkpoints import CheckpointKey
-from tessera.worker.task.handover import Checked
+from tessera.worker.task.handover import CheckedModel
 from tessera.worker.training.progress import Report
 
 TASK, ARRAYS = "task.json", "arrays.safetensors"
@@ -168,7 +168,7 @@ class ResultRecord(Document):
     """Those of the method's result; None of an evaluation."""
     content: str = ""
     """The digest of a data set's content, if digests were asked for."""
-    checked: Checked | None = None
+    checked: CheckedModel | None = None
     """The model's block table, if it was to be checked."""
 
 

@@ -47,7 +47,7 @@ from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
-from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
+from tessera.worker.task.handover import CheckedModel, FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Executor(Protocol):
     def digests(self, run: "TaskRun", dataset: str) -> ExampleDigests:
         """Return the digests of a data set. Raises TaskFailure and the exceptions of `run.check`."""
 
-    def check(self, run: "TaskRun", document: Model, dataset: DatasetInfo) -> Checked:
+    def check(self, run: "TaskRun", document: Model, dataset: DatasetInfo) -> CheckedModel:
         """Return the model's block table, computed here, before anything large is fetched for the task.
 
         Raises ConfigError, ModelMismatch, UnknownArchitecture, UnsupportedRun, TaskFailure and the exceptions of

@@ -14,7 +14,7 @@ from tessera.worker.state.blob_cache import BlobTensor
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedModel:
     """The model of a task that the executor can execute."""
 
     blocks: tuple[Block, ...]

@@ -17,7 +17,7 @@ from tessera.worker.executor.folder import dataset_file
 from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.task.environment import TaskRun
-from tessera.worker.task.handover import Checked, TaskOutcome
+from tessera.worker.task.handover import CheckedModel, TaskOutcome
 from tests.support import zygote
 
 
@@ -43,7 +43,7 @@ class InMemory:
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         return self.here.digests(run, dataset)
 
-    def check(self, run: TaskRun, *given: Any) -> Checked:
+    def check(self, run: TaskRun, *given: Any) -> CheckedModel:
         self._settle()
         return self.ranks.check(run, *given)
 

@@ -11,12 +11,12 @@ from tessera.worker.model.build import check_model
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.four_bits import four_bit_tensors, require_frozen
 from tessera.worker.model.layouts import MappingFile
-from tessera.worker.task.handover import Checked
+from tessera.worker.task.handover import CheckedModel
 from tessera.worker.training.optimization.micro_batch import require_divisible
 from tessera.worker.training.ranks import require_shardable
 
 
-def check(local: LocalTask, document: Model, mapping: MappingFile | None, dataset: DatasetInfo) -> Checked:
+def check(local: LocalTask, document: Model, mapping: MappingFile | None, dataset: DatasetInfo) -> CheckedModel:
     """Return the model's block table, computed here, once the task can be executed with it.
 
     Raises ConfigError, ModelMismatch, UnknownArchitecture, UnsupportedRun, TaskFailure and the exceptions of
@@ -30,7 +30,7 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
         blocks = check_model(document, mapping)
         bits = four_bit_tensors(document, mapping) if setup.compute.base_bits else ()
         tables.clear()
-        tables[key] = Checked(blocks, frozenset(bits))
+        tables[key] = CheckedModel(blocks, frozenset(bits))
     checked, is_training, private = tables[key], task.kind == "train", task.privacy is not None
     if setup.compute.base_bits:
         require_frozen(document, checked.four_bits, task.plan, is_training=is_training)

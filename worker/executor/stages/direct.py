@@ -22,7 +22,7 @@ from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.model.snapshot import convert_blocks
 from tessera.worker.state.base_sources import Take
 from tessera.worker.task.environment import SiteRecords, TaskRun
-from tessera.worker.task.handover import Checked, FetchedVersion, TaskOutcome
+from tessera.worker.task.handover import CheckedModel, FetchedVersion, TaskOutcome
 from tessera.worker.training.checkpoints import CheckpointFile, TrainingCheckpoints
 from tessera.worker.training.setup import TrainingSetup
 
@@ -51,7 +51,7 @@ class Direct:
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         return digests_of(self.datasets[dataset], run.check)
 
-    def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> Checked:
+    def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> CheckedModel:
         return check(self.local(run), document, run.mapping(document), dataset)
 
     def convert(self, run: TaskRun, document: Model, folder: BaseFolder, blocks: Iterable[Block], take: Take) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from tessera.shared.model.blocks import Block
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.held_values import HeldValues
-from tessera.worker.task.handover import Checked
+from tessera.worker.task.handover import CheckedModel
 from tessera.worker.training.optimization.image_features import ImageFeatures
 from tessera.worker.training.optimization.micro_batch import PieceSize
 
@@ -73,7 +73,7 @@ class RunCache:
     """The caches that the tasks of a process share."""
 
     models: ModelCache = field(default_factory=ModelCache)
-    tables: dict[tuple[str, int | None], Checked] = field(default_factory=dict)
+    tables: dict[tuple[str, int | None], CheckedModel] = field(default_factory=dict)
     """The block table of the last model that was checked, by its digest and the bits of its base."""
     piece_sizes: dict[str, PieceSize] = field(default_factory=dict)
     """The size of pieces that fits into memory, by run."""
