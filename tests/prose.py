@@ -4,8 +4,8 @@ Docstrings, messages, help texts, templates, documents and public names contain 
 do not begin with a relative clause. The subjects of commits have at most 72 characters. Ruff checks that the
 docstrings of functions begin with an imperative (D401).
 
-In the places of `CLEAN`, docstrings, comments, messages and documents have no pronoun or relative clause where a noun
-belongs, and public classes are named by nouns. `python -m tests.prose PLACE...` lists these faults of any place.
+In the code of `CLEAN`, docstrings, comments and messages have no pronoun or relative clause where a noun belongs, and
+public classes are named by nouns. `python -m tests.prose PLACE...` lists these faults of any place.
 """
 
 from __future__ import annotations
@@ -94,24 +94,16 @@ CHECKED_COMMITS = "c938e56..HEAD"
 MAX_SUBJECT_LENGTH = 72
 HISTORY = re.compile(r"CHANGELOG\.md")
 """A record of its time."""
-CLEAN = (*(f"{side}/*" for side in ("tessera", "examples", *PRODUCT)), ":!worker/task/*", ":!worker/executor/*")
-"""Places without dangling pronouns and class names that are no nouns. Once it is all places, remove it."""
+CLEAN = tuple(f"{side}/*" for side in ("tessera", "examples", *PRODUCT))
+"""The whole product, and its examples."""
 DATA = ROOT / "examples/llm/instructions.py"
 """Sentences to train on."""
 
 
 def main(places: list[str]) -> int:
-    faults = (
-        [*_dangling_faults(places), *_class_faults(places)]
-        if places
-        else [
-            *_source_faults(),
-            *_document_faults(),
-            *_commit_faults(),
-            *_dangling_faults(CLEAN),
-            *_class_faults(CLEAN),
-        ]
-    )
+    faults = [*_dangling_faults(places or CLEAN), *_class_faults(places or CLEAN)]
+    if not places:
+        faults += [*_source_faults(), *_document_faults(), *_commit_faults()]
     for fault in faults:
         print(fault, file=sys.stderr)
     return min(len(faults), 1)

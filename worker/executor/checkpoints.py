@@ -1,4 +1,4 @@
-"""Checkpoints of a group's training: rank 0 writes them, with what differs between the ranks for each of them."""
+"""Checkpoints of a group's training: rank 0 writes them, with the parts that differ between the ranks."""
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping

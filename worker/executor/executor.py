@@ -1,4 +1,4 @@
-"""The executor as the agent sees it: it hands a task over in a folder, records what it is asked to, and waits."""
+"""The executor as the agent sees it: the agent hands a task over in a folder, answers requests, and waits."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class ProcessExecutor:
                     sweep(checkpoint.path.parent)
 
     def close(self) -> None:
-        """End the processes, if there are any, and remove what they share."""
+        """End the processes, if there are any, and remove their folders."""
         self._launcher.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -298,7 +298,7 @@ class TaskWait:
         """Return the result. Raises Unwanted once the ranks wait for the next task, and otherwise what ended it."""
         pause = LEAST_LOOK_SECONDS
         while True:
-            # Before its files: what it wrote last is seen.
+            # Looked at before the files, so that the last files of a process that has ended are read.
             alive = self._alive()
             self._read_progress()
             if (result := self._result()) is not None:

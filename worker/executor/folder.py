@@ -165,7 +165,7 @@ class ResultRecord(Document):
     report: Report
     examples: int = 0
     metrics: dict[str, float] | None = None
-    """Those of the method's result; None of an evaluation."""
+    """The metrics of the method's result; None for an evaluation."""
     content: str = ""
     """The digest of a data set's content, if digests were asked for."""
     checked: CheckedModel | None = None

@@ -45,7 +45,7 @@ BUCKET = 1 << 24
 
 
 class FirstRankFailed(Stopped):
-    """The first rank failed at what it computes for all ranks, and says why."""
+    """The first rank failed in a computation for all ranks, and reports the reason itself."""
 
 
 class Group:
@@ -161,11 +161,11 @@ class Group:
     # ------------------------------------------------------------ agreement
 
     def any_rank(self, true: bool) -> bool:
-        """Return whether it is true in any rank."""
+        """Return True if `true` is true in any rank."""
         return bool(self.total(true))
 
     def same(self, compute: Callable[[], T]) -> T:
-        # What the first rank computes for all may itself ask for this.
+        # `compute`, which only the first rank calls, may itself call `same`.
         if self.alone:
             return compute()
         value, fault = self._alone(compute) if self.is_first else (None, None)

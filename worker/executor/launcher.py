@@ -42,13 +42,13 @@ class Launcher(Protocol):
     """A way to execute the tasks in folders. A handle is the launcher's own."""
 
     def home(self) -> Path:
-        """Return a folder for those of tasks, and for what tasks share. It may be another one each time."""
+        """Return a folder for the tasks' folders and their shared files. Each call may return another folder."""
 
     def submit(self, folder: Path) -> Any:
         """Have the task in a folder executed. Return a handle. Raises OSError."""
 
     def poll(self, handle: Any) -> bool:
-        """Return whether the task may still end by itself, with a file in its folder that says how."""
+        """Return True if the task may still end by itself, with a file in its folder that says how."""
 
     def cancel(self, handle: Any) -> None:
         """End the task at once, and everything that executes it."""

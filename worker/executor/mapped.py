@@ -45,7 +45,7 @@ def _loaders(count: int, pinned: bool) -> LoaderProcesses:
 
 
 def plain(dataset: Dataset) -> Dataset:
-    """Return what training and evaluation read of a data set, of which other columns may be open files."""
+    """Return a data set without columns that training and evaluation do not read, which may be open files."""
     held_out = dataset.held_out and plain(dataset.held_out)
     groups = None if dataset.groups is None else list(dataset.groups)
     return replace(dataset, held_out=held_out, domains=None, sources=None, groups=groups, report=LoadReport())

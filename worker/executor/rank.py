@@ -91,7 +91,7 @@ LOOPBACK = "lo"
 STORE_FILE = "store"
 """The file by which the ranks find each other."""
 KEY_NAME = "tessera-key"
-"""In that file, the key by which the ranks of a group sign what they send each other."""
+"""In that file, the key by which the ranks of a group sign their messages to each other."""
 REPORT_SECONDS = 0.5
 """Least time between two reports of progress."""
 ANSWER_SECONDS = 0.002
@@ -140,7 +140,7 @@ def _joined(home: Path, rank: int, settings: RankSettings, device: torch.device)
     """Join the process group."""
     # All ranks are on this machine. Otherwise gloo would listen where the machine's name leads.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
-    # What the ranks agree on is on the CPU, so that no rank waits for its GPU.
+    # Ranks agree by values on the CPU, so that no rank waits for its GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     ranks, timeout = len(settings.devices), timedelta(seconds=settings.timeout_seconds)
     # Ranks find each other by a file, since a store of torch's on a port has no password.
@@ -153,7 +153,7 @@ def _joined(home: Path, rank: int, settings: RankSettings, device: torch.device)
 
 
 class TaskStopped(Stopped):
-    """The task is no longer wanted, or the agent refused what it was asked to record."""
+    """The task is no longer wanted, or the agent refused to record something."""
 
 
 class Rank:
@@ -409,7 +409,7 @@ class Rank:
             raise TaskStopped
 
     def _attend(self) -> bool:
-        """Report the progress, in the first rank, and return whether the agent asked it to stop."""
+        """Report the progress, in the first rank, and return True if the agent asked it to stop."""
         if not self.ranks.is_first:
             return False
         if time.monotonic() - self._reported_at >= REPORT_SECONDS:

@@ -95,18 +95,18 @@ def admit(run: TaskRun) -> AdmittedTask:
 
 
 def _require_own_tokenizer(run: TaskRun, dataset: DatasetInfo) -> None:
-    """Raise PolicyViolation if the run's tokenizer converts texts of which no example may make the task fail."""
+    """Raise PolicyViolation if no example may make the task fail but the run's own tokenizer converts the texts."""
     env, task = run.env, run.task
     silent = task.privacy is not None or task.secure_sums is not None
     if task.kind == "evaluate":
         # Without a rule of privacy, the failure of such an evaluation names no cause.
         silent = env.rounds_figures(task) and (silent or bool(env.privacy_rules(task.dataset)))
     if silent and dataset.raw_examples:
-        # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
+        # The author of a run could choose a tokenizer that fails, or never ends, at a certain text.
         raise PolicyViolation(
             "tokenizer",
             f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a task with "
-            "privacy or secure sums may not fail by what an example is",
+            "privacy or secure sums may not fail because of an example",
         )
 
 

@@ -60,7 +60,7 @@ MAX_INLINE = 1 << 20
 PAUSE_SECONDS = 0.5
 
 REFUSED_SECONDS, MAX_REFUSED_SECONDS = 5.0, 30.0
-"""Time before a refused result is sent again, if the coordinator names none, and the upper limit of what it names."""
+"""Time before a refused result is sent again, if the coordinator names no time, and the upper limit of both."""
 
 TRAINING_SEEDS = "training seeds"
 """The purpose of the key that is derived from a worker's audit key for its training seeds."""
@@ -161,7 +161,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class CachedVersion:
-    """A version of which the needed blocks were fetched."""
+    """A version whose needed blocks were fetched."""
 
     number: int
     manifest: Manifest
@@ -223,7 +223,7 @@ class TaskEnvironment(SiteRules):
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 
     def limits(self, dataset: str) -> "SiteLimits":
-        """Return the site's limits on what uses that protect single examples spend of a data set. Raises TaskFailure
+        """Return the site's privacy budgets for uses of a data set that protect single examples. Raises TaskFailure
         without the extra `privacy`."""
         policy, ledger = self.policy, self.ledger
         return privacy_module("budgets").SiteLimits(  # type: ignore[no-any-return]
@@ -257,7 +257,7 @@ class Journal:
     audit: Audit | None
     ledger: Ledger | None
     limits: "Callable[[str], SiteLimits] | None" = None
-    """A function to the limits on what figures with noise spend of a data set."""
+    """A function from a data set's name to its privacy budgets for figures with noise."""
 
     def note(self, action: Action, **detail: JsonValue) -> str | None:
         """Append an entry to the audit chain and return its digest."""
@@ -361,7 +361,7 @@ class TaskRun:
         return Throttle(rate, self.check) if rate else None
 
     def deliver(self, send: Callable[[], T]) -> T:
-        """Return what `send` returns. Repeat it after refusals that may pass, until the task's lease or round ends.
+        """Return the result of `send`. Repeat it after refusals that may pass, until the task's lease or round ends.
 
         Giving up would spend privacy, and one of the round's attempts, on the same result again. Raises Problem and
         the exceptions of `check`.

@@ -202,7 +202,7 @@ class ReleaseQueue:
         return tuple(self._threads)
 
     def full(self) -> str | None:
-        """Return why no task may be claimed now, or None."""
+        """Return the reason why no task may be claimed now, or None."""
         if len(self._threads) < MAX_HELD:
             return None
         return f"{MAX_HELD} updates wait for a release, as many as may: see `tessera worker airlock`"
@@ -229,7 +229,7 @@ class ReleaseQueue:
         thread.start()
 
     def end(self) -> None:
-        """End all threads. What they hold stays in the airlock, for the next process."""
+        """End all threads. Their updates stay in the airlock, for the next process."""
         self._ending.set()
         for thread in list(self._threads.values()):
             thread.join(END_SECONDS)

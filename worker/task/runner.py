@@ -119,7 +119,7 @@ class TaskRunner(TaskEnvironment):
         """Raise StateRolledBack if the audit lacks an entry that the coordinator holds, so that the ledgers may too.
 
         An audit from which nothing has left yet is that of a new state folder: a worker may lose its state, unless a
-        budget counts what it spent. A coordinator that lies stops the worker, which it could do in any case.
+        budget counts its privacy costs. A coordinator that lies stops the worker, which it could do in any case.
         """
         if self.audit is None or head is None or self.audit.has(head):
             return
@@ -181,7 +181,7 @@ class TaskRunner(TaskEnvironment):
         return examples.groups
 
     def may_measure(self, dataset: str, examples: int) -> bool:
-        """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
+        """Return True if versions may be evaluated on `examples` of an evaluation-only data set."""
         noise = self.policy.figures_privacy
         permitted = all(permits_figures(rule, noise) for rule in self.privacy_rules(dataset))
         return permitted and examples >= self.policy.min_evaluation_examples
@@ -192,8 +192,8 @@ def _without_step(
 ) -> TaskOutcome:
     """Return the outcome of a site that learned nothing: the version as it was fetched, and the vault as it was.
 
-    Only this site's log and audit record the fault. It reports what it would have reported after training. Raises
-    PolicyViolation if a budget has no room for the round's steps.
+    Only this site's log and audit record the fault. The task's report has the same examples and privacy costs
+    as after training. Raises PolicyViolation if a budget has no room for the round's steps.
     """
     run.journal.note("train.fail", code=str(hidden))
     structlog.get_logger("worker").error("update-without-step", cause=str(hidden), exc_info=hidden.__cause__)

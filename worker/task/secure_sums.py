@@ -38,7 +38,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def admitted_terms(run: TaskRun) -> Terms | None:
-    """Return the terms of the task's secure sum, checked by what this site knows; None for a run without one.
+    """Return the terms of the task's secure sum, checked by this site's rules; None for a run without sums.
 
     Raises PolicyViolation, TaskFailure, and UnsupportedRun for a run without secure sums.
     """
@@ -106,7 +106,7 @@ def check_values(terms: Terms, manifest: Manifest) -> None:
 def _check_noise(run: TaskRun, terms: Terms) -> None:
     """Check that the round's noise is that of the task, and as much as this site requires.
 
-    What the task says is the same in the whole run (`worker.governance.run_history`). Raises SumRefused,
+    The task's settings are the same in the whole run (`worker.governance.run_history`). Raises SumRefused,
     PolicyViolation.
     """
     given, noise = run.task.client_privacy, terms.noise
@@ -122,8 +122,8 @@ def _check_noise(run: TaskRun, terms: Terms) -> None:
 def masked(
     run: TaskRun, terms: Terms, changes: Sequence[TrainedBlock], file: BinaryIO, *, norms: bool
 ) -> tuple[WrittenUpdate, str, Mapping[str, Array]]:
-    """Write a masked update into a file, from its start; return what was written, its envelope as JSON, and what
-    rounding to few bits dropped of each block. An update with a step that is not finite has no steps at all.
+    """Write a masked update into a file, from its start. Return the written update, its envelope as JSON, and each
+    block's rounding error at few bits. An update with a step that is not finite has no steps at all.
 
     Raises PolicyViolation.
     """

@@ -334,7 +334,7 @@ class Egress:
 
 @dataclass(frozen=True)
 class HeldUpdate:
-    """An update in the airlock, and what its worker needs to send it."""
+    """An update in the airlock, with the means to send it once it is released."""
 
     egress: Egress
     airlock: Airlock
@@ -385,7 +385,7 @@ class HeldUpdate:
             for entry in run.env.audit.read()
         ):
             airlock.remove(summary)
-            raise PolicyViolation("airlock", "the update in the airlock is not the one that the site's audit records")
+            raise PolicyViolation("airlock", "the site's audit does not record the update in the airlock")
         run.report.metrics, run.report.examples = dict(summary.metrics), summary.examples
         run.report.download_bytes = stored.download_bytes
         if egress.account:

@@ -21,7 +21,7 @@ COARSER = (
     "delta+topk=0.05+shuffle+zstd",
     "delta+topk=0.01+shuffle+zstd",
 )
-"""Codecs that may replace the run's, each smaller and less exact than the one before."""
+"""Codecs that may replace the run's, each smaller and less exact than the previous codec."""
 
 TRIES = 8
 

@@ -143,7 +143,7 @@ def test_an_update_that_the_audit_does_not_know_is_not_taken_up(tmp_path: Path) 
     run: Any = SimpleNamespace(env=SimpleNamespace(audit=audit), report=Report())
     stored = HeldTask(work=DIGEST, blocks=())
     audit.record("update.hold", TaskRef("r", "demo", 1, held.task, 1), id=held.id, update=digest_of(b"other"))
-    with pytest.raises(PolicyViolation, match="not the one that the site's audit records"):
+    with pytest.raises(PolicyViolation, match="audit does not record the update in the airlock"):
         HeldUpdate.again(Egress(run), airlock, held, stored)
     airlock = held_in(tmp_path)
     audit.record("update.hold", TaskRef("r", "demo", 1, held.task, 1), id=held.id, update=held.update)

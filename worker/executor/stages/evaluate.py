@@ -60,7 +60,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
         if rounds:
             noise = None
             if privacy:
-                # What is reserved stays spent, though a failure may send nothing.
+                # The reserved privacy stays spent, though a failure may send nothing.
                 rho = local.records.reserve_figures(measured.examples, privacy.epsilon, privacy.delta)
                 noise = FigureNoise(rho, NoiseSource(secret_key()))
             with autocast(task.training, local.device):

@@ -1,6 +1,6 @@
 """The execution of a fetched task: build the model, then train or evaluate it. It needs no coordinator and no ledger.
 
-What the site records before its data are read goes through the task's `records` and its `account`.
+Each use of the site's data is recorded first, through the task's `records` and its `account`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
 """Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data, and
-would be an exact answer about a site of which a secure sum reveals the sum alone."""
+would be an exact answer about a single site, while a secure sum reveals the sum alone."""
 
 BY_DATA = (InputMismatch, Indivisible)
 """Ends among `VISIBLE` that may follow from the data too."""
@@ -54,7 +54,7 @@ def execute(
         outcome, built = _executed(local, fetched, dataset, account, checkpoints)
     except torch.OutOfMemoryError as fault:
         raise MemoryError(str(fault)) from fault
-    # What a sharded model trains is set once.
+    # The trainable parameters of a sharded model are set once.
     if local.setup.ranks.shards == 1:
         local.cache.models.keep(built)
     return outcome

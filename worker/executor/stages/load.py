@@ -44,7 +44,7 @@ class PreparedTask:
         self.half.setup(self.context)
 
     def is_changed(self) -> bool:
-        """Return whether any fetched block differs from the version. What has 4 bits never changes."""
+        """Return True if any fetched block differs from the version. Matrices in 4 bits never change."""
         return any(
             self.context.read(base.block).tobytes() != to_array(base).tobytes()
             for base in self.bases.values()

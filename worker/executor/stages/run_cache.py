@@ -1,4 +1,4 @@
-"""Caches of a process for the next task of the same run: its model, and what its training found."""
+"""Caches of a process for the next task of the same run: its model, and facts that its training found."""
 
 from dataclasses import dataclass, field
 
@@ -45,7 +45,7 @@ class ModelCache:
         self._last: BuiltModel | None = None
 
     def holds(self, run: str, digest: str, four_bits: frozenset[str]) -> bool:
-        """Return whether the cached model is this run's, with these matrices in 4 bits."""
+        """Return True if the cached model is this run's, with these matrices in 4 bits."""
         last = self._last
         return last is not None and (last.run, last.digest, last.four_bits) == (run, digest, four_bits)
 
