@@ -127,7 +127,7 @@ class ProcessExecutor:
             if self._launcher.home() != home:
                 self.close()
                 raise ExecutorEnded("executor-ended", ENDED)
-            time.sleep(LEAST_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         record = read_document(InventoryRecord, path)
         if record.inventory is None:
             self.close()

@@ -45,14 +45,14 @@ def test_an_untouched_chain_holds(database: Database) -> None:
         "UPDATE audit SET digest = (SELECT digest FROM audit WHERE seq = 2) WHERE seq = 3",
         "UPDATE audit SET previous = (SELECT digest FROM audit WHERE seq = 1) WHERE seq = 3",
         "DELETE FROM audit WHERE seq = 3",
-        "UPDATE audit SET seq = CASE seq WHEN 3 THEN -4 WHEN 4 THEN 3 ELSE seq END",
+        "UPDATE audit SET seq = 6 WHERE seq = 3",
     ],
 )
 def test_whatever_is_changed_is_found_where_it_was_changed(database: Database, tampering: str) -> None:
     recorded(database)
     with database.engine.begin() as connection:
         assert connection.exec_driver_sql(tampering).rowcount
-    assert broken_at(database) in ((1, 3) if "CASE" in tampering else (3,))
+    assert broken_at(database) == 3
 
 
 def test_an_entry_that_is_forged_with_its_own_digest_breaks_the_next_one(database: Database) -> None:

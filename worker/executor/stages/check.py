@@ -47,9 +47,6 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
 def require_memory(local: LocalTask, model: Model, four_bits: frozenset[str]) -> None:
     """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
     task, device = local.task, local.device
-    if device.type == "meta":
-        # The executor's processes have the model. Each looks for itself.
-        return
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
     fixed = task.kind == "train" and type(local.half(model)).select is WorkerHalf.select
     trained = task.plan.train.resolve(model.blocks) if fixed else ()

@@ -1,4 +1,4 @@
-"""The execution of tasks in this process, for simulations and tests."""
+"""The execution of tasks in this process: on one device, in simulations and in tests."""
 
 from __future__ import annotations
 
