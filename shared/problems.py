@@ -49,6 +49,8 @@ from tessera.shared.version import install_line
 M = TypeVar("M", bound=BaseModel)
 
 MEDIA_TYPE = "application/problem+json"
+PAGES = "/problems"
+"""The path of the coordinator's pages about problems: `type` is a URL reference to one (RFC 9457, section 3.1.1)."""
 MAX_FAULTS = 50
 MAX_DETAIL = 600
 
@@ -85,6 +87,9 @@ class Problem(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "server-fault"
     title: ClassVar[str] = "The coordinator failed"
+    meaning: ClassVar[str] = "An error in the coordinator itself ended the request; its log has the details."
+    """The first sentence of the code's page, which `causes` and `remedy` follow."""
+    causes: ClassVar[tuple[str, ...]] = ("a fault of the program", "a damaged file or database")
     remedy: ClassVar[str] = "Try again; if it persists, look in the coordinator's log."
     retryable: bool = False
 
@@ -105,11 +110,13 @@ class Problem(Exception):
         self.headers = headers or {}
         # True if a coordinator reported it, rather than a proxy by a bare HTTP status.
         self.from_document = False
+        # The URL of the code's page at that coordinator.
+        self.page = ""
 
     def document(self) -> ProblemDocument:
         shown = self.errors[:MAX_FAULTS]
         return ProblemDocument(
-            type=f"/problems/{self.code}",
+            type=f"{PAGES}/{self.code}",
             title=self.title,
             status=self.status,
             detail=self.detail,
@@ -124,13 +131,16 @@ class Problem(Exception):
 
     def __str__(self) -> str:
         faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in self.errors[:MAX_FAULTS])
-        return f"{self.detail} [{self.code}] {self.advice}{faults}"
+        page = f" See {self.page}" if self.page else ""
+        return f"{self.detail} [{self.code}] {self.advice}{page}{faults}"
 
 
 class BadRequest(Problem):
     status = 400
     code = "bad-request"
     title = "The request cannot be read"
+    meaning = "The coordinator cannot read the request as HTTP, JSON or a header."
+    causes = ("a body that is no JSON", "a malformed header, cursor or range", "a method that the path does not have")
     remedy = "Compare the request with the API's description at /openapi.json."
 
 
@@ -138,6 +148,12 @@ class Unauthenticated(Problem):
     status = 401
     code = "unauthenticated"
     title = "The token is missing or not valid"
+    meaning = "The request has no token, or one that this coordinator does not accept."
+    causes = (
+        "a token that has expired, was revoked or was rotated",
+        "a token of another coordinator",
+        "a token file that is missing or holds more than the token",
+    )
     remedy = (
         "Send 'Authorization: Bearer <token>' with a token that an administrator has issued; commands read it from "
         "--token-file or TESSERA_TOKEN_FILE."
@@ -148,12 +164,20 @@ class Forbidden(Problem):
     status = 403
     code = "forbidden"
     title = "The token's role does not allow this"
+    meaning = "The token is valid, but its role or its owner may not do this."
+    causes = (
+        "a viewer's token where the action needs an orchestrator's or an administrator's",
+        "a run that another orchestrator created",
+        "a form that another page sent",
+    )
     remedy = "Use a token with one of the roles named, or ask an administrator for one."
 
 
 class SiteSuspended(Forbidden):
     code = "site-suspended"
     title = "The token's site is suspended"
+    meaning = "An administrator has suspended the site, and all its tokens are refused."
+    causes = ("updates of the site that did harm", "a lost token or machine of the site")
     remedy = "Ask an administrator why, and to resume it; workers ask again by themselves."
 
 
@@ -161,6 +185,13 @@ class NotFound(Problem):
     status = 404
     code = "not-found"
     title = "It does not exist here"
+    meaning = "No object has this name or id, or the token may not read it: the answer is the same for both."
+    causes = (
+        "a misspelt name or id",
+        "an object that was removed to make room",
+        "an object that belongs to others",
+        "a URL with a path such as /page",
+    )
     remedy = "Check the name or id: a list shows those that exist here."
 
 
@@ -168,36 +199,62 @@ class Conflict(Problem):
     status = 409
     code = "conflict"
     title = "The request expects another state"
+    meaning = "The object is in another state than the request needs."
+    causes = ("another person or process has changed it", "the request was already carried out")
     remedy = "Read the resource again, then decide whether to repeat the request."
 
 
 class LeaseLost(Conflict):
     code = "lease-lost"
     title = "The lease is no longer yours"
+    meaning = "The lease of the task has ended, and the coordinator may have offered the task to another worker."
+    causes = (
+        "a worker that was stopped, suspended or offline for longer than the lease",
+        "two processes with one worker's files",
+    )
     remedy = "Drop the work and its private results, and claim again."
 
 
 class TaskCancelled(Conflict):
     code = "task-cancelled"
     title = "The task was cancelled"
+    meaning = "The run or the round no longer needs the task."
+    causes = (
+        "a run that was cancelled",
+        "a round that was abandoned",
+        "a policy or decision of the site that now excludes the run",
+    )
     remedy = "Drop the work and its private results, and claim again."
 
 
 class RoundClosed(Conflict):
     code = "round-closed"
     title = "The round closed before this update arrived"
+    meaning = "The round ended before the update arrived, and the update is not merged."
+    causes = (
+        "a deadline that is too short for this worker or its line",
+        "enough updates of other workers (cohort.target_updates)",
+    )
     remedy = "Drop the update and claim again; a longer deadline or a smaller quorum waits for slow workers."
 
 
 class StaleVersion(Conflict):
     code = "stale-version"
     title = "The update was made from another version"
+    meaning = "The update consists of steps from another version than its task names."
+    causes = ("a client that mixed two tasks", "a worker that continued with an older model")
     remedy = "Fetch the version that the task names, train from it, and submit again."
 
 
 class NameInUse(Conflict):
     code = "name-in-use"
     title = "Another worker of the site has this name"
+    meaning = "A worker with this name is live in another state folder, or in a process that started later."
+    causes = (
+        "worker settings that were copied to a second machine",
+        "a container that started without its state folder",
+        "an earlier process that still runs",
+    )
     remedy = (
         "Give the newer one another name: `name` in its settings, or --name where it joins. If it replaces the "
         "other, stop the other: its name is free as soon as Retry-After says, or its token is revoked."
@@ -207,12 +264,16 @@ class NameInUse(Conflict):
 class OffsetMismatch(Conflict):
     code = "offset-mismatch"
     title = "The upload continues at another byte"
+    meaning = "The sent bytes do not begin where the stored part of the upload ends."
+    causes = ("an interrupted request, of which the coordinator stored a part",)
     remedy = "Continue from the offset in the Upload-Offset header of this response."
 
 
 class UploadBusy(Conflict):
     code = "upload-busy"
     title = "Another request is writing to this upload"
+    meaning = "Two requests write to one upload at the same time."
+    causes = ("an earlier request whose connection broke, and which has not ended yet",)
     remedy = "Wait for it to end, ask for the offset with HEAD, and continue from there."
     retryable = True
 
@@ -221,6 +282,8 @@ class TooSlow(Problem):
     status = 408
     code = "too-slow"
     title = "The request took too long to arrive"
+    meaning = "The request stalled, or did not arrive completely within the time limit."
+    causes = ("a slow or broken line", "a proxy that holds bodies back")
     remedy = "Send the request again, without pauses."
     retryable = True
 
@@ -229,6 +292,8 @@ class Gone(Problem):
     status = 410
     code = "version-retired"
     title = "This version is no longer kept"
+    meaning = "The version existed, and its blobs were removed to make room."
+    causes = ("a run that keeps few versions (keep_versions)",)
     remedy = "Use a later version; raise keep_versions to keep more of them."
 
 
@@ -236,6 +301,8 @@ class PreconditionFailed(Problem):
     status = 412
     code = "precondition-failed"
     title = "It has changed since you read it"
+    meaning = "The object is no longer in the state that If-Match names, so nothing was changed."
+    causes = ("another person or process has changed it since it was read",)
     remedy = "Read it again and repeat the request with its new ETag."
 
 
@@ -243,6 +310,8 @@ class TooLarge(Problem):
     status = 413
     code = "too-large"
     title = "The body is too large"
+    meaning = "The body has more bytes or values than the coordinator accepts for this request."
+    causes = ("a model, update or document above a limit of the coordinator", "a list of very many entries")
     remedy = "Send less, or ask the administrator to raise the limit named in the detail."
 
 
@@ -250,6 +319,8 @@ class RangeUnsatisfiable(Problem):
     status = 416
     code = "range-unsatisfiable"
     title = "The range lies outside the blob"
+    meaning = "The requested bytes lie behind the end of the blob."
+    causes = ("a download that is already complete", "a partial file of another blob")
     remedy = "Ask for a range that begins before the size in the Content-Range header."
 
 
@@ -257,24 +328,40 @@ class Invalid(Problem):
     status = 422
     code = "invalid"
     title = "The request is not valid"
+    meaning = "The request can be read, but a value in it is wrong; `errors` names each place."
+    causes = (
+        "a misspelt key, or a value out of its range",
+        "settings that contradict each other",
+        "a client of another version",
+    )
     remedy = "Fix the listed errors and send the request again."
 
 
 class InvalidUpdate(Invalid):
     code = "invalid-update"
     title = "The update cannot be merged"
+    meaning = "The update does not fit its plan or contains values that cannot be merged."
+    causes = (
+        "training that diverged to infinite or missing values",
+        "a worker of another version",
+        "a faulty or malicious worker",
+    )
     remedy = "No part of it was used, and the round goes on; fix the worker before it claims again."
 
 
 class DigestMismatch(Invalid):
     code = "digest-mismatch"
     title = "The bytes have another digest than announced"
+    meaning = "The SHA-256 of the received bytes is not the announced one."
+    causes = ("a file that changed while it was sent", "a fault of a disk, of memory or on the line")
     remedy = "The upload was deleted; create a new one and send the bytes again."
 
 
 class KeyReused(Invalid):
     code = "idempotency-key-reused"
     title = "The idempotency key belongs to another request"
+    meaning = "An Idempotency-Key names one request, and this one has another body."
+    causes = ("a script that sends one key with different requests",)
     remedy = "Use a new Idempotency-Key for each new request, and the same one only to repeat it unchanged."
 
 
@@ -282,6 +369,8 @@ class PreconditionRequired(Problem):
     status = 428
     code = "precondition-required"
     title = "The change needs an If-Match header"
+    meaning = "The coordinator changes this object only if the request names the state that it changes."
+    causes = ("a client that sends no If-Match",)
     remedy = "Read the resource and send its ETag as If-Match, so that no other change is overwritten."
 
 
@@ -289,6 +378,12 @@ class TooManyRequests(Problem):
     status = 429
     code = "too-many-requests"
     title = "Too many requests"
+    meaning = "The caller, or its address, sends more requests than the coordinator serves to one caller."
+    causes = (
+        "a script that asks in a loop",
+        "several processes with one token",
+        "repeated failures to sign in from one address",
+    )
     remedy = "Wait as long as Retry-After says."
     retryable = True
 
@@ -296,6 +391,8 @@ class TooManyRequests(Problem):
 class QuotaExceeded(TooManyRequests):
     code = "quota-exceeded"
     title = "The site has reached its quota of announced bytes"
+    meaning = "The site has announced as many bytes as it may upload at a time."
+    causes = ("uploads that were begun and not finished", "several workers of one site that upload large models")
     remedy = "Finish the uploads that are under way, wait as long as Retry-After says, or ask for a larger quota."
 
 
@@ -303,6 +400,8 @@ class HeadersTooLarge(Problem):
     status = 431
     code = "headers-too-large"
     title = "The head of the request is too large"
+    meaning = "The request line and the headers have more bytes than the coordinator reads."
+    causes = ("cookies of other services on the same host", "a proxy that adds many headers")
     remedy = "Send fewer or shorter headers, or ask the administrator to raise the limit named in the detail."
 
 
@@ -313,6 +412,12 @@ class ServerFault(Problem):
 class StoreSpoilt(ServerFault):
     code = "store-spoilt"
     title = "A blob in the coordinator's store is missing or corrupt"
+    meaning = "The bytes under a digest are missing, or no longer have this digest."
+    causes = (
+        "a fault of the disk",
+        "files that were deleted or replaced by hand",
+        "a database and a blob store from different backups",
+    )
     remedy = "Restore the blob store from a backup; nothing was computed from the corrupt blob."
     retryable = False
 
@@ -322,6 +427,8 @@ class WorkerFailed(ServerFault):
 
     code = "worker-failed"
     title = "The worker could not do the task"
+    meaning = "A worker gave the task up and reported the reason; the round continues without it."
+    causes = ("the code at the beginning of the detail names the cause; the table below lists the codes",)
     remedy = "Ask the site's staff: the worker's log has the details."
     retryable = False
 
@@ -399,6 +506,12 @@ class Withheld(ServerFault):
 
     code = "withheld"
     title = "The site has not approved the run"
+    meaning = "The worker returned the task, because its site decides about each run itself."
+    causes = (
+        "a request that waits for a person at the site",
+        "a request that the site declined",
+        "an approval that has ended",
+    )
     remedy = "A person at the site decides: `tessera worker inbox` there shows the request."
     retryable = False
 
@@ -407,6 +520,8 @@ class Unavailable(Problem):
     status = 503
     code = "unavailable"
     title = "The coordinator cannot serve this now"
+    meaning = "The coordinator cannot serve this request at the moment, and may soon."
+    causes = ("a coordinator that is stopping, starting or not reachable", "a database that does not answer")
     remedy = "Wait as long as Retry-After says and try again."
     retryable = True
 
@@ -414,17 +529,23 @@ class Unavailable(Problem):
 class Busy(Unavailable):
     code = "busy"
     title = "The coordinator is too busy for this request"
+    meaning = "The coordinator serves as many connections, streams or bodies as its limits allow."
+    causes = ("many workers or dashboards at the same moment", "limits that are too low for the federation")
 
 
 class StoreFull(Unavailable):
     code = "store-full"
     title = "The coordinator's disk has no room for this"
+    meaning = "The coordinator refuses new bytes, because its disk would become too full."
+    causes = ("versions and updates of many runs", "other files on the same disk")
     remedy = "Wait as long as Retry-After says and try again; an administrator must make room."
 
 
 class StoreAway(Unavailable):
     code = "store-away"
     title = "The coordinator's blob store does not answer"
+    meaning = "The object store that holds the coordinator's blobs does not answer."
+    causes = ("an outage of the store or of the network to it", "credentials of the store that have expired")
     remedy = "Wait as long as Retry-After says and try again; an administrator should look at the store."
 
 

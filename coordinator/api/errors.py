@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import JsonValue
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
@@ -20,7 +20,6 @@ from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
 from tessera.coordinator.telemetry.request_timing import present_trace
 from tessera.shared.problems import (
     MEDIA_TYPE,
-    PROBLEMS,
     BadRequest,
     Fault,
     Invalid,
@@ -162,15 +161,6 @@ def _unstorable(request: Request, fault: Exception) -> Response:
     )
 
 
-async def page_of(code: str) -> Response:
-    """Return the page at a problem's `type` URL."""
-    kind = PROBLEMS.get(code)
-    if kind is None:
-        raise NotFound(f"there is no problem {code!r}; there are {', '.join(sorted(PROBLEMS))}")
-    retry = "It may be temporary: try again." if kind.retryable else "Repeating the request unchanged will not help."
-    return PlainTextResponse(f"{kind.status} {kind.code}\n\n{kind.title}.\n\n{kind.remedy}\n{retry}\n")
-
-
 def install(app: FastAPI) -> None:
     app.add_exception_handler(Problem, _problem)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -181,4 +171,3 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(OSError, _full)
     app.add_exception_handler(Exception, _fault)
-    app.get("/problems/{code}", include_in_schema=False)(page_of)

@@ -1,9 +1,9 @@
 """The dashboard's routes, with its events and static files."""
 
-from functools import partial
+from functools import cache, partial
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import RedirectResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 
 from tessera.coordinator.api.dependencies import Serving
@@ -11,8 +11,9 @@ from tessera.coordinator.api.events import EventStream, LastEvent, stream
 from tessera.coordinator.dashboard import approvals, comparison, create_run, login, overview, records, runs, workers
 from tessera.coordinator.dashboard.security_headers import PREFIX, SecurityHeaders
 from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
-from tessera.coordinator.dashboard.templating import STATIC, show_problem
-from tessera.shared.problems import NotFound
+from tessera.coordinator.dashboard.templating import STATIC, environment, show_problem
+from tessera.shared.cli.reference.problems import KINDS, REPEATED, reasons
+from tessera.shared.problems import PAGES, NotFound
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -36,6 +37,28 @@ def no_page(path: str, _who: Signed) -> None:
     raise NotFound(f"there is no page {PREFIX}/{path[:200]}", remedy="Go to the overview, and follow its links.")
 
 
+problems = APIRouter(prefix=PAGES, include_in_schema=False)
+"""The pages that the `type` of a problem points to, for all callers: they read neither session nor database."""
+
+
+@problems.get("")
+async def list_problems() -> HTMLResponse:
+    return HTMLResponse(_problem_page(None))
+
+
+@problems.get("/{code}")
+async def show_kind(code: str) -> HTMLResponse:
+    if code not in KINDS:
+        raise NotFound(f"there is no problem {code[:64]!r}", remedy=f"GET {PAGES} lists them.")
+    return HTMLResponse(_problem_page(code))
+
+
+@cache
+def _problem_page(code: str | None) -> str:
+    shown = {"kind": KINDS[code] if code else None, "kinds": KINDS, "repeated": REPEATED, "reasons": reasons}
+    return environment().get_template("problem_page.html").render(pages=PAGES, **shown)
+
+
 def install(app: FastAPI) -> None:
     """Add the dashboard to the coordinator's application."""
     app.state.show_problem = show_problem
@@ -44,6 +67,7 @@ def install(app: FastAPI) -> None:
     for module in (login, create_run, comparison, approvals, overview, runs, records, workers):
         app.include_router(module.router)
     app.include_router(router)
+    app.include_router(problems)
     # Last, because it matches every path.
     app.include_router(nowhere)
     app.add_api_route("/", lambda: RedirectResponse(f"{PREFIX}/"), include_in_schema=False)

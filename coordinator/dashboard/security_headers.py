@@ -3,6 +3,8 @@
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tessera.shared.problems import PAGES
+
 PREFIX = "/page"
 
 POLICY = (
@@ -27,13 +29,13 @@ TLS_ONLY = "max-age=31536000"
 
 
 class SecurityHeaders:
-    """Adds the headers to every response under /page, including problems and files."""
+    """Adds the headers to every response under /page and /problems, including refusals and files."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not under(scope["path"]):
+        if scope["type"] != "http" or not under(scope["path"], PREFIX, PAGES):
             await self._app(scope, receive, send)
             return
 
@@ -50,5 +52,5 @@ class SecurityHeaders:
         await self._app(scope, receive, guarded)
 
 
-def under(path: str) -> bool:
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
+def under(path: str, *prefixes: str) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)

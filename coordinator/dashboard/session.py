@@ -254,6 +254,6 @@ def own_path(wanted: str) -> str:
         parts = urlsplit(wanted)
     except ValueError:
         return f"{PREFIX}/"
-    if parts.scheme or parts.netloc or not under(parts.path) or "\\" in wanted or not wanted.isprintable():
+    if parts.scheme or parts.netloc or not under(parts.path, PREFIX) or "\\" in wanted or not wanted.isprintable():
         return f"{PREFIX}/"
     return parts.path + (f"?{parts.query}" if parts.query else "")

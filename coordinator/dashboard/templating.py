@@ -37,7 +37,7 @@ SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 BARE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>%s · Tessera</title><link rel="stylesheet" href="%s"></head>
 <body><main id="main"><section class="card narrow"><h1>%s</h1><p class="wrong">%s</p><p class="remedy">%s</p>
-<p><a href="%s">To the overview</a></p></section></main></body></html>
+<p><a href="%s">More about it</a> · <a href="%s">To the overview</a></p></section></main></body></html>
 """
 
 P = ParamSpec("P")
@@ -86,8 +86,8 @@ def show_problem(request: Request, problem: Problem) -> Response:
         who = getattr(request.state, "visitor", None) if problem.status < 500 else None
         response = render(request, "problem.html", who, status=problem.status, problem=document)
     else:
-        said = (document.title, asset("page.css"), document.title, document.detail, document.remedy, f"{PREFIX}/")
-        response = HTMLResponse(BARE % tuple(map(escape, said)), problem.status)
+        said = (document.title, asset("page.css"), document.title, document.detail, document.remedy, document.type)
+        response = HTMLResponse(BARE % tuple(map(escape, (*said, f"{PREFIX}/"))), problem.status)
     response.headers.update(headers_of(problem))
     return response
 

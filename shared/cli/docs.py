@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import tessera
-from tessera.shared.cli.reference import commands, run_settings, settings
+from tessera.shared.cli.reference import commands, problems, run_settings, settings
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import NotFound
 from tessera.shared.terminal.output import AsJson, print_json, show, table
@@ -20,6 +20,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "worker-keys": ("Keys of a worker's settings", settings.worker),
     "data-keys": ("Keys of a data set", settings.data),
     "operating/settings": ("Settings of the coordinator", settings.coordinator),
+    "problems": ("Problems", problems.document),
 }
 """The pages that are made from the code, each with its title."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urljoin
 
 import httpcore
 import httpx
@@ -25,6 +26,7 @@ from tessera.shared.diagnostics import pem_fault, reason_of
 from tessera.shared.json_limits import bounded
 from tessera.shared.problems import (
     MEDIA_TYPE,
+    PAGES,
     Invalid,
     Problem,
     ProblemDocument,
@@ -83,6 +85,8 @@ class NotUnderstood(ServerFault):
 
     code = "answer-not-understood"
     title = "The coordinator's answer is not understood"
+    meaning = "The answer does not fit this version of the API."
+    causes = ("a client and a coordinator of different versions", "a proxy that changes or cuts answers")
     remedy = (
         "Compare the versions on both sides (GET /version); the older one needs an update. If they are equal, "
         "something between them may have answered or changed the answer: check the URL and the proxies on the way."
@@ -98,6 +102,8 @@ class IntermediaryFault(ServerFault):
 
     code = "intermediary-answer"
     title = "Something else answered in place of the coordinator"
+    meaning = "No coordinator wrote the answer: it is a page, a redirect or an error of something on the way."
+    causes = ("a wrong URL", "a proxy, gateway or firewall that refuses the request", "a page that asks to sign in")
     remedy = (
         "Check the URL: its host, port and path. If they are right, ask the operator of the proxy, firewall or "
         "network in between to let these requests through."
@@ -157,6 +163,15 @@ class Untrusted(Unreachable):
 
     code = "untrusted"
     title = "The TLS handshake failed"
+    meaning = (
+        "The client does not trust the coordinator's certificate, or the coordinator does not trust the client's."
+    )
+    causes = (
+        "a certificate of an institution's own CA",
+        "another host name",
+        "an expired certificate",
+        "a wrong clock",
+    )
     remedy = (
         "Check the host name in the URL, and give the CA that issued the coordinator's certificate: --ca-bundle "
         "(for `tessera worker join` also TESSERA_WORKER_CA_BUNDLE, for other commands TESSERA_CA_BUNDLE), or "
@@ -527,7 +542,10 @@ def problem_of(answer: HttpAnswer) -> Problem:
         document = ProblemDocument.model_validate_json(bounded(answer.content))
     except ValueError:
         return IntermediaryFault(answer)
-    return problem_from(document, _retry_after(answer), headers)
+    problem = problem_from(document, _retry_after(answer), headers)
+    if re.fullmatch(rf"{PAGES}/[a-z0-9-]{{1,64}}", document.type):
+        problem.page = urljoin(answer.request.partition(" ")[2], document.type)
+    return problem
 
 
 def _retry_after(answer: HttpAnswer) -> float | None:

@@ -92,6 +92,8 @@ def show_problem(problem: Problem, *, as_json: bool) -> None:
     if len(problem.errors) > len(shown):
         console.print(f"  and {len(problem.errors) - len(shown)} more")
     console.print(escape(problem.advice), soft_wrap=True)
+    if problem.page:
+        console.print(escape(f"More about it: {problem.page}"), soft_wrap=True)
     if as_json:
         print_json(problem.document())
 

@@ -11,10 +11,12 @@ import pytest
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
 from tessera.shared import problems
+from tessera.shared.cli.reference.problems import KINDS, document
 from tessera.shared.client.transport import HttpAnswer, problem_of
 from tessera.shared.problems import MAX_FAULTS, MEDIA_TYPE, PROBLEMS, Fault, Problem, ProblemDocument, faults_of
 
 ANY_PROBLEM = pytest.mark.parametrize("kind", PROBLEMS.values(), ids=PROBLEMS)
+ANY_PAGE = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def test_the_tree_drawn_at_the_top_of_the_file_is_the_tree_there_is() -> None:
@@ -22,11 +24,29 @@ def test_the_tree_drawn_at_the_top_of_the_file_is_the_tree_there_is() -> None:
     assert drawn == {kind.__name__ for kind in PROBLEMS.values()}
 
 
-@ANY_PROBLEM
-def test_each_problem_says_what_it_is_and_what_to_do(kind: type[Problem]) -> None:
+@ANY_PAGE
+def test_each_problem_has_a_page_with_its_own_meaning_causes_and_a_remedy(kind: type[Problem]) -> None:
     assert kind.title
-    assert kind.remedy.endswith(".")
     assert 400 <= kind.status < 600
+    # A sentence and reasons of its own, except those of a server fault, which stand in the class above.
+    assert {"meaning", "causes"} <= set(vars(kind)) or kind is problems.ServerFault
+    assert kind.meaning.endswith(".")
+    assert kind.remedy.endswith(".")
+    assert all(kind.causes)
+    section = document().partition(f"\n## {kind.code}\n")[2].partition("\n## ")[0]
+    assert [part for part in (kind.title, kind.meaning, *kind.causes, kind.remedy) if part not in section] == []
+
+
+def test_a_problem_links_to_no_page_of_another_host() -> None:
+    """A coordinator, or what stands in for one, may send any type."""
+    headers = httpx.Headers({"Content-Type": MEDIA_TYPE})
+    for sent in ("https://elsewhere.example/x", "//elsewhere.example", "/problems/../x", "/problems/\x1b[31m", ""):
+        document = problems.Conflict("d").document().model_copy(update={"type": sent})
+        answer = HttpAnswer(409, headers, document.model_dump_json().encode(), "GET https://t.example/v1/runs")
+        assert problem_of(answer).page == "", sent
+    document = problems.Conflict("d").document()
+    answer = HttpAnswer(409, headers, document.model_dump_json().encode(), "GET https://t.example/v1/runs")
+    assert problem_of(answer).page == "https://t.example/problems/conflict"
 
 
 def test_no_two_problems_share_a_code_or_a_title() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 
 import httpx
 import pytest
 
-from tessera.shared.problems import PROBLEMS
+from tessera.coordinator.dashboard.templating import first_up
+from tessera.shared.cli.reference.problems import KINDS, reasons
+from tests.support import cli
 from tests.support.coordinator import LiveCoordinator, refused
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -165,13 +169,28 @@ def test_a_wrong_method_names_all_the_right_ones(http: httpx.Client, path: str, 
     assert (answer.status_code, answer.headers.get("Allow")) == (405, methods), answer.text
 
 
-@pytest.mark.parametrize("code", PROBLEMS)
-def test_every_problem_has_the_page_that_its_type_points_to(standing: LiveCoordinator, code: str) -> None:
-    answer = standing.bare().get(f"/problems/{code}")
-    assert answer.status_code == 200
-    assert PROBLEMS[code].title in answer.text
-    assert PROBLEMS[code].remedy in answer.text
+def test_every_problem_has_the_page_that_its_type_points_to(standing: LiveCoordinator) -> None:
+    with standing.bare() as stranger:
+        index = stranger.get("/problems").text
+        assert set(re.findall('href="/problems/([^"]+)"', index)) == set(KINDS)
+        for code, kind in KINDS.items():
+            answer = stranger.get(f"/problems/{code}")
+            assert (answer.status_code, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+            assert "<script" not in answer.text
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            # Code in a remedy is marked as code.
+            shown = " ".join(html.unescape(re.sub("<[^>]+>", "", answer.text)).split())
+            for said in (kind.title, kind.meaning, *map(first_up, kind.causes), kind.remedy, *reasons(kind)):
+                assert said.replace("`", "") in shown, (kind, said)
 
 
 def test_a_problem_that_there_is_not_has_no_page(standing: LiveCoordinator) -> None:
-    refused(standing.bare().get("/problems/nonsense"), 404, "not-found")
+    for path in ("nonsense", "<script>", "x" * 5_000, "a/b"):
+        refused(standing.bare().get(f"/problems/{path}"), 404, "not-found")
+
+
+def test_a_command_that_is_refused_names_the_page_of_the_problem(standing: LiveCoordinator) -> None:
+    told = cli.tessera("admin", "audit", TESSERA_URL=standing.url, TESSERA_TOKEN=standing.token("viewer"))
+    (page,) = re.findall(r"http\S+", told.stderr)
+    assert page == f"{standing.url}/problems/forbidden"
+    assert standing.bare().get(page).status_code == 200

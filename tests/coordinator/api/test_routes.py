@@ -126,6 +126,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("GET", "/healthz/live"): everybody(204),
     ("GET", "/healthz/ready"): everybody(200),
     ("GET", "/version"): everybody(200),
+    ("GET", "/problems"): everybody(200),
     ("GET", "/problems/{code}"): everybody(200),
     ("GET", "/openapi.json"): Case(200, 200, 200, 200),
 }
