@@ -129,7 +129,7 @@ MAX_CLAIM_BYTES = 1 << 16
 MAX_BLOBS_PER_REQUEST = 4_096
 """Blobs that one request may ask for."""
 
-Rounds = Annotated[int, Field(gt=0, le=1_000_000)]
+Rounds = Annotated[int, Field(ge=0, le=1_000_000)]
 
 Seed = Annotated[int, Field(ge=0, lt=1 << 53)]
 

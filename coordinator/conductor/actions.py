@@ -15,9 +15,10 @@ from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow
 from tessera.coordinator.db.tasks import renew
 from tessera.coordinator.db.transitions import ACTOR, move_back, move_run, move_task
-from tessera.coordinator.domain.decide import Abandon, Action, CancelEvaluations, Complete, Evaluate
+from tessera.coordinator.domain.decide import Abandon, Action, CancelEvaluations, Evaluate
 from tessera.coordinator.domain.leases import Expire, LeaseAction, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
+from tessera.coordinator.domain.without_rounds import Complete
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Actions:
                     move_back(session, now, session.get_one(RunRow, run_id))
                 case Pause(reason):
                     move_run(session, now, ACTOR, run_id, "pause", reason)
-                case Complete():
+                case Complete(reason):
                     run = session.get_one(RunRow, run_id)
                     rounds_now = terms_of(session, run_id, run.changes).spec.rounds
                     require(run.version_number >= rounds_now, "the run has more rounds now")
-                    move_run(session, now, ACTOR, run_id, "complete")
+                    move_run(session, now, ACTOR, run_id, "complete", reason)
                     cancel_evaluations(session, now, run_id)
                 case CancelEvaluations():
                     cancel_evaluations(session, now, run_id)

@@ -12,6 +12,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.snapshots import central_due, evaluators, sites_due, terms_of
 from tessera.coordinator.db.tables import RunRow, TaskRow
 from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, new_task
+from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker, ids
 from tessera.shared.api.runs import RunSpec
@@ -34,16 +35,16 @@ def offer_evaluations(
     asked = []
     for one in due:
         if one in still and (one.worker or central):
-            worker = by_id[one.worker] if one.worker else _least_tried(session, run_id, one.version, central)
+            worker = by_id[one.worker] if one.worker else _least_tried(session, invited, one.version, central)
             _offer(session, now, run, one, worker)
             asked.append(worker.id)
     require(bool(asked), "the versions are no longer to be evaluated, or by no worker that is live")
     return asked
 
 
-def _least_tried(session: Session, run_id: str, version: int, central: Sequence[LiveWorker]) -> LiveWorker:
+def _least_tried(session: Session, invited: RunTerms, version: int, central: Sequence[LiveWorker]) -> LiveWorker:
     """Return the worker with the fewest attempts to evaluate a version on the central data set."""
-    kin = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
+    kin = (TaskRow.run_id == invited.run) & (TaskRow.kind == invited.spec.asks) & ~TaskRow.held_out
     tries = Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
     return min(central, key=lambda worker: tries[worker.id])
 
@@ -53,19 +54,20 @@ def _offer(session: Session, now: float, run: RunRow, due: PendingEvaluation, wo
     version, at a site that of an earlier version."""
     spec = RunSpec.model_validate(run.spec)
     held_out = due.worker is not None
-    kin = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.held_out == held_out)
+    kin = (TaskRow.run_id == run.id) & (TaskRow.kind == spec.asks) & (TaskRow.held_out == held_out)
     if held_out:
         kin &= TaskRow.worker_id == worker.id
     same = kin & (TaskRow.version_number == due.version)
     replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
     cancel_tasks(session, now, replaced, {})
-    plan, seed = Plan(stage="evaluate"), evaluation_seed(spec, due.version)
+    plan, seed = Plan(stage=spec.asks), evaluation_seed(spec, due.version)
     attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
     columns: dict[str, Any] = {"held_out": held_out, "seed": seed, "attempts": attempts}
-    task = new_task(session, now, run, worker.id, plan, kind="evaluate", version_number=due.version, **columns)
+    task = new_task(session, now, run, worker.id, plan, kind=spec.asks, version_number=due.version, **columns)
     about = {"version": due.version, "worker": worker.name, "held_out": held_out}
-    audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
+    audit.record(session, now, ACTOR, f"task.{spec.asks}", task.id, run_id=run.id, **about)
 
 
 def cancel_evaluations(session: Session, now: float, run_id: str) -> None:
-    cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate"), {})
+    asked = terms_of(session, run_id).spec.asks
+    cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == asked), {})

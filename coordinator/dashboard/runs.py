@@ -381,6 +381,8 @@ def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> s
     quorum = run.spec.cohort.quorum
     if able < quorum:
         return f"{able} of the {quorum} sites that it needs are live."
+    if not run.spec.rounds:
+        return "It waits for the answers of sites, and for further sites."
     over = run.version.number == run.spec.rounds
     return "its last version is being evaluated." if over else "the next one is about to open."
 

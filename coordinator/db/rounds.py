@@ -126,7 +126,7 @@ def commit_round(session: Session, now: float, run: RunRow, round_: RoundRow, ma
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     """Abandon a round: its accepted updates are left out. The reason names the workers that failed, with codes."""
     rows = session.execute(_PROBLEMS, {"round": round_.id})
-    failed = [f"{worker}: {_code_of(problem)}" for worker, problem in rows if problem]
+    failed = [f"{worker}: {code_of(problem)}" for worker, problem in rows if problem]
     reason += f" ({listed(failed)})" if failed else ""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     round_.noise_key = None
@@ -136,7 +136,7 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
         withdraw_helpers(session, now, round_.run_id)
 
 
-def _code_of(problem: Mapping[str, Any]) -> str:
+def code_of(problem: Mapping[str, Any]) -> str:
     """Return a problem's code, or that of the worker whose words it has."""
     if problem["code"] != WorkerFailed.code:
         return str(problem["code"])

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session, load_only
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
+from tessera.coordinator.db.rounds import code_of
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     RoundRow,
@@ -26,7 +27,13 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.coordinator.domain.eligibility import RunTerms, objections, withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
-from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.snapshot import (
+    Answers,
+    PendingEvaluation,
+    RoundSnapshot,
+    RunSnapshot,
+    TaskSnapshot,
+)
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
@@ -82,7 +89,7 @@ _RUN = (
 # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
 _REPEATED = TaskRow.attempts < given("most_attempts")
 _REPEATED &= ~TaskRow.held_out | (TaskRow.version_number == given("latest_due"))
-_PENDING = (TaskRow.run_id == given("run")) & (TaskRow.kind == "evaluate")
+_PENDING = (TaskRow.run_id == given("run")) & (TaskRow.kind == given("asks"))
 # One list of states, which an index serves, and then which of the expired ones count.
 _PENDING &= TaskRow.state.in_(("offered", "leased", "expired"))
 _PENDING &= (TaskRow.state != "expired") | _REPEATED
@@ -200,7 +207,7 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
         worker
         for worker in live
         if invited.lets_know(worker.site)
-        and "evaluate" in worker.declared["kinds"]
+        and invited.spec.asks in worker.declared["kinds"]
         and worker.declared["datasets"].get(wanted, 0) > 0
         and withheld_reason(invited, worker.declared) is None
     ]
@@ -214,7 +221,7 @@ def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveW
     return [
         worker
         for worker in eligible(invited, live)
-        if "evaluate" in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
+        if spec.asks in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
     ]
 
 
@@ -231,6 +238,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     invited = terms_of(session, run_id, run.changes)
     spec = invited.spec
     about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
+    about |= {"asks": spec.asks}
     rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here)
     abandoned, because = (0, "") if round_ else _abandoned(session, run)
@@ -250,6 +258,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
         evaluators=len(evaluators(invited, live)),
+        answers=None if spec.rounds else _answers(session, run, invited, live),
         abandoning=() if round_ or not spec.secure_sums else asked_to_abandon(session, run, here),
     )
 
@@ -275,6 +284,27 @@ def _task_snapshots(
         present = here is None or worker_id in here
         found[kind == "train"].append(TaskSnapshot(id_, site, state, token, attempts, expires_at, present))
     return tuple(found[True]), tuple(found[False])
+
+
+def _answers(session: Session, run: RunRow, invited: RunTerms, live: Sequence[LiveWorker]) -> Answers:
+    """Return the sites' answers to a run without rounds."""
+    tasks = session.execute(
+        select_tasks(SiteRow.name, WORKER_NAME, TaskRow.state, TaskRow.problem, TaskRow.created_at)
+        .where(TaskRow.run_id == run.id, TaskRow.kind == invited.spec.asks)
+        .order_by(TaskRow.created_at, TaskRow.id)
+    ).all()
+    answered = {site for site, _, state, *_ in tasks if state == "accepted"}
+    last = {worker: (state, problem) for _, worker, state, problem, at in tasks if at >= run.resumed_at}
+    failed = [f"{worker}: {code_of(problem)}" for worker, (state, problem) in last.items() if state == "failed"]
+    withheld = sites_of(w for w in live if invited.lets_know(w.site) and withheld_reason(invited, w.declared))
+    named = invited.spec.cohort.sites
+    return Answers(
+        len(answered),
+        len({site for site, *_ in tasks}),
+        is_full=named is not None and answered.issuperset(named),
+        withheld=len(withheld - answered),
+        failed=tuple(sorted(failed)[:5]),
+    )
 
 
 def _abandoned(session: Session, run: RunRow) -> tuple[int, str]:
@@ -315,11 +345,11 @@ def central_due(
     if spec.evaluation is None or spec.evaluation.dataset is None:
         return []
     due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
-    central = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & ~TaskRow.held_out
-    awaited: ColumnElement[bool] = TaskRow.state.in_(("offered", "expired"))
+    central = (TaskRow.run_id == run.id) & (TaskRow.kind == spec.asks) & ~TaskRow.held_out
+    awaited, spent = _awaited_or_spent(run, spec)
     if here is not None:
         awaited &= TaskRow.worker_id.in_(here)
-    taken = awaited | TaskRow.state.in_(("leased", "accepted")) | (TaskRow.attempts >= spec.cohort.max_task_attempts)
+    taken = awaited | spent | TaskRow.state.in_(("leased", "accepted"))
     numbers = (
         select(VersionRow.number)
         .where(VersionRow.run_id == run.id, due, VersionRow.retired_at.is_(None))
@@ -328,6 +358,14 @@ def central_due(
         .limit(most)
     )
     return [PendingEvaluation(number) for number in session.scalars(numbers)]
+
+
+def _awaited_or_spent(run: RunRow, spec: RunSpec) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """Return two conditions on evaluations: available to their worker, and out of attempts, of which a run that was
+    resumed has one more."""
+    used_up = TaskRow.attempts >= spec.cohort.max_task_attempts
+    awaited = (TaskRow.state == "offered") | ((TaskRow.state == "expired") & ~used_up)
+    return awaited, used_up & (TaskRow.created_at >= run.resumed_at)
 
 
 def latest_due(run: RunRow, spec: RunSpec) -> int:
@@ -353,9 +391,8 @@ def sites_due(
     number = latest_due(run, spec)
     tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & TaskRow.held_out
     # Only evaluations are held out; the kind is for the index.
-    tasks &= TaskRow.kind == "evaluate"
-    over = TaskRow.state.in_(("offered", "leased", "expired", "accepted")) | (
-        TaskRow.attempts >= spec.cohort.max_task_attempts
-    )
+    tasks &= TaskRow.kind == spec.asks
+    awaited, spent = _awaited_or_spent(run, spec)
+    over = awaited | spent | TaskRow.state.in_(("leased", "accepted"))
     asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
     return [PendingEvaluation(number, worker.id) for worker in able if worker.id not in asked]

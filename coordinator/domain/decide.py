@@ -13,6 +13,7 @@ from tessera.coordinator.domain.leases import LeaseAction, MoveBack, lease_actio
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause, sum_actions
+from tessera.coordinator.domain.without_rounds import Complete, end_of
 
 RETRY_SECONDS = (1.0, 10.0, 60.0)
 """Time before the first, second and each later repetition of an abandoned round: its cause may pass by itself."""
@@ -59,11 +60,6 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Complete:
-    """End a run after its last round."""
-
-
-@dataclass(frozen=True)
 class CancelEvaluations:
     """Cancel the evaluations of a run that ended, and its helpers' tasks."""
 
@@ -82,9 +78,10 @@ def decide(run: RunSnapshot, now: float, timeouts: Timeouts) -> list[Action]:
     if run.round:
         moves = list(_end_of(run.round, run, now))
     elif run.state == "running":
-        moves = list(_after_a_round(run, now, timeouts))
-    # A site evaluates its own model before the next round changes it. A run that completes asks for no evaluation.
-    return [*leases, *(() if Complete() in moves else _evaluations(run)), *moves]
+        moves = list(end_of(run, now, timeouts) if run.answers else _after_a_round(run, now, timeouts))
+    # A site evaluates its own model before the next round changes it. A run that ends or pauses asks for nothing.
+    is_over = any(isinstance(move, Complete | Pause) for move in moves)
+    return [*leases, *(() if is_over else _evaluations(run)), *moves]
 
 
 def _wind_up(run: RunSnapshot) -> Iterator[Action]:
@@ -106,7 +103,8 @@ def _leases(run: RunSnapshot, now: float, lease_seconds: float) -> Iterator[Acti
 
 
 def _evaluations(run: RunSnapshot) -> Iterator[Action]:
-    if due := tuple(one for one in run.unevaluated if one.worker is not None or run.evaluators):
+    may_ask = run.answers is None or run.state == "running"
+    if may_ask and (due := tuple(one for one in run.unevaluated if one.worker is not None or run.evaluators)):
         yield Evaluate(due)
 
 

@@ -73,7 +73,8 @@ def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | 
 
 
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
-    """Return the reasons that a worker would train in no round of the run; empty if it would."""
+    """Return the reasons that a worker would train in no round of the run, or do the task of a run without rounds;
+    empty if it would."""
     return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
 
 
@@ -81,9 +82,9 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     spec = invitation.spec
     if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
-    if "train" not in declared["kinds"]:
+    if (kind := "train" if spec.rounds else spec.asks) not in declared["kinds"]:
         silent = "it takes no tasks at present; its own log says why"
-        yield "kinds", "it does not train" if declared["kinds"] else silent
+        yield "kinds", f"it does not {kind}" if declared["kinds"] else silent
     if spec.method.name not in declared["methods"]:
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     if spec.training.augments and not declared.get("augments"):
@@ -95,7 +96,9 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     if spec.secure_sums and (declared.get("site_keys") or {}).get("site") != site:
         yield "secure_sums", f"it takes part in no secure sums, or not as {site}: set [secure_sums] in its settings"
     examples = declared["datasets"].get(spec.dataset, 0)
-    if examples <= 0:
+    if not spec.rounds:
+        yield from _unmeasurable(spec, declared)
+    elif examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
         yield "datasets", f"it has no data set {spec.dataset}, or may not use it; it has {others or 'none'}"
     if reason := withheld_reason(invitation, declared):
@@ -104,11 +107,26 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield from _refusals(invitation, examples, policy)
 
 
+def _unmeasurable(spec: RunSpec, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the reason that a worker has no examples on which a run without rounds could measure its model."""
+    central = spec.evaluation and declared["datasets"].get(spec.evaluation.dataset, 0)
+    at_site = spec.evaluation and spec.evaluation.sites and declared.get("held_out", {}).get(spec.dataset, 0)
+    if not (central or at_site):
+        yield "datasets", f"it holds out no examples of a data set {spec.dataset}, and has no central data set"
+
+
 def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
     """Yield the rules of the site's policy that the run as a whole violates."""
     spec, privacy = invitation.spec, invitation.spec.privacy
     if policy.orchestrators is not None and invitation.orchestrator not in policy.orchestrators:
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
+    if invitation.model_bytes > policy.max_model_bytes:
+        yield (
+            "max_model_bytes",
+            f"a model of {invitation.model_bytes} bytes is more than its {policy.max_model_bytes}",
+        )
+    if not spec.rounds:
+        return
     if (epochs := local_epochs(spec.training, examples)) > policy.max_epochs:
         yield "max_epochs", f"{epochs} epochs are more than its {policy.max_epochs}"
     at_most = (spec.training.batch_size or examples) * (privacy.examples_per_unit if privacy else 1)
@@ -117,11 +135,6 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
     least = max(policy.min_batch or 0, LEAST_BATCH_IN_SUM if spec.has_exact_sums else 0)
     if trains_on_few(spec.training, examples, least):
         yield "min_batch", f"less than one pass over its {examples} examples needs batches of {least}"
-    if invitation.model_bytes > policy.max_model_bytes:
-        yield (
-            "max_model_bytes",
-            f"a model of {invitation.model_bytes} bytes is more than its {policy.max_model_bytes}",
-        )
     yield from _privacy_refusals(spec, policy)
 
 

@@ -53,7 +53,8 @@ def preview(
     """
     found = {worker.name: _before_planning(invited, model, vocabulary, worker, live, now) for worker in known}
     pool = [worker for worker in known if not _but_for_approval(found[worker.name])]
-    plans, refused = plan_willing(invited.spec, model, state, pool)
+    trains = invited.spec.rounds > 0
+    plans, refused = plan_willing(invited.spec, model, state, pool) if trains else ({}, {})
     for name, said in refused.items():
         found[name] = [*found[name], said]
     half = coordinator_half(invited.spec.method, run_facts(invited.spec, model))
@@ -87,7 +88,7 @@ def preview(
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
             *_measured_in_part(invited.spec, workers),
-            *_limited(half, invited.spec, pool),
+            *(_limited(half, invited.spec, pool) if trains else []),
             *warnings_of(invited.spec, model, state),
         ),
     )
@@ -107,7 +108,7 @@ def _warnings(
         long = misfit(invited.spec, worker.declared, model, vocabulary, padded=True)
         found = policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0)
         return (*found, *([long] if long else []))
-    if worker not in pool:
+    if worker not in pool or not invited.spec.rounds:
         return ()
     cohort, sites = invited.spec.cohort, {one.site for one in pool}
     if worker.site in {one.site for one in pool if one.name in asked}:

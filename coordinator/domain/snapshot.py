@@ -53,6 +53,22 @@ class PendingEvaluation:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """The sites' answers to a run without rounds."""
+
+    answered: int
+    """Sites whose report was accepted."""
+    asked: int
+    """Sites that were offered a task."""
+    is_full: bool = False
+    """Each site that the run names has answered."""
+    withheld: int = 0
+    """Sites with live workers that were offered no task, or gave it back, until a person there has decided."""
+    failed: tuple[str, ...] = ()
+    """Workers whose last task since the run was last resumed failed, with its code."""
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     id: str
     state: str
@@ -81,6 +97,8 @@ class RunSnapshot:
     """The reason of the last abandoned attempt at the next round, with the workers that failed; empty without one."""
     goes_on: bool = False
     """Its last change was the commit of a round, whose cohort was here a moment ago."""
+    answers: Answers | None = None
+    """For a run without rounds."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from tessera.shared.schema import (
     RoundState,
     RunState,
     Seed,
+    TaskKind,
     Value,
 )
 from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, tolerance_of
@@ -162,12 +163,27 @@ class Bounds(Message):
 class RunSpec(Value):
     """An orchestrator's definition of a run. `model` and `version` are digests of blobs uploaded before."""
 
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            (
+                "privacy", "client_privacy", "secure_sums", "signals", "codec", "upload_budget",
+                "upload_seconds", "download_codec", "normalization", "robust", "server_optimizer", "max_examples",
+                "max_update_norm", "max_norm_of_median",
+            ),
+            lambda run: run.rounds > 0,
+            "rounds to 1 or more",
+        ),
+    )  # fmt: skip
+
     name: Label = Field(description="the run's name, for people; several runs may have the same")
     method: MethodSpec = Field(description="the algorithm and its settings")
     model: Digest = Field(description="digest of the table of the model's blocks")
     version: Digest = Field(description="digest of the manifest of the first version")
     dataset: Label = Field(description="what sites call the data to train on")
-    rounds: Rounds = Field(description="rounds after which the run is complete")
+    rounds: Rounds = Field(
+        description="rounds after which the run is complete; with 0 nothing trains, and each site measures the model "
+        "once, as `evaluation` says"
+    )
     seed: Seed = Field(default=0, description="decides every random choice of the run: cohorts, batches, noise")
     cohort: Cohort = Field(default=Cohort(), description="who takes part in a round, and for how long it waits")
     training: Training = Field(default=Training(), description="local training at each worker")
@@ -230,6 +246,24 @@ class RunSpec(Value):
     def _known_codec(cls, codec: str) -> str:
         pipeline.parse(codec)
         return codec
+
+    @model_validator(mode="before")
+    @classmethod
+    def _method_of_no_round(cls, given: Any) -> Any:
+        """Add a method to a run without rounds: FedAvg keeps nothing at the sites, and changes no model."""
+        has_none = isinstance(given, Mapping) and given.get("rounds") == 0 and "method" not in given
+        return {**given, "method": {"name": "fedavg"}} if has_none else given
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if self.rounds == 0 and self.evaluation is None:
+            raise ValueError("rounds is 0, and the run asks the sites for nothing: set [evaluation], or rounds")
+        size_or_target = self.cohort.size or self.cohort.target_updates
+        if self.rounds == 0 and (size_or_target or self.cohort.workers_per_site > 1):
+            raise ValueError(
+                "rounds is 0, so that each site is asked: leave out size, target_updates, workers_per_site"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rule_can_work(self) -> Self:
@@ -300,6 +334,11 @@ class RunSpec(Value):
         ValidationError."""
         cohort = {**self.cohort.model_dump(mode="json"), **changes.get("cohort", {})}
         return type(self).model_validate({**self.model_dump(mode="json"), **changes, "cohort": cohort})
+
+    @property
+    def asks(self) -> TaskKind:
+        """The kind of task that the run asks of sites beside its rounds: the only one of a run without rounds."""
+        return "evaluate"
 
     @property
     def lossy_settings(self) -> tuple[str, ...]:
@@ -442,7 +481,7 @@ class RunPatch(Value):
     state: Literal["running", "paused", "cancelled"] | None = None
     tags: Tags | None = None
     note: Annotated[str, Field(max_length=2000)] | None = None
-    rounds: Rounds | None = None
+    rounds: Annotated[Rounds, Field(gt=0)] | None = None
     cohort: CohortPatch | None = None
 
     @model_validator(mode="after")

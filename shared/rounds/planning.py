@@ -121,6 +121,8 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     _check_effect(spec, half.settings)
     try:
         state = initial_state(half, first)
+        if not spec.rounds:
+            return state
         plans = _first_plans(half, model, state)
         _check_chosen(half.run, plans)
         _check_sent(spec, plans)
@@ -156,7 +158,9 @@ def with_changes(spec: RunSpec, model: Model, changes: Mapping[str, Any], remedy
 
 def _fixed(spec: RunSpec, wanted: RunSpec, model: Model) -> Iterator[tuple[str, str]]:
     """Yield the places of changed settings that a run under way cannot change, with the reasons."""
-    if spec.secure_sums:
+    if not spec.rounds:
+        yield "/rounds", "a run without rounds trains nothing, and its settings stay"
+    elif spec.secure_sums:
         yield "/secure_sums", "the terms of secure sums, which helpers and sites agreed on, include these settings"
     elif wanted.rounds == spec.rounds:
         return

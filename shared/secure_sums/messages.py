@@ -123,7 +123,7 @@ class NoiseTerms(Message):
 
     epsilon: float = Field(gt=0)
     delta: float = Field(gt=0, lt=1)
-    rounds: Rounds
+    rounds: Annotated[Rounds, Field(gt=0)]
     clip_norm: float = Field(gt=0)
     honest_sites: PositiveInt
     deviation: PositiveInt = Field(le=MAX_DEVIATION)

@@ -202,7 +202,7 @@ def open_view(glimpse: RunProgress, estimates: Estimates, now: datetime) -> Rend
     if glimpse.over:
         return ""
     bar = Table.grid(padding=(0, 1))
-    made = ProgressBar(total=glimpse.run.spec.rounds, completed=glimpse.run.version.number, width=BAR_COLUMNS)
+    made = ProgressBar(total=glimpse.run.spec.rounds or 1, completed=glimpse.run.version.number, width=BAR_COLUMNS)
     bar.add_row(escape(_headline(glimpse)), made, estimates.run_left(glimpse, now))
     if (round_ := glimpse.open) is None:
         return bar
@@ -212,7 +212,7 @@ def open_view(glimpse: RunProgress, estimates: Estimates, now: datetime) -> Rend
 
 def _headline(glimpse: RunProgress) -> str:
     if (now := glimpse.open) is None:
-        return f"{glimpse.run.spec.name}: waiting for the next round"
+        return f"{glimpse.run.spec.name}: waiting for {'the next round' if glimpse.run.spec.rounds else 'answers'}"
     state = "merging" if now.state == "merging" else now.stage
     return f"round {now.number} of {glimpse.run.spec.rounds}, {state}"
 

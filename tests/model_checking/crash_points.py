@@ -27,6 +27,7 @@ SHAPES = {
     "two workers, files, uploads": Shape(workers=2, rounds=1, inline_bytes=8),
     "three workers, updates with their submissions": Shape(workers=3, rounds=1, inline_updates=(True,) * 3),
     "two workers, momentum, two rounds": Shape(workers=2, rounds=2, server_optimizer=MOMENTUM, inline_bytes=8),
+    "two workers, no rounds": Shape(workers=2, rounds=0, evaluates=True),
     "two workers, two coordinators": Shape(workers=2, replicas=2, rounds=1, inline_bytes=8),
 }
 """Each worker is asked again until it has done its task, so that the same updates are merged in the end."""

@@ -274,12 +274,17 @@ class Federation:
 
 
 def simulate(
-    seed: int, *, storm_steps: int = STORM_STEPS, faults: Faults | None = None, manners: Manners | None = None
+    seed: int,
+    *,
+    storm_steps: int = STORM_STEPS,
+    faults: Faults | None = None,
+    manners: Manners | None = None,
+    shape: Shape | None = None,
 ) -> Outcome:
     """One federation from its begin to its end. Raises Violated."""
     structlog.configure(processors=[structlog.processors.KeyValueRenderer()], logger_factory=Silence)
     with workplace() as folder:
-        federation = Federation(seed, folder, faults or Faults(), manners or Manners())
+        federation = Federation(seed, folder, faults or Faults(), manners or Manners(), shape)
         try:
             return federation.run(storm_steps)
         finally:

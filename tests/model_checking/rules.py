@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tessera.coordinator.domain.acceptance import refusal
-from tessera.coordinator.domain.decide import Abandon, Action, Close, Complete, Merge, Open, decide
+from tessera.coordinator.domain.decide import Abandon, Action, Close, Merge, Open, decide
 from tessera.coordinator.domain.leases import Expire, Offer
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
+from tessera.coordinator.domain.without_rounds import Complete
 from tessera.shared.api.runs import Cohort
 from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
@@ -226,7 +227,7 @@ class Rules:
                 self._open(number)
             case Pause(_):
                 move(run, RUN, "run", "pause")
-            case Complete():
+            case Complete(_):
                 move(run, RUN, "run", "complete")
             case _:
                 raise Violated(f"decide: {action} without evaluations")

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.model_checking.crash_points import SHAPES, between_actions, killed, undisturbed
-from tests.model_checking.federation import simulate
+from tests.model_checking.federation import Shape, simulate
 from tests.mutants.planted import FAULTS, hunt
 from tests.support.variants import variants
 
@@ -19,13 +19,19 @@ HUNTED = range(2000)
 simulated = cache(simulate)
 CRASHES = 2
 """Points of each shape at which something is killed; `make simulation` takes all of them."""
-SHORT = {"one worker, all in the database", "two workers, files, uploads"}
+SHORT = {"one worker, all in the database", "two workers, files, uploads", "two workers, no rounds"}
 """The shapes that `make test` takes: small blobs in the database, and blobs in files."""
 
 
 @pytest.mark.parametrize("seed", variants([*range(SEEDS), LAPSING], {0}))
 def test_no_invariant_is_broken(seed: int) -> None:
     assert simulated(seed).state in ("completed", "cancelled", "failed")
+
+
+@pytest.mark.parametrize("seed", variants(range(20), {0}))
+def test_a_run_without_rounds_breaks_no_invariant(seed: int) -> None:
+    shape = Shape(workers=3, rounds=0, evaluates=True, quorum=2, max_task_attempts=2, whims=2, replicas=1 + seed % 2)
+    assert simulate(seed, shape=shape).state in ("completed", "cancelled")
 
 
 @pytest.mark.long

@@ -170,6 +170,26 @@ def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     assert disturbed == undisturbed
 
 
+def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
+    tmp_path: Path, vit: ModelFolder, running: Keep
+) -> None:
+    with CoordinatorProcess(tmp_path / "killed", lease_seconds=3) as coordinator:
+        client = coordinator.admin()
+        uploaded = upload_model(client, vit)
+        asked = {"rounds": 0, "dataset": "digits", "evaluation": {"sites": True}, "cohort": {"sites": ["a", "b"]}}
+        digests = {"model": uploaded.model, "version": uploaded.version}
+        run = client.create_run(RunSpec.model_validate({"name": "measured", **asked, **digests}))
+        workers = [running(worker_process(coordinator, s, f"{shard(i)}held_out = 0.3")) for i, s in enumerate("ab")]
+        until(lambda: workers[0].said("started"), seconds=60)
+        workers[0].kill()
+        coordinator.kill()
+        coordinator.start()
+        running(start_worker(coordinator.folder / "a"))
+        until(lambda: ended(client, run), seconds=100)
+        assert sorted(one.site for one in client.measurements(run.id)) == ["a", "b"]
+        assert findings(coordinator, []) == []
+
+
 def test_a_worker_that_is_told_to_stop_gives_its_task_back_at_once(
     live: CoordinatorProcess, vit: ModelFolder, running: Keep
 ) -> None:

@@ -156,7 +156,7 @@ def _require_augmentable(task: Task, dataset: DatasetInfo) -> None:
 
 def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: int | None) -> None:
     """Raise Unapproved unless the run is approved; file a request from its first task."""
-    task, trains = run.task, "train" in run.env.kinds
+    task, trains = run.task, "train" in run.env.kinds and run.task.rounds > 0
     measured = dataset.held_out if task.held_out else 0
     examples = dataset.examples if trains or not task.held_out else measured
     party = run.env.sums

@@ -13,7 +13,7 @@ from tessera.coordinator.alerts.attention import withheld_runs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RunRow
-from tessera.coordinator.domain.decide import Complete
+from tessera.coordinator.domain.without_rounds import Complete
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Cohort, RunPatch
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, Participant, Plan, State

@@ -13,7 +13,6 @@ from tessera.coordinator.domain.decide import (
     Abandon,
     CancelEvaluations,
     Close,
-    Complete,
     Evaluate,
     Merge,
     Open,
@@ -22,6 +21,7 @@ from tessera.coordinator.domain.decide import (
 from tessera.coordinator.domain.leases import Expire, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.snapshot import (
+    Answers,
     PendingEvaluation,
     RoundSnapshot,
     RunSnapshot,
@@ -30,6 +30,7 @@ from tessera.coordinator.domain.snapshot import (
     Timeouts,
 )
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
+from tessera.coordinator.domain.without_rounds import Complete
 from tessera.shared.api.runs import Cohort
 from tessera.shared.schema import RunState, TaskState
 
@@ -66,6 +67,13 @@ def run(**facts: Any) -> RunSnapshot:
         evaluators=0,
     )
     return replace(blank, **facts)
+
+
+def asking(answered: int, asked: int, **facts: Any) -> RunSnapshot:
+    """A run without rounds, with a deadline of 100 s."""
+    of_answers = {name: facts.pop(name) for name in ("is_full", "withheld", "failed") if name in facts}
+    cohort = Cohort(quorum=2, deadline_seconds=100)
+    return run(rounds=0, cohort=cohort, answers=Answers(answered, asked, **of_answers), **facts)
 
 
 def decided(snapshot: RunSnapshot, now: float = NOW) -> list[object]:
@@ -268,6 +276,24 @@ RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
     ("to sites too", run(version=3, unevaluated=(AT_A,)), {0: [Evaluate((AT_A,))]}),
     ("a finished run does not wait for evaluators that are not there",
      run(version=3, unevaluated=(CENTRAL,)), {0: [Complete()]}),
+    # ---------------------------------------------------------------- without rounds
+    ("a run without rounds asks each site", asking(0, 0, unevaluated=(AT_A,)), {0: [Evaluate((AT_A,))]}),
+    ("it waits for further sites", asking(2, 2), {29: [], 30: [Complete()]}),
+    ("it waits for each answer until its deadline", asking(2, 3, evaluations=(task("leased", expires_at=NOW + 101),)),
+     {99: [], 100: [Complete("2 of 3 sites answered by the deadline")]}),
+    ("it says that a site has not answered", asking(2, 3), {30: [Complete("2 of 3 sites answered")]}),
+    ("it waits for a person's approval at a site", asking(2, 3, withheld=1),
+     {99: [], 100: [Complete("2 of 3 sites answered by the deadline")]}),
+    ("it waits for a central evaluator", asking(2, 2, unevaluated=(CENTRAL,)),
+     {99: [], 100: [Complete("2 of 2 sites answered by the deadline")]}),
+    ("it ends early once each site that it names has answered", asking(2, 2, is_full=True), {0: [Complete()]}),
+    ("it does not end while one of them works", asking(2, 2, is_full=True, evaluations=(task("leased"),)), {0: []}),
+    ("it is never complete with fewer answers than its quorum", asking(1, 2, failed=("b/w: diverged",)),
+     {29: [], 30: [Pause("1 of 2 sites answered (b/w: diverged); the quorum is 2")]}),
+    ("without any answer it pauses", asking(0, 0),
+     {99: [], 100: [Pause("0 of 0 sites answered by the deadline; the quorum is 2")]}),
+    ("it waits for sites to come", asking(1, 1), {99: []}),
+    ("a paused one asks nobody", asking(0, 0, state="paused", unevaluated=(AT_A,)), {0: [], 1e9: []}),
     # ---------------------------------------------------------------- winding up
     *((f"a {state} run winds up its round and its evaluations",
        run(state=state, round=a_round("leased"), evaluations=(task("leased"),), eligible=9),
@@ -334,6 +360,7 @@ RUNS = st.builds(
         st.builds(PendingEvaluation, st.integers(0, 5), st.none() | st.sampled_from("abc")), unique=True, max_size=3
     ).map(tuple),
     st.integers(0, 2),
+    answers=st.none() | st.builds(Answers, st.integers(0, 3), st.integers(3, 5), st.booleans(), st.integers(0, 2)),
 )
 
 
@@ -363,6 +390,8 @@ def test_every_action_fits_what_was_seen(snapshot: RunSnapshot, now: float) -> N
                 assert snapshot.round.state == "merging"
             case Pause() | Complete():
                 assert snapshot.state == "running"
+                if isinstance(action, Complete) and snapshot.answers:
+                    assert snapshot.answers.answered >= snapshot.cohort.quorum
             case Abandon() if snapshot.state in LIVE_RUN:
                 assert accepted < snapshot.cohort.quorum
 
