@@ -135,7 +135,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
-TaskKind = Literal["train", "evaluate", "agree", "open", "abandon"]
+TaskKind = Literal["train", "evaluate", "describe", "agree", "open", "abandon"]
 RunState = Literal["running", "paused", "completed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
 TaskState = Literal[
@@ -165,7 +165,7 @@ def canonical(value: BaseModel) -> bytes:
     return json.dumps(value.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
 
-Phase = Literal["waiting", "fetching", "training", "evaluating", "held", "uploading"]
+Phase = Literal["waiting", "fetching", "training", "evaluating", "describing", "held", "uploading"]
 
 Counted = Annotated[int, Field(ge=0, lt=1 << 53)]
 Measured = Annotated[float, Field(ge=0, lt=1 << 53)]

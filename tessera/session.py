@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tessera.shared.api.runs import Preview, RunSpec
 from tessera.shared.api.runs import Run as RunRecord
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client
+from tessera.shared.client.data_descriptions import compare_data
 from tessera.shared.client.lookup import find_run
 from tessera.shared.client.previews import preview_notes, previewed
 from tessera.shared.client.round_outcomes import follow, outcomes
@@ -20,6 +21,7 @@ from tessera.shared.client.run_versions import Wanted, described, export_version
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
 from tessera.shared.metrics.comparison import RunComparison as ComparisonRecord
 from tessera.shared.metrics.convergence import Convergence
+from tessera.shared.metrics.data_comparison import DataAnswers
 from tessera.shared.metrics.extras import extra
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.metrics.site_spread import headlines
@@ -139,6 +141,11 @@ class Session:
         """
         records = [run.record if isinstance(run, Run) else find_run(self.client, run) for run in runs]
         return Comparison(compare_runs(self.client, records, metric, reach))
+
+    def compare_data(self, dataset: str, wait_seconds: float = 600.0) -> DataAnswers:
+        """Ask each site to describe a data set, and return the tables of their counts and the `faults` that training
+        on them would have. Raises Problem if no site has it."""
+        return compare_data(self.client, dataset, wait_seconds)[1]
 
 
 class Run:

@@ -107,6 +107,12 @@ class DataSource(BaseModel):
     def options(self) -> dict[str, object]:
         return dict(self.model_extra or {})
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes, beginning with class 0; empty if the settings have none."""
+        names = self.options.get("labels")
+        return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
 
 class DataSources(BaseModel):
     """The settings by which an executor loads data sets. They hold no token."""
@@ -199,8 +205,8 @@ class WorkerSettings(DataSettings):
         description="file of the secret key that decides which examples are held out, created if missing; in "
         "state_dir if unset. Workers with the same examples need the same key",
     )
-    kinds: tuple[Literal["train", "evaluate"], ...] = Field(
-        default=("train", "evaluate"), min_length=1, description="kinds of tasks to claim"
+    kinds: tuple[Literal["train", "evaluate", "describe"], ...] = Field(
+        default=("train", "evaluate", "describe"), min_length=1, description="kinds of tasks to claim"
     )
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     micro_batch: PositiveInt | Literal["auto"] | None = Field(

@@ -11,6 +11,7 @@ from secrets import token_hex
 from tessera.shared.diagnostics import reason_of
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
+from tessera.worker.governance.described_data import DescribedData
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
@@ -50,6 +51,10 @@ def ledger_of(settings: WorkerSettings) -> Ledger:
 def run_history_of(settings: WorkerSettings) -> RunHistory:
     """Return the history of the runs that this worker has seen."""
     return RunHistory(settings.runs_dir or settings.state_dir, settings.name)
+
+
+def described_data_of(settings: WorkerSettings) -> DescribedData:
+    return DescribedData(settings.runs_dir or settings.state_dir)
 
 
 def inbox_of(settings: WorkerSettings) -> Inbox:

@@ -28,7 +28,7 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
-from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteReport
 from tessera.shared.api.versions import Version
 from tessera.shared.problems import Gone, NotFound, PreconditionRequired
 from tessera.shared.rounds.export import Export
@@ -188,6 +188,14 @@ async def get_difference(
     """Return the blob from which a worker computes this version, given an earlier one."""
     digest = await serving.differences.find(caller, run_id, number, since)
     return await get_blob(digest, request, serving, caller, range_)
+
+
+@router.get("/{run_id}/reports", operation_id="listReports")
+def list_reports(run_id: str, serving: Serving, caller: Viewer) -> Page[SiteReport]:
+    """Return the latest task of each site in a run without rounds, and what the site reported."""
+    with serving.database.snapshot() as session:
+        views.find_run(session, run_id)
+        return Page(items=tuple(views.site_reports(session, run_id)))
 
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")

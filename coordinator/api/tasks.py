@@ -16,6 +16,7 @@ from tessera.shared.api.framing import MEDIA_TYPE, pack_task
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
+    DescriptionResult,
     EvaluationResult,
     Failure,
     Heartbeat,
@@ -159,6 +160,12 @@ def submit_helper_report(task_id: str, body: HelperReport, serving: Serving, cal
 def submit_evaluation(task_id: str, body: EvaluationResult, serving: Serving, caller: SiteCaller) -> TaskView:
     """Submit the metrics of an evaluation."""
     return tasks.submit_evaluation(serving, caller, task_id, body)
+
+
+@router.post("/{task_id}/description", operation_id="submitDescription")
+def submit_description(task_id: str, body: DescriptionResult, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Submit the description of a data set."""
+    return tasks.submit_description(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/failure", operation_id="reportFailure")

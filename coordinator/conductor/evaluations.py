@@ -53,12 +53,12 @@ def _offer(session: Session, now: float, run: RunRow, due: PendingEvaluation, wo
     """Offer an evaluation to a worker in place of an obsolete one: on the central data set another worker's of this
     version, at a site that of an earlier version."""
     spec = RunSpec.model_validate(run.spec)
-    held_out = due.worker is not None
+    at_site, held_out = due.worker is not None, due.worker is not None and spec.asks == "evaluate"
     kin = (TaskRow.run_id == run.id) & (TaskRow.kind == spec.asks) & (TaskRow.held_out == held_out)
-    if held_out:
+    if at_site:
         kin &= TaskRow.worker_id == worker.id
     same = kin & (TaskRow.version_number == due.version)
-    replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
+    replaced = (kin if at_site else same) & TaskRow.state.in_(("offered", "expired"))
     cancel_tasks(session, now, replaced, {})
     plan, seed = Plan(stage=spec.asks), evaluation_seed(spec, due.version)
     attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0

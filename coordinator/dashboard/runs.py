@@ -51,6 +51,7 @@ from tessera.shared.metrics.comparison import (
     main_score,
     setting_text,
 )
+from tessera.shared.metrics.data_comparison import DataAnswers
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low, spreads
 from tessera.shared.metrics.svg_charts import Interval, svg_file
@@ -226,6 +227,7 @@ def show_run(
             axes=AXES,
             absent=list(absent(run, figures.measurements, {panel.ident for panel in charts})),
             rounds=figures.sums[:SHOWN_ROUNDS],
+            answers=DataAnswers.of(run, views.site_reports(session, run_id)) if run.spec.describe else None,
             live_settings=_live_settings(run.spec),
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
         )

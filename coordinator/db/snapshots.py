@@ -214,8 +214,12 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
 
 
 def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Return the workers that could evaluate versions: those that could train and have held-out examples."""
+    """Return the workers that could evaluate versions: those that could train and have held-out examples; of a run
+    that asks for descriptions, one worker of each site."""
     spec = invited.spec
+    if spec.describe:
+        # Another worker with the same data would count them twice.
+        return list({worker.site: worker for worker in reversed(eligible(invited, live))}.values())
     if spec.evaluation is None or not spec.evaluation.sites:
         return []
     return [
@@ -389,10 +393,10 @@ def sites_due(
     if not able:
         return []
     number = latest_due(run, spec)
-    tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & TaskRow.held_out
-    # Only evaluations are held out; the kind is for the index.
-    tasks &= TaskRow.kind == spec.asks
+    tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.kind == spec.asks)
+    tasks &= TaskRow.held_out == (spec.asks == "evaluate")
     awaited, spent = _awaited_or_spent(run, spec)
     over = awaited | spent | TaskRow.state.in_(("leased", "accepted"))
-    asked = set(session.scalars(select(TaskRow.worker_id).where(tasks, over)))
-    return [PendingEvaluation(number, worker.id) for worker in able if worker.id not in asked]
+    rows = session.execute(select_tasks(TaskRow.worker_id, SiteRow.name).where(tasks, over)).all()
+    asked, sites = {worker for worker, _ in rows}, {site for _, site in rows} if spec.describe else set()
+    return [PendingEvaluation(number, one.id) for one in able if one.id not in asked and one.site not in sites]

@@ -304,6 +304,10 @@ EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'a
 """An evaluation that is done or may still be."""
 
 
+REPORT = "kind in ('describe', 'rehearse') and state in ('offered', 'leased', 'expired', 'accepted')"
+"""A site's report to a run without rounds that is done or may still be."""
+
+
 UPDATE = "kind = 'train' and state in ('offered', 'leased', 'expired', 'accepted', 'merged')"
 """A task whose update counts or still may."""
 
@@ -331,6 +335,8 @@ class TaskRow(Table):
             where=f"held_out and {EVALUATION}",
             unique=True,
         ),
+        # A worker reports once to a run without rounds.
+        _partial_index("uq_tasks_report", "run_id", "worker_id", where=REPORT, unique=True),
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind_state", "run_id", "kind", "state"),
         Index("ix_tasks_merged_in", "run_id", "merged_in"),
@@ -372,6 +378,8 @@ class TaskRow(Table):
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     # Counts of predictions by class, which a site may send with the metrics of an evaluation.
     class_counts: Mapped[dict[str, Any] | None]
+    # The description of a site's data.
+    report: Mapped[dict[str, Any] | None]
     # Progress that the worker reports under the current lease.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Layers of the accepted update's blocks.

@@ -16,7 +16,16 @@ from tessera.coordinator.domain.acceptance import refusal
 from tessera.coordinator.domain.eligibility import RunTerms, withheld_reason
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
-from tessera.shared.api.tasks import Claim, EvaluationResult, Progress, Receipt, Release, Submission, Task
+from tessera.shared.api.tasks import (
+    Claim,
+    DescriptionResult,
+    EvaluationResult,
+    Progress,
+    Receipt,
+    Release,
+    Submission,
+    Task,
+)
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
@@ -223,7 +232,9 @@ def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress
     session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **reported))
 
 
-def require_kind(record: LoadedTask, report: Submission | EvaluationResult | HelperReport, *kinds: str) -> None:
+def require_kind(
+    record: LoadedTask, report: Submission | EvaluationResult | DescriptionResult | HelperReport, *kinds: str
+) -> None:
     """Raise a problem unless the report is about the task under its lease, of one of these kinds."""
     record.require_lease(report.token)
     if record.task.kind not in kinds:

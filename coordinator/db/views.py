@@ -30,7 +30,7 @@ from tessera.coordinator.db.tables import (
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
 from tessera.shared.api.class_counts import ClassCounts
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec, SiteReport
 from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.json_limits import check_document
@@ -249,6 +249,21 @@ def latest_measurements(
     return measurements(
         session, run_id, spec, *which, TaskRow.version_number == newest.correlate(None).scalar_subquery()
     )
+
+
+def site_reports(session: Session, run_id: str) -> list[SiteReport]:
+    """Return each site's latest task of a run without rounds, with its report."""
+    rows = session.execute(
+        select_tasks(SiteRow.name, WORKER_NAME, TaskRow.state, TaskRow.problem, TaskRow.report)
+        .where(TaskRow.run_id == run_id)
+        .order_by(TaskRow.created_at, TaskRow.id)
+    )
+    # A site's accepted task is its last one.
+    latest = {site: (worker, state, problem, report) for site, worker, state, problem, report in rows}
+    return [
+        SiteReport(site=site, worker=worker, state=state, problem=problem, description=report)
+        for site, (worker, state, problem, report) in sorted(latest.items())
+    ]
 
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:

@@ -96,7 +96,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     if spec.secure_sums and (declared.get("site_keys") or {}).get("site") != site:
         yield "secure_sums", f"it takes part in no secure sums, or not as {site}: set [secure_sums] in its settings"
     examples = declared["datasets"].get(spec.dataset, 0)
-    if not spec.rounds:
+    if spec.rounds == 0 and spec.evaluation:
         yield from _unmeasurable(spec, declared)
     elif examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
@@ -248,6 +248,8 @@ def unsuited(
     spec: RunSpec, declared: Mapping[str, Any], model: Model, vocabulary: Vocabulary
 ) -> Ineligibility | None:
     """Return the reason that the site would refuse the model or the worker could not train it, or None."""
+    if spec.describe:
+        return None
     padded = spec.privacy is not None
     return refused_model(policy_of(declared), model) or misfit(spec, declared, model, vocabulary, padded=padded)
 

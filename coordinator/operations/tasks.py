@@ -22,6 +22,7 @@ from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UP
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
 from tessera.shared.api.tasks import (
     Claim,
+    DescriptionResult,
     EvaluationResult,
     Failure,
     Heartbeat,
@@ -327,6 +328,17 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
     return _accept(services, caller, record, columns)
 
 
+def submit_description(services: Services, caller: Principal, task_id: str, report: DescriptionResult) -> TaskView:
+    """Accept the description of a data set."""
+    with services.database.snapshot() as session:
+        record = tasks.find_task(session, task_id, caller.site_id)
+        if tasks.was_accepted(record, report.token):
+            return _view(record, caller)
+        tasks.require_kind(record, report, "describe")
+    columns = {"report": report.description.model_dump(mode="json"), **_received(report)}
+    return _accept(services, caller, record, columns)
+
+
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
     """End a task that its worker cannot do. One that its site has not approved is withheld, which is no failure. A
     helper's fails all the same, since no other site can do it."""
@@ -384,13 +396,14 @@ def _receive(services: Services, digest: str, data: bytes) -> None:
 
 def _accepted(report: Submission | EvaluationResult, metrics: dict[str, float]) -> dict[str, Any]:
     """Return the columns of a task whose report is accepted."""
+    about = {"examples": report.examples, "metrics": metrics, "download_bytes": report.download_bytes}
+    return about | _received(report)
+
+
+def _received(report: Submission | EvaluationResult | DescriptionResult) -> dict[str, Any]:
+    """Return the columns of any accepted report."""
     progress = {"progress": report.progress.model_dump(mode="json", exclude_none=True)} if report.progress else {}
-    return progress | {
-        "examples": report.examples,
-        "metrics": metrics,
-        "download_bytes": report.download_bytes,
-        "audit_head": report.audit_head,
-    }
+    return progress | {"audit_head": report.audit_head}
 
 
 def _accept(
@@ -404,7 +417,7 @@ def _accept(
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         if not tasks.was_accepted(record, token, digest):
-            nbytes = len(json.dumps([columns["metrics"], columns.get("class_counts")]))
+            nbytes = len(json.dumps([columns.get(name) for name in ("metrics", "class_counts", "report")]))
             if stored:
                 services.uploads.enter(session, now, caller.owner, stored, site_id=site_id, more_bytes=nbytes)
             else:

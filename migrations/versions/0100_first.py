@@ -272,6 +272,7 @@ def upgrade() -> None:
         sa.Column("examples", sa.BigInteger()),
         sa.Column("metrics", sa.JSON(), nullable=False),
         sa.Column("class_counts", sa.JSON()),
+        sa.Column("report", sa.JSON()),
         sa.Column("progress", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("layers", sa.JSON(), server_default="[]", nullable=False),
         sa.Column("merged_in", sa.BigInteger()),
@@ -312,6 +313,13 @@ def upgrade() -> None:
         ["run_id", "version_number", "worker_id"],
         unique=True,
         where="held_out and kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'accepted')",
+    )
+    _partial_index(
+        "uq_tasks_report",
+        "tasks",
+        ["run_id", "worker_id"],
+        where="kind in ('describe', 'rehearse') and state in ('offered', 'leased', 'expired', 'accepted')",
+        unique=True,
     )
     _partial_index(
         "uq_tasks_update",

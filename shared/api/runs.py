@@ -18,12 +18,14 @@ from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
+from tessera.shared.api.descriptions import Description
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import ClassName, CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
+from tessera.shared.problems import ProblemDocument
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
 from tessera.shared.schema import (
     SCORED_LABELS,
@@ -37,6 +39,7 @@ from tessera.shared.schema import (
     RunState,
     Seed,
     TaskKind,
+    TaskState,
     Value,
 )
 from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, tolerance_of
@@ -202,6 +205,10 @@ class RunSpec(Value):
     evaluation: Evaluation | None = Field(
         default=None, description="the data on which versions are measured; without it a run has no scores"
     )
+    describe: bool = Field(
+        default=False,
+        description="whether a run without rounds asks each site to describe its data set (`tessera data compare`)",
+    )
     signals: Signals = Field(
         default=Signals(),
         description="measurements of each round at the coordinator",
@@ -256,7 +263,9 @@ class RunSpec(Value):
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
-        if self.rounds == 0 and self.evaluation is None:
+        if self.describe and (self.rounds or self.evaluation):
+            raise ValueError("describe: the run only asks for descriptions; set rounds to 0, without [evaluation]")
+        if self.rounds == 0 and self.evaluation is None and not self.describe:
             raise ValueError("rounds is 0, and the run asks the sites for nothing: set [evaluation], or rounds")
         size_or_target = self.cohort.size or self.cohort.target_updates
         if self.rounds == 0 and (size_or_target or self.cohort.workers_per_site > 1):
@@ -338,7 +347,7 @@ class RunSpec(Value):
     @property
     def asks(self) -> TaskKind:
         """The kind of task that the run asks of sites beside its rounds: the only one of a run without rounds."""
-        return "evaluate"
+        return "describe" if self.describe else "evaluate"
 
     @property
     def lossy_settings(self) -> tuple[str, ...]:
@@ -505,6 +514,16 @@ class Round(Message):
     reason: str | None = None
     version: int | None = None
     tasks: tuple[TaskView, ...] = ()
+
+
+class SiteReport(Message):
+    """A worker's task in a run without rounds, and the report of its site."""
+
+    site: Label
+    worker: str
+    state: TaskState
+    problem: ProblemDocument | None = None
+    description: Description | None = None
 
 
 class Measurement(Message):

@@ -29,6 +29,7 @@ from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
+from tessera.shared.api.descriptions import Description
 from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
@@ -548,6 +549,15 @@ class EvaluationResult(Message):
         if self.class_counts and self.class_counts.total != scored:
             raise ValueError(f"class_counts has {self.class_counts.total} labels, of {scored:g} that were scored")
         return self
+
+
+class DescriptionResult(Message):
+    """A finished `describe` task."""
+
+    token: int
+    description: Description
+    audit_head: AuditHead | None = None
+    progress: Annotated[Progress | None, Shown] = None
 
 
 class Failure(Message):

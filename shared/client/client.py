@@ -36,10 +36,11 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
-from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteReport
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
+    DescriptionResult,
     EvaluationResult,
     Failure,
     Heartbeat,
@@ -219,6 +220,10 @@ class Client:
         """Yield the central and sites' metrics of every version from the number `since` on."""
         return self._pages(f"{_run_path(run_id)}/metrics", Measurement, since=since)
 
+    def reports(self, run_id: str) -> list[SiteReport]:
+        """Return the report of each site to a run without rounds, with the state of its task."""
+        return list(self._pages(f"{_run_path(run_id)}/reports", SiteReport))
+
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
     ) -> None:
@@ -381,6 +386,9 @@ class Client:
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
+
+    def submit_description(self, task_id: str, described: DescriptionResult) -> TaskView:
+        return self._post(f"/v1/tasks/{task_id}/description", described, TaskView)
 
     def fail(self, task_id: str, failure: Failure) -> TaskView:
         """Report that a task failed at this worker."""

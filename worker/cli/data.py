@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from tessera.shared.cli.data_comparison import compare
 from tessera.shared.diagnostics import reason_of, toml_of
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.near_names import absent, did_you_mean
@@ -56,6 +57,8 @@ PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Show a site's data sets, and the division of one among sites."
 )
+
+app.command()(compare)
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="A worker's settings, or a TOML file with only tables of data sets.")

@@ -219,6 +219,8 @@ class Dataset:
     """True if tasks put several of these documents into a row (`worker.data.packing`)."""
     share: tuple[int, int] = (0, 1)
     """A rank's number and the number of ranks. Each reads every such row of a batch, and perhaps none."""
+    sides: NDArray[np.int32] | None = None
+    """The longer side of each image as it was read, in pixels, int32 [examples]."""
 
     def __post_init__(self) -> None:
         if LABELS not in self.inputs:
@@ -234,7 +236,7 @@ class Dataset:
             raise DataError(f"domain: {domains.dtype} {list(domains.shape)} is not one integer for each example")
         if twice := sorted(self.inputs.keys() & self.common.keys()):
             raise DataError(f"{', '.join(twice)}: given both for each example and as common to all")
-        for what, given in (("sources", self.sources), ("groups", self.groups)):
+        for what, given in (("sources", self.sources), ("groups", self.groups), ("sides", self.sides)):
             if given is not None and len(given) != self.examples:
                 raise DataError(f"{what}: there are {len(given)} for {self.examples} examples; give one for each")
 
@@ -353,6 +355,7 @@ class Dataset:
             sources=_chosen(self.sources, index),
             padding=self.padding,
             groups=_chosen(self.groups, index),
+            sides=_chosen(self.sides, index),
             texts=self.texts and self.texts.rows(index),
             report=self.report,
             schema=self.schema,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import numpy as np
 import structlog
 from pydantic import BaseModel
 
@@ -36,6 +37,7 @@ from tessera.worker.executor.folder import (
     RESULT_ARRAYS,
     STOP,
     STOPPED,
+    SUBJECTS,
     TASK,
     AgentCall,
     Base,
@@ -43,7 +45,7 @@ from tessera.worker.executor.folder import (
     CheckpointPlace,
     CheckRecord,
     ConvertRecord,
-    DigestsRecord,
+    DatasetRecord,
     FailureRecord,
     InventoryRecord,
     ResultRecord,
@@ -57,6 +59,7 @@ from tessera.worker.executor.folder import (
 )
 from tessera.worker.executor.launcher import IDLE_SECONDS, LocalLauncher, RankSettings
 from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.privacy.disclosed_counts import CellTable, SubjectTables
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import WriteFailed, sweep
 from tessera.worker.state.base_sources import Take
@@ -137,10 +140,21 @@ class ProcessExecutor:
 
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         def hand_over(folder: Path) -> None:
-            write_document(folder / DIGESTS, DigestsRecord(dataset=dataset, report=run.report))
+            write_document(folder / DIGESTS, DatasetRecord(dataset=dataset, report=run.report))
 
         result, arrays = self._submitted(run, hand_over, {})
         return ExampleDigests(arrays["digests"], result.content)
+
+    def subjects(self, run: TaskRun, dataset: str) -> SubjectTables:
+        def hand_over(folder: Path) -> None:
+            write_document(folder / SUBJECTS, DatasetRecord(dataset=dataset, report=run.report))
+
+        result, arrays = self._submitted(run, hand_over, {})
+        tables = {
+            name: CellTable(arrays[f"examples/{name}"], arrays[f"cells/{name}"], size)
+            for name, size in result.tables.items()
+        }
+        return SubjectTables(arrays["subjects"], arrays["digests"].view(np.uint64), tables, result.unknown_tokens)
 
     def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> CheckedModel:
         task, about = run.task, (self.compute, run.task.method, run.task.plan, run.task.training, run.task.privacy)

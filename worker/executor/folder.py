@@ -1,8 +1,8 @@
 """The folder of a task: what the agent hands over, and what the executor returns. No key and no token lies in it.
 
 - `task.json`, `arrays.safetensors`: the task, and the tensors that the site keeps of the run. Blocks lie elsewhere.
-- `check.json`, `digests.json` or `convert.json`, in place of a task: its model to check, a data set whose examples'
-  digests the agent needs, or a published model to convert.
+- `check.json`, `digests.json`, `subjects.json` or `convert.json`, in place of a task: its model to check, a data set
+  whose examples' digests or whose subjects the agent needs, or a published model to convert.
 - `progress.json`: the report so far, replaced twice a second.
 - `request-N.json`, `answer-N.json`: what the agent has to record before the executor goes on, such as privacy.
 - `stop`: the task is no longer wanted.
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from tessera.shared.api.descriptions import TableName
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import Manifest
 from tessera.shared.model.blocks import Block
@@ -38,7 +39,7 @@ from tessera.worker.task.handover import CheckedModel
 from tessera.worker.training.progress import Report
 
 TASK, ARRAYS = "task.json", "arrays.safetensors"
-DIGESTS, CHECK, CONVERT = "digests.json", "check.json", "convert.json"
+DIGESTS, SUBJECTS, CHECK, CONVERT = "digests.json", "subjects.json", "check.json", "convert.json"
 INVENTORY = "inventory.json"
 PROGRESS, STOP = "progress.json", "stop"
 RESULT, RESULT_ARRAYS, FAILURE = "result.json", "result.safetensors", "failure.json"
@@ -128,8 +129,8 @@ class ConvertRecord(Document):
     blocks: tuple[Block, ...]
 
 
-class DigestsRecord(Document):
-    """A request for the digests of a data set's examples."""
+class DatasetRecord(Document):
+    """A request for the digests of a data set's examples, or for its subjects."""
 
     dataset: str
     report: Report
@@ -168,6 +169,9 @@ class ResultRecord(Document):
     """The metrics of the method's result; None for an evaluation."""
     content: str = ""
     """The digest of a data set's content, if digests were asked for."""
+    tables: dict[TableName, int] = {}
+    """The number of cells of each table, if subjects were asked for."""
+    unknown_tokens: float | None = None
     checked: CheckedModel | None = None
     """The model's block table, if it was to be checked."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any, cast
 
+import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
@@ -44,13 +45,14 @@ from tessera.worker.executor.folder import (
     RESULT_ARRAYS,
     STOP,
     STOPPED,
+    SUBJECTS,
     TASK,
     AgentCall,
     CallResult,
     CheckRecord,
     ContextRecord,
     ConvertRecord,
-    DigestsRecord,
+    DatasetRecord,
     FailureRecord,
     InventoryRecord,
     ResultRecord,
@@ -66,6 +68,7 @@ from tessera.worker.executor.folder import (
 from tessera.worker.executor.group import FirstRankFailed, Group
 from tessera.worker.executor.launcher import SETTINGS, RankSettings
 from tessera.worker.executor.stages.check import check, require_memory
+from tessera.worker.executor.stages.describe import subject_tables
 from tessera.worker.executor.stages.execution import execute, hiding, without_cause
 from tessera.worker.executor.stages.local_task import LocalTask, Records
 from tessera.worker.executor.stages.run_cache import RunCache
@@ -302,7 +305,7 @@ class Rank:
 
     @property
     def _requests_of_first(self) -> Mapping[str, Callable[[Path], None]]:
-        return {DIGESTS: self._digest, CHECK: self._check_model, CONVERT: self._convert}
+        return {DIGESTS: self._digest, SUBJECTS: self._describe, CHECK: self._check_model, CONVERT: self._convert}
 
     def _check_alone(self) -> None:
         if self._attend():
@@ -310,11 +313,23 @@ class Rank:
 
     def _digest(self, request: Path) -> None:
         """Write the digests of a data set's examples."""
-        given = read_document(DigestsRecord, request)
+        given = read_document(DatasetRecord, request)
         self._report = given.report
         digests = digests_of(self._whole(given.dataset), self._check_alone)
         write_arrays(self._folder / RESULT_ARRAYS, {"digests": digests.readable})
         self._answer(ResultRecord(report=given.report, content=digests.content))
+
+    def _describe(self, request: Path) -> None:
+        """Write the subjects of a data set."""
+        given = read_document(DatasetRecord, request)
+        self._report = given.report
+        found = subject_tables(self._whole(given.dataset), self._check_alone)
+        arrays = {"subjects": found.subjects, "digests": found.digests.view(np.int64)}
+        for name, table in found.tables.items():
+            arrays |= {f"examples/{name}": table.examples, f"cells/{name}": table.cells}
+        write_arrays(self._folder / RESULT_ARRAYS, arrays)
+        sizes = {name: table.size for name, table in found.tables.items()}
+        self._answer(ResultRecord(report=given.report, tables=sizes, unknown_tokens=found.unknown_tokens))
 
     def _check_model(self, request: Path) -> None:
         """Write the model's block table."""

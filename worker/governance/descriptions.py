@@ -57,6 +57,18 @@ def summary(
     return " ".join([*work, *leaving, *merging, _privacy(task), *of_site])
 
 
+def describing(task: Task, policy: Policy) -> str:
+    """Return a few sentences on a task that describes a data set."""
+    to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
+    rule, noise = policy.disclosure, policy.figures_privacy
+    said = (
+        f"Describes `{task.dataset}`, and trains nothing. Sends {to} the numbers of its groups, or of its examples "
+        "without groups, by class and by bins of lengths or sizes, and the names of classes in the settings. Numbers "
+        f"below {rule.minimum} leave as zero, and others as multiples of {rule.step}."
+    )
+    return f"{said} They have noise, which costs an example {noise.bound}." if noise else said
+
+
 def _work(task: Task, model: Model, examples: int, groups: int | None, measured: int) -> str:
     of = f" of {groups:,} groups" if groups else ""
     on = f"on `{task.dataset}` ({examples:,} examples{of})"

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from tessera.shared.api.descriptions import LEAST_STEP, LEAST_SUBJECTS
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
@@ -24,9 +25,11 @@ from tessera.shared.schedule import LEAST_BATCH_IN_SUM, trains_on_few
 from tessera.shared.schema import MAX_NUMBER, Bytes, BytesOrRate, Label, TaskKind, Value
 from tessera.shared.secure_sums.messages import NoiseTerms
 from tessera.shared.validation_errors import in_one_line
+from tessera.worker.governance.disclosure import DisclosureRule
 from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
 
 GIB = 1 << 30
+MAX_NUMBER_OF_SUBJECTS = 1_000_000
 SHOWN = 8
 
 
@@ -67,6 +70,10 @@ REMEDIES = {
     "require_client_privacy": "Start the run with `secure_sums` and with `client_privacy` that meets "
     "policy.require_client_privacy.",
     "min_batch": "Start the run with more steps or epochs, or with a larger batch_size.",
+    "min_subjects": "Wait until more subjects have changed, or set min_subjects and count_step as they were.",
+    "max_descriptions": "Raise policy.max_descriptions.",
+    "describe": "Remove `describe` from `kinds` in the settings; or set policy.figures_privacy, if the site's rules "
+    "are for single examples.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
@@ -124,7 +131,7 @@ class PrivacyFloor(Value):
     def check(self, task: Task, noise: Budget | None = None) -> None:
         """Check the kind and privacy of a task. `noise` is that of figures. Raises PolicyViolation."""
         rule, privacy = "require_privacy", task.privacy
-        if task.kind == "evaluate":
+        if task.kind != "train":
             require(
                 permits_figures(self, noise),
                 rule,
@@ -243,7 +250,7 @@ class Allowance(UnitBudget):
         Raises PolicyViolation."""
         what = f"the data set {task.dataset!r}" if rule == "privacy" else "this site"
         privacy = task.privacy
-        if task.kind == "evaluate":
+        if task.kind != "train":
             has = f"{what} has a budget that does not allow evaluations without noise{_of(self.unit, noise)}"
             require(permits_figures(self, noise), rule, has)
         elif privacy is None:
@@ -317,6 +324,23 @@ class Policy(Value):
     )
     max_run_evaluations: PositiveInt = Field(
         default=100, description="evaluations in one run, counted over the workers that share runs_dir"
+    )
+    min_subjects: int = Field(
+        default=LEAST_SUBJECTS,
+        ge=LEAST_SUBJECTS,
+        le=MAX_NUMBER_OF_SUBJECTS,
+        description="fewest subjects (groups, or examples without one) of a count in a description; fewer are sent "
+        "as none",
+    )
+    count_step: int = Field(
+        default=LEAST_STEP,
+        ge=LEAST_STEP,
+        le=MAX_NUMBER_OF_SUBJECTS,
+        description="counts in descriptions are rounded to multiples of it",
+    )
+    max_descriptions: PositiveInt = Field(
+        default=100,
+        description="descriptions of one data set over all runs, counted over the workers that share runs_dir",
     )
     figures: Literal["exact", "rounded"] = Field(
         default="exact",
@@ -393,6 +417,11 @@ class Policy(Value):
             ) from None
         return self
 
+    @property
+    def disclosure(self) -> DisclosureRule:
+        """The limits on counts of a data set."""
+        return DisclosureRule(self.min_subjects, self.count_step)
+
     def allows_method(self, name: str) -> bool:
         return self.methods is None or name in self.methods
 
@@ -462,7 +491,7 @@ class Policy(Value):
             self.max_total_privacy.check(task, noise, rule="max_total_privacy")
         if self.max_weekly_privacy:
             self.max_weekly_privacy.check(task, noise, rule="max_weekly_privacy")
-        if (of_site := self.require_client_privacy) and task.kind == "evaluate":
+        if (of_site := self.require_client_privacy) and task.kind != "train":
             detail = "this site requires privacy for itself as a whole, and a version's figures have no noise"
             require(of_site.evaluations, "require_client_privacy", detail)
 

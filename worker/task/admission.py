@@ -26,7 +26,7 @@ from tessera.worker.data.overlap import MAX_SHARED, share_of, sketch_of
 from tessera.worker.errors import InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
-from tessera.worker.governance.descriptions import summary
+from tessera.worker.governance.descriptions import describing, summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import Ledger
@@ -64,14 +64,14 @@ def admit(run: TaskRun) -> AdmittedTask:
     env.policy.check_task(task, env.kinds)
     if env.history:
         env.history.check(run.snapshot, env.policy)
+    if task.kind == "describe":
+        return _described(run)
     try:
         check_method(task.method)
     except ValidationError as refusal:
         raise TaskFailure("invalid-method", f"the settings of {task.method.name!r}: {faults_in(refusal)}") from None
     pipeline.parse(task.codec)
-    dataset = env.datasets.get(task.dataset)
-    if dataset is None:
-        raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
+    dataset = _dataset(run)
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
     _require_own_tokenizer(run, dataset)
     if dataset.pack:
@@ -92,6 +92,22 @@ def admit(run: TaskRun) -> AdmittedTask:
     checkpoint, held = checkpoint_of(env, task), env.airlock.find(task) if env.airlock else None
     account = _account(run, dataset.examples if groups is None else groups, *_reserved(checkpoint, held))
     return AdmittedTask(dataset, account, checkpoint, terms, held)
+
+
+def _dataset(run: TaskRun) -> DatasetInfo:
+    """Return the facts about the task's data set. Raises TaskFailure."""
+    if run.task.dataset not in run.env.datasets:
+        raise TaskFailure("unknown-dataset", f"this worker has no data set {run.task.dataset!r}")
+    return run.env.datasets[run.task.dataset]
+
+
+def _described(run: TaskRun) -> AdmittedTask:
+    """Check a task that describes a data set. Raises PolicyViolation, Unapproved, TaskFailure."""
+    env, task = run.env, run.task
+    dataset = _dataset(run)
+    if env.inbox:
+        _require_approval(run, env.inbox, dataset, None)
+    return AdmittedTask(dataset, None, None, held=env.airlock.find(task) if env.airlock else None)
 
 
 def _require_own_tokenizer(run: TaskRun, dataset: DatasetInfo) -> None:
@@ -163,6 +179,22 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: 
     quorum, deadline = task.cohort.quorum, task.cohort.deadline_seconds
     live_terms = {"rounds": task.rounds, "quorum": quorum, "deadline_seconds": deadline}
 
+    def said() -> str:
+        if task.kind == "describe":
+            return describing(task, run.env.policy)
+        return summary(
+            task,
+            read_model(run),
+            examples,
+            run.env.policy,
+            groups=groups,
+            raw_texts=dataset.raw_texts,
+            least_in_sum=party.quorum if party else None,
+            weight_in_sum=party.weight if party else 1,
+            rounds_figures=run.env.rounds_figures(task),
+            measured=measured if trains else 0,
+        )
+
     def make_request(terms: str) -> Request:
         request = Request(
             run=task.run,
@@ -175,19 +207,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: 
             asked_at=datetime.now(UTC),
             repeats_model=replace(run.snapshot, kind="train" if trains else task.kind).repeats_model,
             live_terms=live_terms,
-            summary=inbox.changes_since(task.run, live_terms)
-            + summary(
-                task,
-                read_model(run),
-                examples,
-                run.env.policy,
-                groups=groups,
-                raw_texts=dataset.raw_texts,
-                least_in_sum=party.quorum if party else None,
-                weight_in_sum=party.weight if party else 1,
-                rounds_figures=run.env.rounds_figures(task),
-                measured=measured if trains else 0,
-            ),
+            summary=inbox.changes_since(task.run, live_terms) + said(),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)
         return request

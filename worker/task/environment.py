@@ -15,7 +15,7 @@ import structlog
 from pydantic import JsonValue
 
 from tessera.shared.api.secure_sums import HelperReport
-from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskView
+from tessera.shared.api.tasks import DescriptionResult, EvaluationResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
@@ -35,10 +35,12 @@ from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
+from tessera.worker.governance.described_data import DescribedData
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunHistory, TaskStatement
 from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.model.layouts import MappingFile
+from tessera.worker.privacy.disclosed_counts import SubjectTables
 from tessera.worker.state.audit import Action, Audit
 from tessera.worker.state.base_sources import BaseSources, Take
 from tessera.worker.state.blob_cache import Row, Source
@@ -82,6 +84,7 @@ class Coordinator(Protocol):
         self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
     ) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView: ...
+    def submit_description(self, task_id: str, described: DescriptionResult) -> TaskView: ...
     def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView: ...
     def task(self, task_id: str) -> TaskView: ...
 
@@ -113,6 +116,9 @@ class Executor(Protocol):
 
     def digests(self, run: "TaskRun", dataset: str) -> ExampleDigests:
         """Return the digests of a data set. Raises TaskFailure and the exceptions of `run.check`."""
+
+    def subjects(self, run: "TaskRun", dataset: str) -> SubjectTables:
+        """Return the subjects of a data set. Raises TaskFailure and the exceptions of `run.check`."""
 
     def check(self, run: "TaskRun", document: Model, dataset: DatasetInfo) -> CheckedModel:
         """Return the model's block table, computed here, before anything large is fetched for the task.
@@ -197,6 +203,10 @@ class TaskEnvironment(SiteRules):
     """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None
     """The ledger of privacy spent; in `scratch` if None."""
+    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names of classes in the settings, by data set."""
+    described: DescribedData | None = None
+    """The descriptions that data sets had; None keeps none, as in a simulation."""
     history: RunHistory | None = None
     """The record of each run's terms and rounds; None keeps no record, as in a simulation."""
     inbox: Inbox | None = None

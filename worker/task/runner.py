@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import structlog
 
+from tessera.shared.api.descriptions import Description
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult
@@ -19,23 +20,26 @@ from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON, canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of, to_array
+from tessera.shared.updates.update_file import WrittenUpdate
 from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.errors import DeviceFailed, HiddenFailure, is_device_failure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
+from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import LEAVING, StateRolledBack
 from tessera.worker.state.database import StateError
 from tessera.worker.state.error_feedback import Feedback, without_feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
+from tessera.worker.task.description import describe
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.fetch import fetch
 from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
-from tessera.worker.task.upload import Egress, HeldUpdate
+from tessera.worker.task.upload import Egress, HeldUpdate, UpdateFile
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -78,6 +82,11 @@ class TaskRunner(TaskEnvironment):
         if admission.held and self.airlock:
             # The task was done under an earlier lease.
             return HeldUpdate.again(Egress(run, account, checkpoint, admission.terms), self.airlock, *admission.held)
+        if task.kind == "describe":
+            report.begin("describing")
+            with _at_quantum(run):
+                description = describe(run)
+            return self._described(Egress(run), description)
         device_failed = False
         report.begin("fetching")
         with _at_quantum(run), self.shelf.pinning(), _settling(account), ending(checkpoint):
@@ -114,6 +123,20 @@ class TaskRunner(TaskEnvironment):
             with spans.span("submit"):
                 egress.submit(ready, keep, outcome.examples)
         return None
+
+    def _described(self, egress: Egress, description: Description) -> HeldUpdate | None:
+        """Submit a description, or return it held for release."""
+        egress.run.wait_for_quantum(egress.run.check)
+        if not self.airlock:
+            egress.submit_description(description)
+            return None
+        with temporary_file(self.scratch) as (path, file):
+            file.write(canonical(description))
+            file.flush()
+            egress.run.report.metrics = description.figures
+            opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
+            update = UpdateFile(WrittenUpdate({}, {}, None), file.tell(), opened, path)
+            return HeldUpdate.of(egress, self.airlock, update, {}, sum(description.subjects), ())
 
     def _require_state(self, head: str | None) -> None:
         """Raise StateRolledBack if the audit lacks an entry that the coordinator holds, so that the ledgers may too.

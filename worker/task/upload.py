@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from pydantic import JsonValue
 
-from tessera.shared.api.tasks import EvaluationResult, Submission
+from tessera.shared.api.descriptions import Description
+from tessera.shared.api.tasks import DescriptionResult, EvaluationResult, Submission
 from tessera.shared.methods.base import LocalResult, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.schema import EPSILON
@@ -228,6 +229,19 @@ class Egress:
         self.run.deliver(lambda: env.coordinator.submit_evaluation(task.id, evaluated))
         self.run.journal.note("figures.count")
 
+    def submit_description(self, description: Description) -> None:
+        """Submit the description of a data set."""
+        env, task = self.run.env, self.run.task
+        if env.history:
+            env.history.add(self.run.snapshot, env.policy)
+        about = {"description": description.model_dump(mode="json"), "ledger": self.run.journal.ledger_head()}
+        head = self.run.journal.note("figures.leave", dataset=task.dataset, **about)
+        described = DescriptionResult(
+            token=task.token, description=description, audit_head=head, progress=self.run.report.progress()
+        )
+        self.run.deliver(lambda: env.coordinator.submit_description(task.id, described))
+        self.run.journal.note("figures.count")
+
     # ------------------------------------------------------------ before an update leaves
 
     @property
@@ -434,6 +448,9 @@ class HeldUpdate:
         update = UpdateFile(written, summary.nbytes, opened, path, self.stored.envelope)
         if digest_at(path) != summary.update:
             raise PolicyViolation("airlock", "the file changed after its release")
+        if task.kind == "describe":
+            egress.submit_description(Description.model_validate_json(path.read_bytes()))
+            return
         egress.check_egress(update, task.plan.sent(self.stored.blocks), ())
         keep = env.vault.read_aside(task.run, task.id)
         ready = egress.leave(update, summary.examples, self.stored.blocks, summary, keeps=bool(keep))

@@ -30,6 +30,7 @@ DATA = b"an upload"
 
 TOKEN = {"token": 999}
 """The fencing token of no lease."""
+DESCRIBED = {"unit": "example", "minimum": 10, "step": 5, "counts": {"classes": [10, 0]}}
 REPORT = {**TOKEN, "version": NOWHERE, "examples": 1, "metrics": {}}
 CLAIM = {"worker": "idle", "instance": "0" * 32, "datasets": {}}
 
@@ -72,6 +73,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("GET", "/v1/runs/{run_id}/versions/{number}/export"): Case(READ, READ, 403, 403),
     ("GET", "/v1/runs/{run_id}/versions/{number}/difference"): Case(READ, READ, 403, OWN),
     ("GET", "/v1/runs/{run_id}/metrics"): Case(READ, READ, READ, 403),
+    ("GET", "/v1/runs/{run_id}/reports"): Case(READ, READ, READ, 403),
     # Tasks: a site's own.
     ("GET", "/v1/tasks"): Case(403, 403, 403, 200),
     ("POST", "/v1/tasks/claim"): Case(403, 403, 403, 204, json=CLAIM),
@@ -80,6 +82,9 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/tasks/{task_id}/helper-report"): Case(403, 403, 403, LEASE_LOST, json={"token": 1}),
     ("POST", "/v1/tasks/{task_id}/update"): Case(403, 403, 403, LEASE_LOST, json={**REPORT, "update": NOWHERE}),
     ("POST", "/v1/tasks/{task_id}/evaluation"): Case(403, 403, 403, LEASE_LOST, json=REPORT),
+    ("POST", "/v1/tasks/{task_id}/description"): Case(
+        403, 403, 403, LEASE_LOST, json={**TOKEN, "description": DESCRIBED}
+    ),
     ("POST", "/v1/tasks/{task_id}/failure"): Case(
         403, 403, 403, LEASE_LOST, json={**TOKEN, "code": "x", "detail": "x"}
     ),

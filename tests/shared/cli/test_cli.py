@@ -144,10 +144,10 @@ def test_a_run_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
 
 def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("robsut = {}\n" + SPEC.replace("rounds = 3", "rounds = 0") + "warmup = 2\n")
+    file.write_text("robsut = {}\n" + SPEC.replace("rounds = 3", "rounds = -1") + "warmup = 2\n")
     answer = tessera("run", "--url", NOWHERE, "create", str(file), "--model", str(tmp_path))
     assert answer.returncode == 2
-    assert "/rounds: must be greater than 0" in answer.stderr
+    assert "/rounds: must be at least 0" in answer.stderr
     assert "/robsut: unknown key; did you mean `robust`?" in answer.stderr
     assert "/method/settings/warmup: unknown key; did you mean `warmup_rounds`?" in answer.stderr
     assert "Traceback" not in answer.stderr

@@ -128,6 +128,7 @@ def images(options: ImagesOptions, prepared: PreparedFolder = NOT_KEPT) -> Datas
         domains=None if listed.domains is None else listed.domains[places],
         sources=inputs.digests,
         groups=groups,
+        sides=inputs.sides,
         report=replace(
             listed.report,
             unreadable=inputs.unreadable,

@@ -46,7 +46,7 @@ THREADS = 8
 SHOWN = 3
 """Number of unreadable images that a message describes."""
 DIGEST_BYTES = 32
-INDEX_FILE, INDEX_FORMAT = "images.npz", 4
+INDEX_FILE, INDEX_FORMAT = "images.npz", 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,8 @@ class PixelInputs:
     """A digest of the group in each image's DICOM header; empty without one."""
     partly_read: int
     """The number of images with pages or frames after the first, which are not read."""
+    sides: NDArray[np.int32]
+    """The longer side of each image in pixels, int32 [images]."""
 
 
 @dataclass(eq=False)
@@ -73,8 +75,8 @@ class _Index:
 
     rows: NDArray[Any]
     """The key and the stamp of each picture; whether it is `known`, since it was read with this stamp; and only then
-    the digests of its file and of the group in its DICOM header, zeros without one, and whether it has more frames
-    than the first."""
+    the digests of its file and of the group in its DICOM header, zeros without one, its longer side in pixels, and
+    whether it has more frames than the first."""
     inputs: dict[str, NDArray[Any]]
     """Inputs that stay in memory, with one row for each picture."""
 
@@ -83,7 +85,7 @@ class _Index:
         """Return the index of unknown pictures. `sample` has the inputs to keep of an image."""
         count, keys, digest = len(pictures), pictures.keys, (np.uint8, DIGEST_BYTES)
         kinds = [("key", keys.dtype), ("stamp", np.int64, 2), ("known", "?"), ("digest", *digest), ("group", *digest)]
-        rows = np.zeros(count, [*kinds, ("more_frames", "?")])
+        rows = np.zeros(count, [*kinds, ("side", np.int32), ("more_frames", "?")])
         rows["key"], rows["stamp"] = keys, stamps
         # Filled in place, so that a large data set is not in memory twice.
         inputs = {name: one.new_zeros((count, *one.shape[1:])).numpy() for name, one in sample.items()}
@@ -164,7 +166,16 @@ def inputs_of(
     groups = [digest.tobytes() if digest.any() else b"" for digest in chosen["group"]] if pictures.dicom else ()
     # A copy, without the keys.
     digests = np.ascontiguousarray(chosen["digest"])
-    return PixelInputs(tensors, on_disk, digests, places, unreadable, groups, int(chosen["more_frames"].sum()))
+    return PixelInputs(
+        tensors,
+        on_disk,
+        digests,
+        places,
+        unreadable,
+        groups,
+        int(chosen["more_frames"].sum()),
+        np.ascontiguousarray(chosen["side"]),
+    )
 
 
 def _require_files(pictures: Pictures, stamps: NDArray[np.int64]) -> None:
@@ -233,7 +244,7 @@ class _Verification:
             if not is_unnamed(group := group_name(image.info.get(GROUP, ""))):
                 row["group"] = np.frombuffer(hashlib.sha256(group).digest(), np.uint8)
             row["digest"] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
-            row["known"], row["more_frames"] = True, has_more_frames(content)
+            row["known"], row["side"], row["more_frames"] = True, max(image.size), has_more_frames(content)
             if self.preparation:
                 images.append(image)
                 read.append(place)

@@ -15,6 +15,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.data.overlap import ExampleDigests
 from tessera.worker.executor.stages.check import check
+from tessera.worker.executor.stages.describe import subject_tables
 from tessera.worker.executor.stages.execution import execute
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.run_cache import RunCache
@@ -28,6 +29,7 @@ from tessera.worker.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.account import PrivacyAccount
+    from tessera.worker.privacy.disclosed_counts import SubjectTables
     from tessera.worker.state.checkpoints import TaskCheckpoint
 
 
@@ -50,6 +52,9 @@ class Direct:
 
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         return digests_of(self.datasets[dataset], run.check)
+
+    def subjects(self, run: TaskRun, dataset: str) -> SubjectTables:
+        return subject_tables(self.datasets[dataset], run.check)
 
     def check(self, run: TaskRun, document: Model, dataset: DatasetInfo) -> CheckedModel:
         return check(self.local(run), document, run.mapping(document), dataset)

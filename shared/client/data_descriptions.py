@@ -1,0 +1,71 @@
+"""Runs that ask the sites for descriptions of a data set."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from tessera.shared.api.runs import Preview, Run, RunSpec
+from tessera.shared.client.client import Client
+from tessera.shared.client.model_upload import upload_model
+from tessera.shared.metrics.data_comparison import DataAnswers
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import FileName
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import Invalid
+
+LOOK_SECONDS = 0.5
+UNTIL_APPROVED = {"awaiting-approval"}
+"""The rule of a site that answers once a person there has approved the run."""
+
+
+class _NoModel:
+    """The model of a run that has none: one number that no site fetches."""
+
+    model = Model(
+        config={"model_type": "none"},
+        head="image-classification",
+        blocks=(Block(tensor="none", role="other", shape=(1,), dtype="F32"),),
+    )
+
+    def blocks(self) -> Iterator[tuple[Block, memoryview]]:
+        yield self.model.blocks[0], memoryview(bytes(4))
+
+    def files(self) -> dict[FileName, bytes]:
+        return {}
+
+
+def compare_data(client: Client, dataset: str, wait_seconds: float = 600.0) -> tuple[Run, DataAnswers]:
+    """Ask each site with the data set for its description, and wait for the answers at most this long.
+
+    Return them with the run that asked. Raises Invalid if no site has the data set.
+    """
+    uploaded = upload_model(client, _NoModel())
+    about = {"name": f"describe-{dataset}"[:64], "dataset": dataset, "rounds": 0, "describe": True}
+    cohort = {"deadline_seconds": wait_seconds}
+    given = {**about, "model": uploaded.model, "version": uploaded.version, "cohort": cohort}
+    able, others = _sites(client.preview_run(RunSpec.model_validate(given)))
+    if not able:
+        said = "; ".join(f"{site}: {reason}" for site, reason in others.items()) or "no worker has ever connected"
+        remedy = "Correct the name of the data set, or repair the sites."
+        raise Invalid(f"no site can describe a data set {dataset!r} ({said})", remedy=remedy)
+    # Named, it ends as soon as they have answered.
+    given["cohort"] = {**cohort, "sites": able}
+    run = client.create_run(RunSpec.model_validate(given))
+    while run.state == "running":
+        time.sleep(LOOK_SECONDS)
+        run = client.run(run.id)
+    return run, DataAnswers.of(run, client.reports(run.id), others)
+
+
+def _sites(found: Preview) -> tuple[list[str], dict[str, str]]:
+    """Return the sites that may answer, and the reason of each other one."""
+    reasons: dict[str, str] = {}
+    able = set()
+    for worker in found.workers:
+        site = worker.worker.partition("/")[0]
+        if {one.rule for one in worker.ineligibilities} <= UNTIL_APPROVED:
+            able.add(site)
+        else:
+            reasons.setdefault(site, worker.ineligibilities[0].detail)
+    return sorted(able), {site: reason for site, reason in sorted(reasons.items()) if site not in able}
