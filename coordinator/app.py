@@ -39,12 +39,16 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             notifier.start()
         if conduct:
             thread.start()
+            if services.shipper:
+                services.shipper.start()
         else:
             services.poller.start()
             services.retention.start(sweep_only=True)
         yield
         services.release_waiters()
         services.conductor.wakeups.end()
+        if services.shipper:
+            services.shipper.end()
         for notifier in services.notifiers:
             notifier.end()
         if conduct:

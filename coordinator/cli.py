@@ -139,10 +139,14 @@ def conduct(
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
     services.retention.start()
+    if services.shipper:
+        services.shipper.start()
     threading.Thread(target=_listen, args=(services,), name="wakeup", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
     services.retention.end()
+    if services.shipper:
+        services.shipper.end()
     services.conductor.wakeups.end()
     thread.join(child_process.GOODBYE_SECONDS)
     spans.end()

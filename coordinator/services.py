@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.attention import Alert, alerts
+from tessera.coordinator.alerts.audit_sink import AuditShipper
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.store import Blobs
@@ -86,6 +87,8 @@ class Services:
     alerts: Callable[[Session, float], Iterable[Alert]]
     """Yields everything that needs a person at an instant."""
     notifiers: Sequence[Notifier]
+    shipper: AuditShipper | None
+    """Sends the audit to a sink, if there is one."""
     wake_conductor: Callable[..., None]
     """Has the conductor, in any process, look at once: at the runs that are named, or at all."""
     wake_workers: Callable[[Sequence[str]], None]
@@ -192,6 +195,7 @@ def assemble(
             Notifier(database, needs, channel, page_url, settings.liveness_seconds)
             for channel in settings.notice_channels
         ],
+        shipper=AuditShipper(database, str(settings.audit_sink), sink) if (sink := settings.audit_receiver) else None,
         wake_conductor=wake_conductor,
         wake_workers=wake_workers,
     )

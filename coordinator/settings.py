@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tessera.shared.client.audit_sinks import FORMS, AuditSink, audit_sink
 from tessera.shared.client.notice_channels import Channel, WebhookUrl, channels
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.schema import Bytes, BytesOrZero
@@ -233,6 +234,11 @@ class CoordinatorSettings(BaseSettings):
         default=None,
         description="memory of this process; if unset, the limit of its control group. Above 85 % no upload starts",
     )
+    audit_sink: str | None = Field(default=None, description=f"receiver of each entry of the audit: {FORMS}")
+    audit_sink_ca: Path | None = Field(default=None, description="CAs (PEM) of the audit's sink")
+    audit_sink_authorization_file: Path | None = Field(
+        default=None, description="file with the header Authorization for the audit's sink, such as Bearer ..."
+    )
     keep_updates_seconds: PositiveFloat = Field(
         default=3_600.0, ge=60, description="time to keep an update after the end of its round"
     )
@@ -249,6 +255,13 @@ class CoordinatorSettings(BaseSettings):
     @property
     def notice_channels(self) -> list[Channel]:
         return channels(self.webhook_url, self.webhook_secret_file, self.notice_command)
+
+    @property
+    def audit_receiver(self) -> AuditSink | None:
+        """Raise ValueError."""
+        if self.audit_sink is None:
+            return None
+        return audit_sink(self.audit_sink, self.audit_sink_ca, self.audit_sink_authorization_file)
 
     @property
     def heartbeat(self) -> Path:
@@ -285,6 +298,10 @@ class CoordinatorSettings(BaseSettings):
             raise ValueError("webhook_url and notice_command require public_url, to which notices link")
         if (self.webhook_url is None) != (self.webhook_secret_file is None):
             raise ValueError("webhook_url and webhook_secret_file require each other")
+        try:
+            _ = self.audit_receiver
+        except ValueError as fault:
+            raise ValueError(f"audit_sink: {fault}") from None
         self._has_provider()
         return self
 

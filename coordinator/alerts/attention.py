@@ -9,6 +9,7 @@ from rich.filesize import decimal
 from sqlalchemy import exists, func, select
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.alerts.audit_sink import backlog
 from tessera.coordinator.alerts.certificate import outdated
 from tessera.coordinator.db.snapshots import candidates, has_quorum, live_workers, terms_of
 from tessera.coordinator.db.tables import (
@@ -36,6 +37,9 @@ LATELY_SECONDS = 86_400.0
 AWAY_SECONDS = 600.0
 """Silence after which a site that takes part in a run counts as away, and time that a run waits for workers before
 people are notified: longer than a worker takes to start or restart."""
+
+LAG_SECONDS = 300.0
+"""Age of the oldest entry that the audit's sink lacks, from which people are notified."""
 
 FAULTY = {
     "failed": ("tasks-failed", "task", "The workers could not do them.", "Each names its cause and remedy.", "warn"),
@@ -120,6 +124,15 @@ def alerts(
     if (share := memory.share()) > WATERMARK:
         detail = f"{share:.0%} are in use: no upload starts."
         yield Alert("memory-low", "Memory is low", detail, "Give the process more memory.", weight="bad")
+    behind = backlog(session, settings.audit_sink) if settings.audit_sink else None
+    if behind and now - behind.since > LAG_SECONDS:
+        yield Alert(
+            "audit-sink",
+            "The audit's sink is behind",
+            f"Entries from number {behind.first} on wait for {settings.audit_sink}. {behind.reason}",
+            "Check the receiver: the entries are kept, and sent in order when it answers.",
+            weight="bad",
+        )
     # `doctor` and the log tell what is wrong with a file that cannot be read.
     with suppress(OSError, ValueError):
         for found in outdated(settings, datetime.fromtimestamp(now, UTC)):

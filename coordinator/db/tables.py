@@ -488,7 +488,10 @@ class IdempotencyRow(Table):
 
 
 class NoticeRow(Table):
-    """A notice of a condition that needs a person, by one channel; kept while the condition lasts."""
+    """A notice of a condition that needs a person, by one channel; kept while the condition lasts.
+
+    Under the channel `audit`, the last entry that a sink of the audit has acknowledged.
+    """
 
     __tablename__ = "notices"
 

@@ -15,6 +15,7 @@ from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.alerts.attention import Alert
+from tessera.coordinator.alerts.audit_sink import AuditShipper
 from tessera.coordinator.alerts.certificate import examine
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
@@ -59,6 +60,8 @@ def checks(services: Services, *, notify: bool = False) -> Iterator[tuple[str, C
         yield "provider", lambda: _provider(settings)
     for notifier in services.notifiers:
         yield notifier.channel.name, partial(_notices, notifier, notify=notify)
+    if services.shipper:
+        yield "audit sink", partial(_sink, services.shipper)
     yield "settings", lambda: (*_unknown(), *insecure(settings))
 
 
@@ -171,6 +174,14 @@ def _notices(notifier: Notifier, *, notify: bool) -> Iterator[Finding]:
         yield ok(name, "a test notice was taken" if notify else "can be reached; send a test notice with --notify")
     except Undelivered as fault:
         yield fail(name, str(fault), "Until then notices wait, and are given up after three hours.")
+
+
+def _sink(shipper: AuditShipper) -> Iterator[Finding]:
+    try:
+        shipper.sink.send(())
+        yield ok("audit sink", f"{shipper.url} can be reached")
+    except Undelivered as fault:
+        yield fail("audit sink", str(fault), "Until then entries wait; none is lost.")
 
 
 def _files(settings: CoordinatorSettings) -> Iterator[Finding]:

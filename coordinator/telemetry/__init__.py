@@ -1,1 +1,2 @@
-"""Prometheus metrics, request timing, traces and logs of the coordinator. Imports `db` and `services`."""
+"""Prometheus metrics, request timing, traces and logs of the coordinator. Imports `alerts`, `db` and
+`services`."""

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.alerts.audit_sink import backlog
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.stats import Commits, RoundDurations, run_figures, silences, tasks_in_hand
 from tessera.coordinator.db.views import blob_totals, merging_seconds, overdue_seconds, rounds_by_state, runs_by_state
@@ -107,6 +108,8 @@ class Metrics(Collector):
             yield _family("tessera_site_silent_seconds", "Since a site was last heard of", ["site"], silent)
             live = len(live_workers(session, now - services.settings.liveness_seconds))
             blobs, blob_bytes = blob_totals(session)
+            sink = services.settings.audit_sink
+            behind = backlog(session, sink) if sink else None
         ready = float(readiness(services).ready)
         waiting, free_bytes = len(services.waiters.workers), services.disk.free_bytes()
         yield GaugeMetricFamily("tessera_ready", "1 if this process can do its work", ready)
@@ -116,6 +119,8 @@ class Metrics(Collector):
         yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", free_bytes)
         yield GaugeMetricFamily("tessera_memory_used_ratio", "Share of the memory in use", services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
+        unsent = max(0.0, now - behind.since) if behind else 0.0
+        yield GaugeMetricFamily("tessera_audit_unsent_seconds", "Age of the oldest entry that the sink lacks", unsent)
         notices = CounterMetricFamily("tessera_notices", NOTICES, labels=["channel", "outcome"])
         counts = {notifier.channel.name: (notifier.sent, notifier.failed) for notifier in services.notifiers}
         for channel in ("command", "webhook"):

@@ -89,6 +89,20 @@ def _cut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def post(
+    secured: ssl.SSLSocket, host: str, target: str, body: bytes, headers: Mapping[str, str], read_bytes: int = 0
+) -> bytes:
+    """Send a body, and return the first bytes of the answer. Raise Undelivered unless its status is a success."""
+    connection = HTTPSConnection(host, secured.getpeername()[1], context=secured.context)
+    connection.sock = secured
+    connection.request("POST", target, body, dict(headers))
+    with connection.getresponse() as answer:
+        if not 200 <= answer.status < 300:
+            said = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
+            raise Undelivered(f"{host} answered {answer.status}{said}")
+        return answer.read(read_bytes)
+
+
 class Webhook:
     """Notices as JSON by HTTPS, signed as Standard Webhooks has it (https://www.standardwebhooks.com)."""
 
@@ -108,13 +122,7 @@ class Webhook:
             headers, body = self._signed(notice or {"id": ""}, int(now))
             if notice is None:
                 return
-            connection = HTTPSConnection(self._host, self._port, context=context)
-            connection.sock = secured
-            connection.request("POST", self._target, body, headers)
-            status = connection.getresponse().status
-            if not 200 <= status < 300:
-                said = " (redirects are not followed)" if 300 <= status < 400 else ""
-                raise Undelivered(f"{self._host} answered {status}{said}")
+            post(secured, self._host, self._target, body, headers)
 
     def _signed(self, notice: Mapping[str, str], now: int) -> tuple[dict[str, str], bytes]:
         body, file = json.dumps(dict(notice)).encode(), self._secret_file

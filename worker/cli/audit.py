@@ -45,14 +45,18 @@ def verify(
     config: SiteConfig = None,
     file: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="A file that `export --lines` wrote of a site's chain."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A file that `export --lines` wrote of a site's chain, or that the coordinator's sink has received.",
+        ),
     ] = None,
     key_file: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="The file with the site's audit key, for --file.",
+            help="The file with the site's audit key, for a --file of a site's chain.",
         ),
     ] = None,
     head: Annotated[
@@ -66,9 +70,9 @@ def verify(
 
     Exit code 0: the chain holds, 1: it does not.
     """
-    if (file is None) != (key_file is None):
-        raise typer.BadParameter("--file and --key-file are given together", param_hint="'--file'")
-    fault, digests = _verified_file(file, key_file) if file and key_file else _verified(ctx, config)
+    if key_file and not file:
+        raise typer.BadParameter("it is the key of a --file", param_hint="'--key-file'")
+    fault, digests = _verified_file(file, key_file) if file else _verified(ctx, config)
     if fault is None and head is not None and head not in digests:
         fault = f"no entry has the digest {head}: the chain was cut off, or written again from the start"
     last = digests[-1] if digests else None
@@ -84,12 +88,7 @@ def verify(
 def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequence[str]]:
     """Return a chain's fault, if it has one, and the digests of its entries."""
     if config is None:
-        entries = list(client_of(ctx).audit())
-        broken = first_broken(entries)
-        fault = (
-            None if broken is None else f"entry {broken} of the coordinator's chain was changed after it was chained"
-        )
-        return fault, [entry.digest for entry in entries]
+        return _verified_entries(list(client_of(ctx).audit()))
     site = _site(config)
     try:
         chain: tuple[SiteAuditEntry, ...] = site.audit.read()
@@ -98,9 +97,22 @@ def _verified(ctx: typer.Context, config: Path | None) -> tuple[str | None, Sequ
         return str(fault), []
 
 
-def _verified_file(file: Path, key_file: Path) -> tuple[str | None, Sequence[str]]:
-    """Verify a file that `export --lines` wrote, and return the same as `_verified`."""
+def _verified_entries(entries: Sequence[AuditEntry]) -> tuple[str | None, Sequence[str]]:
+    broken = first_broken(entries)
+    fault = None if broken is None else f"entry {broken} of the coordinator's chain was changed after it was chained"
+    return fault, [entry.digest for entry in entries]
+
+
+def _verified_file(file: Path, key_file: Path | None) -> tuple[str | None, Sequence[str]]:
+    """Verify a file that `export --lines` or a sink wrote, and return the same as `_verified`."""
     try:
+        if key_file is None:
+            # A sink may have an entry twice.
+            lines = dict.fromkeys(file.read_bytes().splitlines())
+            try:
+                return _verified_entries([AuditEntry.model_validate_json(line) for line in lines])
+            except ValueError:
+                return f"{file} has no entries of a coordinator; for those of a site, give --key-file", []
         chain = Audit(file.parent, "", bytes.fromhex(key_file.read_text(encoding="ascii"))).chain
         entries = chain.read_lines(file.read_bytes().splitlines(), str(file))
     except ValueError as fault:
