@@ -35,7 +35,7 @@ from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
-from tessera.worker.bootstrap import runner_of, with_rules
+from tessera.worker.bootstrap import runner_of, with_data, with_rules
 from tessera.worker.data.dataset_info import augments_images
 from tessera.worker.deltas import check_deltas
 from tessera.worker.errors import DataError, DeviceFailed, in_short, is_device_failure
@@ -46,13 +46,13 @@ from tessera.worker.governance.approvals import Unapproved
 from tessera.worker.governance.notices import Notices
 from tessera.worker.governance.opening_hours import Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import describe, devices_of
+from tessera.worker.inventory import describe, devices_of, opt_outs_of
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import WorkerCounts
 from tessera.worker.model.device_memory import return_unused_memory
 from tessera.worker.pace import Backoff
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
-from tessera.worker.settings_reload import SettingsFile, differing, reloaded
+from tessera.worker.settings_reload import SETTLED_SECONDS, SettingsFile, differing, reloaded
 from tessera.worker.state.audit import ROLLED_BACK, Action, StateRolledBack
 from tessera.worker.state.database import StateDatabase, StateError
 from tessera.worker.state.hash_chain import TaskRef
@@ -119,6 +119,9 @@ class Agent:
         self._alive = settings.state_dir / ALIVE_FILE
         # That of an earlier process is too old to show that this one is alive while it loads its data sets.
         self._alive.unlink(missing_ok=True)
+        self._sources = settings.sources
+        # Read before the data sets: a change in between loads them again.
+        self._opt_outs = opt_outs_of(self._sources)
         self._runner, self._inventory = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
@@ -178,6 +181,7 @@ class Agent:
         """
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
+        self._log_opted_out()
         self._note("worker.start", None, **self._terms())
         for notices in self._notices:
             notices.start()
@@ -325,6 +329,7 @@ class Agent:
         changed, unusable = None, None
         try:
             changed = self._file.reread(self._stop.sleep, self._check_deltas) if self._file else None
+            self._apply_opt_outs()
         except SettingsError as fault:
             unusable = str(fault)
         if unusable != self._unusable:
@@ -336,6 +341,28 @@ class Agent:
         if changed:
             self._reload(changed)
         return unusable
+
+    def _apply_opt_outs(self) -> None:
+        """Load the data sets again if an opt-out list has changed. Raises SettingsError, also if one cannot be read:
+        no task starts without its list."""
+        if (lists := opt_outs_of(self._sources)) == self._opt_outs:
+            return
+        before, sources = self._opt_outs, self._settings.sources
+        while lists != before:
+            # Half of a list would leave out fewer people than the whole.
+            self._stop.sleep(SETTLED_SECONDS)
+            before, lists = lists, opt_outs_of(self._sources)
+        self._runner, self._inventory = with_data(self._runner, self._settings)
+        self._sources, self._opt_outs = sources, lists
+        self._apply_settings(self._settings)
+        self._log_opted_out()
+        self._note("policy.change", None, **self._terms())
+
+    def _log_opted_out(self) -> None:
+        """Log the number of examples that each opt-out list leaves out, which only this site sees."""
+        for name in self._opt_outs:
+            data = self._inventory.datasets[name]
+            self._log.info("opt-out", dataset=name, left_out=data.opted_out, examples=data.examples)
 
     def _check_deltas(self, new: WorkerSettings) -> None:
         check_deltas(reloaded(self._settings, new), self._inventory)

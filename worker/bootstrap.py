@@ -68,7 +68,6 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
     except OSError as fault:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
-    devices = devices_of(settings)
     vault_folder = settings.state_dir / "vault"
     airlock_of(settings).sweep()
     allow_tf32(allowed=settings.compute.tf32)
@@ -77,21 +76,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
             library()
         except ConfigError as fault:
             raise SettingsError(str(fault)) from fault
-    executor: Executor
-    if len(devices) > 1:
-        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
-        names = tuple(map(str, devices))
-        ranks = RankSettings(devices=names, threads=threads, sandboxed=True, sources=settings.sources)
-        executor = several = ProcessExecutor(ranks, settings.state_dir, settings.compute, settings.micro_batch)
-        inventory = several.inventory()
-    else:
-        sandbox, datasets = (
-            Sandbox(shared_folder()),
-            datasets_of(settings.sources, cuda=devices[0].type == "cuda", make=True),
-        )
-        sandbox.sweep(time.time())
-        setup = TrainingSetup(devices[0], settings.micro_batch, settings.compute)
-        executor, inventory = Direct(datasets, setup, sandbox=sandbox), inventory_of(settings.datasets, datasets)
+    executor, inventory = _executor_of(settings)
     check_deltas(settings, inventory)
     runner = TaskRunner(
         coordinator=client,
@@ -119,6 +104,35 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
         seed_key=derived(audit_key_of(settings), TRAINING_SEEDS),
     )
     return with_rules(runner, settings), inventory
+
+
+def _executor_of(settings: WorkerSettings) -> tuple[Executor, Inventory]:
+    """Return an executor, and the facts about the data sets that it has loaded. Raises SettingsError."""
+    devices = devices_of(settings)
+    if len(devices) > 1:
+        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
+        names = tuple(map(str, devices))
+        ranks = RankSettings(devices=names, threads=threads, sandboxed=True, sources=settings.sources)
+        several = ProcessExecutor(ranks, settings.state_dir, settings.compute, settings.micro_batch)
+        return several, several.inventory()
+    sandbox, datasets = (
+        Sandbox(shared_folder()),
+        datasets_of(settings.sources, cuda=devices[0].type == "cuda", make=True),
+    )
+    sandbox.sweep(time.time())
+    setup = TrainingSetup(devices[0], settings.micro_batch, settings.compute)
+    return Direct(datasets, setup, sandbox=sandbox), inventory_of(settings.datasets, datasets)
+
+
+def with_data(runner: TaskRunner, settings: WorkerSettings) -> tuple[TaskRunner, Inventory]:
+    """Return the runner with its data sets loaded again, and the facts about them. Raises SettingsError."""
+    if isinstance(runner.executor, ProcessExecutor):
+        runner.executor.close()
+    executor, inventory = _executor_of(settings)
+    check_deltas(settings, inventory)
+    # Fingerprints and contents are computed again: an overlap or a checkpoint of the earlier rows is none of these.
+    loaded = replace(runner, executor=executor, datasets=inventory.datasets, fingerprints={}, contents={})
+    return loaded, inventory
 
 
 def with_rules(runner: TaskRunner, settings: WorkerSettings) -> TaskRunner:

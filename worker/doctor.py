@@ -350,6 +350,8 @@ def _contents(loaded: Dataset, *, has_own_key: bool) -> str:
     known = f", {len(torch.bincount(classes.clamp(min=0)).nonzero())} classes" if classes is not None else ""
     about = "approximately " if loaded.held_out and not has_own_key else ""
     held_out = f", {loaded.held_out.examples} held out" if loaded.held_out else ""
+    if opted_out := loaded.report.opted_out:
+        held_out += f", {opted_out.examples} left out by opt_out"
     unknown = loaded.report.unknown_tokens
     words = "" if unknown is None else f", {unknown:.1%} of tokens unknown"
     words = ", converted with each run's own tokenizer" if loaded.texts else words

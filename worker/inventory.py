@@ -12,6 +12,7 @@ from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import Dataset, Loaders
 from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.data.loaders import LoaderProcesses
+from tessera.worker.data.opt_out import read_opt_out
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.registry import load
@@ -33,6 +34,7 @@ def load_source(
         source.options,
         part=source.part,
         held_out=source.held_out,
+        opt_out=source.opt_out,
         key=key,
         prepared=prepared,
         loaders=loaders,
@@ -88,6 +90,16 @@ def inventory_of(sources: Mapping[str, DataSource], datasets: Mapping[str, Datas
     trained = [data for name, data in datasets.items() if sources[name].use == "train"]
     groups = {group for data in trained for group in data.groups or ()}
     return Inventory({name: data.info for name, data in datasets.items()}, len(groups))
+
+
+def opt_outs_of(sources: DataSources) -> dict[str, frozenset[bytes]]:
+    """Return the groups in the opt-out list of each data set that has one. Raises SettingsError."""
+    lists = dict[str, frozenset[bytes]]()
+    for name, source in sources.datasets.items():
+        if source.opt_out is not None:
+            with named(name):
+                lists[name] = read_opt_out(source.opt_out)
+    return lists
 
 
 @contextmanager

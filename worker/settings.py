@@ -89,6 +89,9 @@ class DataSource(BaseModel):
     kind: str = Field(description="arrays, digits, text, images, imagetext, or a kind that is installed")
     part: SitePartition | None = Field(default=None, description="the part of it to use; all of it if unset")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it to hold out from training")
+    opt_out: Path | None = Field(
+        default=None, description="file of the values of `group`, one a line, whose examples no task may use"
+    )
     use: Literal["train", "evaluate"] = Field(
         default="train", description="whether runs train on it, or evaluate versions on all of it"
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 from tessera.worker.settings import WorkerSettings, parsed_settings, raw_settings
 
 SETTLED_SECONDS = 1.0
-"""Half of a file may allow more than the whole: a changed file is read once it has stayed the same for that long."""
+"""Half of a file may allow more than the whole: changed settings, or a changed opt-out list, are read once they have
+stayed the same for that long."""
 
 
 class SettingsFile:

@@ -96,7 +96,9 @@ def show(
         if column != "warnings" and any(row[column] is not None and row[column] != [] for row in shown)
     ]
     rows = [[_cell(row[column]) for column in filled] for row in shown]
-    out().print(table(filled, rows, right=("examples", "held out", "classes", "domains", "unknown tokens")))
+    out().print(
+        table(filled, rows, right=("examples", "held out", "opted out", "classes", "domains", "unknown tokens"))
+    )
     if converted := [row["name"] for row in shown if row["tokenizer"]]:
         names = ", ".join(converted)
         note(f"{names}: tokens and unknown words depend on each run's tokenizer, and cannot be shown here")
@@ -206,6 +208,7 @@ def _described(name: str, source: DataSource, key: bytes, prepared: PreparedFold
         "part": part,
         "examples": loaded.examples,
         "held out": loaded.held_out and loaded.held_out.examples,
+        "opted out": loaded.report.opted_out and loaded.report.opted_out.examples,
         "classes": None if loaded.classes is None else len(torch.unique(loaded.classes)),
         "domains": None if loaded.domains is None else len(torch.unique(loaded.domains)),
         "tensors of each": _shapes(loaded, common=False),

@@ -276,6 +276,7 @@ class Dataset:
         return DatasetInfo(
             examples=self.examples,
             held_out=self.held_out.examples if self.held_out else 0,
+            opted_out=self.report.opted_out.examples if self.report.opted_out else 0,
             groups=None if self.groups is None else len(set(self.groups)),
             ungrouped=ungrouped,
             schema=self.schema,

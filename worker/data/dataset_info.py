@@ -29,6 +29,8 @@ class DatasetInfo:
     examples: int
     held_out: int = 0
     """The number of examples on which no run trains."""
+    opted_out: int = 0
+    """The number of examples that the site's opt-out list leaves out. It is not sent."""
     groups: int | None = None
     """The number of distinct groups; None without groups."""
     ungrouped: str | None = None

@@ -74,6 +74,17 @@ class Truncation:
 
 
 @dataclass(frozen=True)
+class OptedOut:
+    """The effect of a site's opt-out list on a data set."""
+
+    listed: int
+    """The number of groups in the list, of which some are `found` in the data set."""
+    found: int
+    examples: int
+    """The number of examples that are left out."""
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """Findings about the files of a whole data set, for people at its site. They are never sent."""
 
@@ -107,6 +118,8 @@ class LoadReport:
     """Columns and names that are probably one person's in several examples, without a `group`."""
     without_group: int = 0
     """The number of examples whose group is missing, of a data set with a `group`."""
+    opted_out: OptedOut | None = None
+    """The examples that the site's opt-out list leaves out; None without a list."""
     truncation: Truncation | None = None
     """The texts that are cut off; None without texts, or before it is known."""
     no_end: bool = False
@@ -118,6 +131,11 @@ class LoadReport:
         """Yield the probable faults, each with its remedy. With `held_out`, examples are held out."""
         if held_out:
             yield from self._on_both_sides()
+        if self.opted_out and self.opted_out.listed and not self.opted_out.found:
+            yield (
+                f"none of the {self.opted_out.listed} lines of opt_out is a value of `group` here",
+                "Write each as it stands in that column, with its zeros and its case.",
+            )
         if (self.unknown_tokens or 0) > MAX_UNKNOWN:
             yield (
                 f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",

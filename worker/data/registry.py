@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tessera.shared.near_names import did_you_mean, nearest
 from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, Dataset, Loaders
+from tessera.worker.data.opt_out import without
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
@@ -22,7 +23,7 @@ from tessera.worker.errors import DataError
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
-EVERY_KIND = ("kind", "part", "held_out", "use", "privacy", "ledger")
+EVERY_KIND = ("kind", "part", "held_out", "opt_out", "use", "privacy", "ledger")
 """The keys that a data set of any kind has, beside the options of its kind."""
 
 
@@ -32,11 +33,13 @@ def load(
     *,
     part: SitePartition | None = None,
     held_out: float | None = None,
+    opt_out: Path | None = None,
     key: bytes = b"",
     prepared: PreparedFolder = NOT_KEPT,
     loaders: Loaders | None = None,
 ) -> Dataset:
-    """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
+    """Return the data set of a kind, or a part of it, without the groups in the list `opt_out`, and with a share of
+    the examples held out by a hash with `key`.
 
     `prepared` is the folder for files that its kind makes once from the data. `loaders` read what is on disk.
 
@@ -63,6 +66,8 @@ def load(
         loaders.prepare()
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
+    if opt_out is not None:
+        dataset = without(dataset, opt_out)
     return dataset if held_out is None else hold_out(dataset, held_out, key)
 
 
