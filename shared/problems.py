@@ -165,7 +165,7 @@ class Forbidden(Problem):
     code = "forbidden"
     title = "The token's role does not allow this"
     meaning = "The token is valid, but its role or its owner may not do this."
-    causes = (
+    causes: ClassVar[tuple[str, ...]] = (
         "a viewer's token where the action needs an orchestrator's or an administrator's",
         "a run that another orchestrator created",
         "a form that another page sent",
@@ -200,7 +200,10 @@ class Conflict(Problem):
     code = "conflict"
     title = "The request expects another state"
     meaning = "The object is in another state than the request needs."
-    causes = ("another person or process has changed it", "the request was already carried out")
+    causes: ClassVar[tuple[str, ...]] = (
+        "another person or process has changed it",
+        "the request was already carried out",
+    )
     remedy = "Read the resource again, then decide whether to repeat the request."
 
 
@@ -329,7 +332,7 @@ class Invalid(Problem):
     code = "invalid"
     title = "The request is not valid"
     meaning = "The request can be read, but a value in it is wrong; `errors` names each place."
-    causes = (
+    causes: ClassVar[tuple[str, ...]] = (
         "a misspelt key, or a value out of its range",
         "settings that contradict each other",
         "a client of another version",
@@ -379,7 +382,7 @@ class TooManyRequests(Problem):
     code = "too-many-requests"
     title = "Too many requests"
     meaning = "The caller, or its address, sends more requests than the coordinator serves to one caller."
-    causes = (
+    causes: ClassVar[tuple[str, ...]] = (
         "a script that asks in a loop",
         "several processes with one token",
         "repeated failures to sign in from one address",
@@ -521,7 +524,10 @@ class Unavailable(Problem):
     code = "unavailable"
     title = "The coordinator cannot serve this now"
     meaning = "The coordinator cannot serve this request at the moment, and may soon."
-    causes = ("a coordinator that is stopping, starting or not reachable", "a database that does not answer")
+    causes: ClassVar[tuple[str, ...]] = (
+        "a coordinator that is stopping, starting or not reachable",
+        "a database that does not answer",
+    )
     remedy = "Wait as long as Retry-After says and try again."
     retryable = True
 

@@ -34,7 +34,7 @@ class Backlog:
     first: int
     """The number of the oldest of them."""
     since: float
-    """When it was written."""
+    """The time at which it was written, in seconds since 1970."""
     reason: str
     """The reason of the last failed attempt; empty if the last one succeeded."""
 

@@ -9,9 +9,8 @@ PREAMBLE = """\
 The `type` of a refusal leads to the same text at its coordinator, without a token: `/problems/<code>`.
 """
 
-KINDS: dict[str, type[Problem]] = {
-    kind.code: kind for kind in (*PROBLEMS.values(), NotUnderstood, IntermediaryFault, Untrusted)
-}
+_OF_CLIENTS: tuple[type[Problem], ...] = (NotUnderstood, IntermediaryFault, Untrusted)
+KINDS = {kind.code: kind for kind in (*PROBLEMS.values(), *_OF_CLIENTS)}
 """All kinds of problem by code, with those that only a client raises."""
 
 
