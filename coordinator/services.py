@@ -6,6 +6,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.alerts.attention import Alert, alerts
 from tessera.coordinator.alerts.audit_sink import AuditShipper
 from tessera.coordinator.alerts.notices import Notifier
+from tessera.coordinator.auth.permissions import reading
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Uploads
@@ -28,6 +30,8 @@ from tessera.coordinator.conductor.round_actions import RoundActions
 from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.studies import CallerSession
+from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.domain.snapshot import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import Memory
@@ -95,6 +99,10 @@ class Services:
     """Wakes these workers in every process where they may wait."""
     conducts: Callable[[], bool] = lambda: True
     """Returns False if this process has a child that conducts, and it has stopped."""
+
+    def reading(self, caller: Principal) -> AbstractContextManager[CallerSession]:
+        """Return a session, for `with`, that finds only the rows that the caller may read."""
+        return reading(self.database, caller)
 
     def release_waiters(self) -> None:
         """End every long poll and event stream, so that the server can stop."""

@@ -66,6 +66,9 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name that people give: letters, digits, dot, dash and underscore."""
 
+DEFAULT_STUDY = "default"
+"""The study that always exists, to which runs, sites and callers belong unless another is named."""
+
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 """Id of a run or a task. Workers name files after it, so it cannot contain a path."""
 

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.alerts.audit_sink import backlog
 from tessera.coordinator.alerts.certificate import outdated
 from tessera.coordinator.db.snapshots import candidates, has_quorum, live_workers, terms_of
+from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
     IS_LEASED,
     EnrolmentRow,
@@ -75,7 +76,8 @@ class Alert:
 def alerts(
     session: Session, now: float, settings: CoordinatorSettings, disk: DiskSpace, memory: Memory
 ) -> Iterator[Alert]:
-    """Yield everything that needs a person now. Disk and memory are those of this process."""
+    """Yield everything that needs a person now. Disk and memory are those of this process, of which only readers of
+    all studies learn."""
     live = live_workers(session, now - settings.liveness_seconds)
     yield from _of_runs(session, live)
     yield from _of_sites(session, now)
@@ -112,6 +114,8 @@ def alerts(
             lasting_seconds=AWAY_SECONDS,
         )
     yield from _of_tasks(session, now)
+    if not reads_all(session):
+        return
     if shortage := disk.shortage():
         yield Alert(
             "disk-low",
@@ -173,7 +177,9 @@ def _of_sites(session: Session, now: float) -> Iterator[Alert]:
     running = select(RunRow.id).where(RunRow.state == "running")
     takes_part = exists().where(TaskRow.worker_id == WorkerRow.id, TaskRow.run_id.in_(running))
     needed = select(WorkerRow.site_id).where(~WorkerRow.revoked, takes_part)
-    away = select(SiteRow).where(SiteRow.suspended_at.is_(None), SiteRow.id.not_in(heard), SiteRow.id.in_(needed))
+    away = select(SiteRow).where(
+        is_present(session), SiteRow.suspended_at.is_(None), SiteRow.id.not_in(heard), SiteRow.id.in_(needed)
+    )
     for site in session.scalars(away.order_by(SiteRow.name).limit(MAX_RUNS)):
         detail = "It took part in a run that is running, and none of its workers has called for ten minutes."
         remedy = "Ask the site whether its worker runs; suspend the site if it has left."

@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.alerts.attention import Alert
 from tessera.coordinator.alerts.failures import FailedTasks, alike, failed_tasks
 from tessera.coordinator.db import views
+from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.limits.disk import DiskSpace
@@ -35,11 +36,14 @@ def status(session: Session, live_since: float, alerts: Iterable[Alert], disk: D
     concerns = sorted((one for one in alerts if one.code != "run-warning"), key=lambda one: one.weight != "bad")
     is_live = (WorkerRow.last_seen_at >= live_since) & SiteRow.suspended_at.is_(None)
     counts = (
-        select(func.count(), func.count().filter(is_live)).join_from(WorkerRow, SiteRow).where(~WorkerRow.revoked)
+        select(func.count(), func.count().filter(is_live))
+        .join_from(WorkerRow, SiteRow)
+        .where(~WorkerRow.revoked, is_present(session))
     )
     workers, live = session.execute(counts).one()
     failed, _ = failed_tasks(session, LATEST_TASKS)
-    blobs, blob_bytes = views.blob_totals(session)
+    whole = reads_all(session)
+    blobs, blob_bytes = views.blob_totals(session) if whole else (None, None)
     return Status(
         version=VERSION,
         protocol=PROTOCOL,
@@ -55,8 +59,8 @@ def status(session: Session, live_since: float, alerts: Iterable[Alert], disk: D
         failures=tuple(map(_failure, alike(failed)[:MAX_FAILURES])),
         blobs=blobs,
         blob_bytes=blob_bytes,
-        free_disk_bytes=disk.free_bytes(),
-        memory_share=memory.share(),
+        free_disk_bytes=disk.free_bytes() if whole else None,
+        memory_share=memory.share() if whole else None,
     )
 
 

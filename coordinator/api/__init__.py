@@ -1,4 +1,4 @@
 """The routers of the REST API, a module for each audience.
 
-Imports `alerts`, `auth`, `blobs`, `db`, `domain`, `limits`, `operations`, `services` and `telemetry`.
+Imports `alerts`, `auth`, `blobs`, `db`, `domain`, `limits`, `notify`, `operations`, `services` and `telemetry`.
 """

@@ -57,10 +57,10 @@ def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Curs
 
 @router.get("/v1/admin/status", operation_id="getStatus")
 def get_status(serving: Serving, caller: Viewer) -> Status:
-    """Return the progress and warnings of the live runs, the latest failures with their remedies, the free disk and
-    memory, and what waits for a person."""
+    """Return the progress and warnings of the live runs, the latest failures with their remedies, and what waits for
+    a person; with blobs, free disk and memory for a caller who reads all studies."""
     now = serving.database.now()
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         needs = serving.alerts(session, now)
         return status(session, now - serving.settings.liveness_seconds, needs, serving.disk, serving.memory)
 
@@ -73,6 +73,7 @@ def description(request: Request, caller: Anyone) -> JSONResponse:
 
 @router.get("/metrics", operation_id="getMetrics", response_class=Response)
 def metrics(request: Request, caller: Viewer) -> Response:
-    """Return Prometheus metrics. They reveal the progress of runs and therefore need a viewer's token."""
+    """Return Prometheus metrics: of the caller's runs and sites, and of the process for a caller who reads all
+    studies."""
     exported: Metrics = request.app.state.metrics
-    return Response(exported.exposition(), media_type=CONTENT_TYPE_LATEST)
+    return Response(exported.exposition(caller), media_type=CONTENT_TYPE_LATEST)

@@ -83,7 +83,7 @@ async def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> R
 
     def find() -> tuple[list[Portion], list[Portion]]:
         serving.memory.require()
-        with serving.database.snapshot() as session:
+        with serving.reading(caller) as session:
             readable = readable_blobs(session, caller, wanted.digests)
             if missing := [digest for digest in wanted.digests if digest not in readable]:
                 raise NotFound(f"there is no blob {missing[0]} that this token may read")
@@ -114,7 +114,7 @@ async def get_blob(
     """Return a blob that the caller may read. A blob never changes."""
 
     def find() -> tuple[StoredBlob, list[Portion]]:
-        with serving.database.snapshot() as session:
+        with serving.reading(caller) as session:
             if not readable_blobs(session, caller, [digest]):
                 raise NotFound(f"there is no blob {digest} that this token may read")
             blob = serving.blobs.find(session, digest)

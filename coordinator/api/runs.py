@@ -22,7 +22,6 @@ from tessera.coordinator.api.dependencies import (
     Viewer,
 )
 from tessera.coordinator.api.request_limits import BoundedRoute
-from tessera.coordinator.auth.permissions import run_within_reach, runs_of
 from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
@@ -61,20 +60,17 @@ def preview_run(spec: RunSpec, serving: Serving, caller: Starter) -> Preview:
 
 @router.get("", operation_id="listRuns")
 def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
-    """Return all runs; for a site, those that it takes part in."""
-    with serving.database.snapshot() as session:
-        query, site = RUNS, _site_of(session, caller)
-        if site:
-            query = query.where(RunRow.id.in_(runs_of(site.id)))
-        keys = (RunRow.created_at, RunRow.id)
-        return views.page(session, query, keys, lambda row: _shown(session, site, row[0]), limit, cursor)
+    """Return the runs of the caller's studies; for a site, those that it takes part in."""
+    with serving.reading(caller) as session:
+        site, keys = _site_of(session, caller), (RunRow.created_at, RunRow.id)
+        return views.page(session, RUNS, keys, lambda row: _shown(session, site, row[0]), limit, cursor)
 
 
 @router.get("/{run_id}", operation_id="getRun")
 def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -> Run:
     """Return a run; a site gets only runs that it takes part in, without their other sites."""
-    with serving.database.snapshot() as session:
-        run = _shown(session, _site_of(session, caller), run_within_reach(session, caller, run_id))
+    with serving.reading(caller) as session:
+        run = _shown(session, _site_of(session, caller), views.find_run(session, run_id))
     response.headers["ETag"] = runs.etag(run.revision)
     return run
 
@@ -115,7 +111,7 @@ def list_rounds(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None
 ) -> Page[Round]:
     """Return every attempt at every round, with its tasks, oldest first."""
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         views.find_run(session, run_id)
         query = select(RoundRow).options(views.WITH_TASKS).where(RoundRow.run_id == run_id)
         keys = (RoundRow.number, RoundRow.attempt)
@@ -125,7 +121,7 @@ def list_rounds(
 @router.get("/{run_id}/rounds/{number}", operation_id="getRound")
 def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer) -> Round:
     """Return the latest attempt at a round."""
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
         query = select(RoundRow).options(views.WITH_TASKS).where(same).order_by(RoundRow.attempt.desc())
         row = session.scalars(query.limit(1)).first()
@@ -138,7 +134,7 @@ def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer
 def list_versions(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
 ) -> Page[Version]:
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         views.find_run(session, run_id)
         query = select(VersionRow).where(VersionRow.run_id == run_id, VersionRow.number >= since)
         return views.page(session, query, (VersionRow.number,), lambda r: views.view_of(Version, r[0]), limit, cursor)
@@ -149,7 +145,7 @@ async def export_version(run_id: str, number: Number, serving: Serving, caller: 
     """Return a version as one safetensors file of whole tensors, under their names in transformers."""
 
     def find() -> tuple[Export, str, list[Portion]]:
-        with serving.database.snapshot() as session:
+        with serving.reading(caller) as session:
             run = views.find_run(session, run_id)
             wanted = run.version_number if number == "latest" else int(number)
             version = session.get(VersionRow, (run_id, wanted))
@@ -159,7 +155,7 @@ async def export_version(run_id: str, number: Number, serving: Serving, caller: 
                 raise Gone(f"the blocks of version {number} are no longer kept (setting keep_versions)")
             spec, digest = RunSpec.model_validate(run.spec), version.digest
         model, manifest = serving.states.model(spec.model), serving.states.manifest(digest)
-        with serving.database.snapshot() as session:
+        with serving.reading(caller) as session:
             portions = serving.blobs.portions(session, [manifest.blocks[block.name] for block in model.stored])
         export = Export(serving.states.load(model, manifest, wanted), model)
         return export, f"{spec.name}-{wanted}.safetensors", serving.blobs.unverified(portions)
@@ -203,7 +199,7 @@ def list_measurements(
     run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
 ) -> Page[Measurement]:
     """Return each version's evaluations, on the central data set and on sites' held-out data."""
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
         query = views.EVALUATIONS.where(TaskRow.run_id == run_id, TaskRow.version_number >= since)
         keys = (TaskRow.version_number, TaskRow.id)

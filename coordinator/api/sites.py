@@ -6,6 +6,7 @@ from sqlalchemy import select
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
+from tessera.coordinator.db.studies import is_present
 from tessera.coordinator.db.tables import SiteRow, WorkerRow
 from tessera.coordinator.operations import sites
 from tessera.shared.api.admin import Site, SiteSpec, WorkerView
@@ -21,9 +22,14 @@ def create_site(spec: SiteSpec, serving: Serving, caller: Admin, key: Key = None
 
 @router.get("/sites", operation_id="listSites")
 def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[Site]:
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         return views.page(
-            session, select(SiteRow), (SiteRow.name,), lambda r: views.view_of(Site, r[0]), limit, cursor
+            session,
+            select(SiteRow).where(is_present(session)),
+            (SiteRow.name,),
+            lambda r: views.view_of(Site, r[0]),
+            limit,
+            cursor,
         )
 
 
@@ -41,13 +47,13 @@ def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 
 @router.get("/workers", operation_id="listWorkers")
 def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
-    """Return all workers, or a site's own. `live` means seen recently, with a site that is not suspended and a token
-    that is not revoked."""
+    """Return the workers of the caller's studies, or a site's own. `live` means seen recently, with a site that is
+    not suspended and a token that is not revoked."""
     since = serving.database.now() - serving.settings.liveness_seconds
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow)
-        if caller.site_id is not None:
-            query = query.where(WorkerRow.site_id == caller.site_id)
+        if caller.site_id is None:
+            query = query.where(is_present(session))
         return views.page(
             session, query, (WorkerRow.id,), lambda r: views.worker_view(r[0], r[1], since), limit, cursor
         )

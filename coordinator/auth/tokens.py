@@ -2,18 +2,21 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import ColumnElement, Executable, exists, select
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
+from tessera.coordinator.db.studies import join
 from tessera.coordinator.db.tables import SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.problems import Conflict, Invalid, SiteSuspended, Unauthenticated
+from tessera.shared.schema import DEFAULT_STUDY
 
 SUSPENDED_SECONDS = 30.0
 """Retry-After of responses to workers of a suspended site."""
@@ -93,7 +96,7 @@ def _valid(now: float) -> tuple[ColumnElement[bool], ...]:
 
 
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
-    """Return a new token and its secret, which is not stored. Raise Invalid if its site does not exist."""
+    """Return a new token and its secret, which is not stored. Raise Invalid if its site or a study does not exist."""
     site = None
     if spec.site is not None:
         site = session.scalars(select(SiteRow).where(SiteRow.name == spec.site)).one_or_none()
@@ -112,7 +115,12 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
         uses_left=spec.uses,
     )
     session.add(row)
-    audit.record(session, now, actor, "token.issue", row.id, name=spec.name, role=spec.role, site=spec.site)
+    about: dict[str, Any] = {"name": spec.name, "role": spec.role, "site": spec.site}
+    if spec.role in ("orchestrator", "viewer"):
+        studies = spec.studies or (DEFAULT_STUDY,)
+        join(session, "token", row.id, studies)
+        about["studies"] = [*studies]
+    audit.record(session, now, actor, "token.issue", row.id, **about)
     return row, secret
 
 

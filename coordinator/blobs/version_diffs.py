@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.auth.permissions import readable_blobs
+from tessera.coordinator.auth.permissions import reading
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, DifferenceRow, RunBlobRow, RunRow, VersionRow
@@ -57,10 +57,8 @@ class Differences:
             return await self.threads.run(caller.owner, self._find, caller, run_id, number, since)
 
     def _find(self, caller: Principal, run_id: str, number: int, since: int) -> str:
-        with self.database.snapshot() as session:
+        with reading(self.database, caller) as session:
             digests = _kept(session, run_id, since, number)
-            if readable_blobs(session, caller, digests) != set(digests):
-                raise _not_kept(run_id, since, number)
             if stored := session.get(DifferenceRow, (run_id, number, since)):
                 return stored.digest
             run = session.get_one(RunRow, run_id)

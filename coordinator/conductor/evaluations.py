@@ -14,7 +14,7 @@ from tessera.coordinator.db.tables import RunRow, TaskRow
 from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, new_task
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.snapshot import PendingEvaluation
-from tessera.coordinator.domain.workers import LiveWorker, ids
+from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.rounds.planning import evaluation_seed
@@ -28,7 +28,8 @@ def offer_evaluations(
     Raises Conflict if none of them is to be evaluated any more.
     """
     run = session.get_one(RunRow, run_id)
-    invited, live = terms_of(session, run.id, run.changes), liveness.workers(session)
+    invited = terms_of(session, run.id, run.changes)
+    live = in_study(run.study, liveness.workers(session))
     here = ids(live) if liveness.is_settled() else None
     still = {*central_due(session, run, invited.spec, here), *sites_due(session, run, invited, live)}
     central, by_id = evaluators(invited, live), {worker.id: worker for worker in live}

@@ -17,7 +17,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
 from tessera.coordinator.domain.eligibility import unsuited
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.workers import LiveWorker, plan_willing, sites_of
+from tessera.coordinator.domain.workers import LiveWorker, in_study, plan_willing, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan, State
@@ -59,7 +59,8 @@ class RoundActions:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
             require(run.state == "running" and run.version_number == base.number, "the run has moved on")
             require(terms_of(session, run_id, run.changes).spec == spec, "the run's settings have changed")
-            planned = [worker for worker in self.liveness.workers(session) if worker.name in plans]
+            present = in_study(spec.study, self.liveness.workers(session))
+            planned = [worker for worker in present if worker.name in plans]
             require(len(planned) == len(plans), "a worker that was planned for is no longer live")
             # A site that joined after the decision measures its own model before the round changes it (decision 9).
             require(not sites_due(session, run, invited, planned), "a worker that was planned for evaluates first")

@@ -16,8 +16,18 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.helper_tasks import RoundSums
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.snapshots import DECLARATIONS
-from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.domain.workers import LiveWorker, ids
+from tessera.coordinator.db.studies import sites_of_studies
+from tessera.coordinator.db.tables import (
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    SiteRow,
+    StudyMemberRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+)
+from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HelperKind, SumTask
 from tessera.shared.api.versions import VersionRef
@@ -75,9 +85,9 @@ class SecureRounds:
         planned = [worker for worker in willing if worker.name in plans]
         with self.database.snapshot() as session:
             attempt = rounds.next_attempt(session, run_id, version.number + 1)
-            holders = _key_holders(session, spec.secure_sums.helpers)
+            holders = _key_holders(session, spec.study, spec.secure_sums.helpers)
             before = session.get(VersionRow, (run_id, version.number - 1))
-            live = ids(self.liveness.workers(session))
+            live = ids(in_study(spec.study, self.liveness.workers(session)))
         keys = {site: found for site, (_, found) in holders.items()}
         here = {site for site, (worker, _) in holders.items() if worker in live}
         needed = signatures_of(len(spec.secure_sums.helpers))
@@ -127,6 +137,8 @@ class SecureRounds:
             tasks, now = helper_tasks.helper_tasks(session, run), self.database.now()
             for round_, of_run in helper_tasks.rounds_from(session, terms.values):
                 about, former = f"round {round_.number} of run {of_run.spec['name']}", round_.sum_terms or ""
+                if of_run.study != run.study:
+                    about = "a round of another study"
                 if round_.state != "abandoned":
                     if of_run.id == run.id or sites & helper_tasks.senders_in(session, round_.id):
                         raise ValueError(f"{about} had sums from a model with the same values. {REPEATED}")
@@ -166,7 +178,7 @@ class SecureRounds:
             terms_digest = round_.sum_terms or ""
             terms = Terms.model_validate_json(self.blobs.read(terms_digest))
             known = _helper_workers(session, terms)
-            here = ids(self.liveness.workers(session))
+            here = ids(in_study(run.study, self.liveness.workers(session)))
             live = {site: worker for site, worker in known.items() if worker in here}
         asked = {site for task, site in tasks if task.kind == "agree"}
         unasked: dict[str, tuple[int, ...]] = {one.site: () for one in terms.helpers if one.site not in asked}
@@ -265,10 +277,12 @@ def _keys_in(declared: Mapping[str, Any], site: str) -> SiteKeys | None:
     return keys
 
 
-def _key_holders(session: Session, sites: Sequence[str]) -> dict[str, tuple[str, SiteKeys]]:
-    """Return the worker of each of these sites that last declared keys, and the keys. Suspended sites have none."""
+def _key_holders(session: Session, study: str, sites: Sequence[str]) -> dict[str, tuple[str, SiteKeys]]:
+    """Return the worker of each of these sites that last declared keys, and the keys. Suspended sites, and sites that
+    are not in the study, have none."""
+    members = sites_of_studies([study]).where(StudyMemberRow.left_at.is_(None))
     query = select(SiteRow.name).where(SiteRow.name.in_(sites), SiteRow.suspended_at.is_(None))
-    admitted = set(session.scalars(query))
+    admitted = set(session.scalars(query.where(SiteRow.id.in_(members))))
     return {
         site: (worker, keys) for site, worker, keys in _declared_keys(session, sites) if keys and site in admitted
     }

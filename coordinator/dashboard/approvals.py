@@ -10,6 +10,7 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import AdminSender, Fields, PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.studies import is_present
 from tessera.coordinator.db.tables import SiteRow
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
@@ -23,9 +24,9 @@ MAX_PENDING = 100
 @router.get("/approvals")
 def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     since = serving.database.now() - serving.settings.liveness_seconds
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         runs, held = withheld_runs(session, live_workers(session, since)), held_updates(session)
-        known = set(session.scalars(select(SiteRow.name)))
+        known = set(session.scalars(select(SiteRow.name).where(is_present(session))))
     # As in the API, only administrators see enrolments.
     pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
     return render(request, "approvals.html", who, withheld=runs, held=held, pending=pending, known=known)

@@ -17,7 +17,7 @@ from tessera.coordinator.dashboard.charts.run_charts import (
 from tessera.coordinator.dashboard.queries import MAX_POINTS, evaluations, measured, round_costs
 from tessera.coordinator.dashboard.runs import Metric, Reach
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Signed
+from tessera.coordinator.dashboard.session import PageRoute, Signed, Visitor
 from tessera.coordinator.dashboard.templating import NOTHING, metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
@@ -46,7 +46,7 @@ def show_comparison(
     reach: Reach = None,
 ) -> Response:
     """Show the runs that were ticked: a score of each in one chart, their cost, and the settings that differ."""
-    histories = _histories(serving, run or [], metric)
+    histories = _histories(serving, who, run or [], metric)
     names = choices((one.site, name) for history in histories for one in history.measurements for name in one.metrics)
     found = compare(histories, metric if metric in names else None, reach or ())
     return render(
@@ -71,21 +71,21 @@ def show_comparison(
 
 @router.get("/chart.svg")
 def download_chart(
-    serving: Serving, _who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
+    serving: Serving, who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
 ) -> Response:
     """Return the chart of a comparison as a file of its own."""
-    panel = _panel(compare(_histories(serving, run or [], metric), metric), x)
+    panel = _panel(compare(_histories(serving, who, run or [], metric), metric), x)
     return download(svg_file(panel), "comparison.svg", "image/svg+xml")
 
 
-def _histories(serving: Services, ids: list[str], metric: str | None) -> list[History]:
+def _histories(serving: Services, who: Visitor, ids: list[str], metric: str | None) -> list[History]:
     chosen = list(dict.fromkeys(ids))
     if not 2 <= len(chosen) <= MAX_COMPARED:
         raise Invalid(
             f"a comparison needs two to {MAX_COMPARED} different runs, not {len(chosen)}",
             remedy="Go back to the list of runs, and tick them there.",
         )
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         runs = [views.run_view(session, views.find_run(session, one)) for one in chosen]
         return [_history(session, run, metric) for run in runs]
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -12,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
+from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.dashboard.forms import Field, fields_of, filled, placed
 from tessera.coordinator.dashboard.runs import facts_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -27,7 +29,8 @@ from tessera.coordinator.dashboard.session import (
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RUNS, RunRow, UploadRow, VersionRow, WorkerRow, new_id
+from tessera.coordinator.db.studies import CallerSession, is_present
+from tessera.coordinator.db.tables import RUNS, RunRow, SiteRow, UploadRow, VersionRow, WorkerRow, new_id
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
@@ -69,7 +72,7 @@ def show_form(
     """Ask for model, data set and method first; then show the form, filled in with the answers or another run's."""
     require_role(who.principal, *STEERING)
     if copy is not None:
-        with serving.database.snapshot() as session:
+        with serving.reading(who.principal) as session:
             spec = views.run_view(session, views.find_run(session, copy)).spec
         return _form(request, serving, who, _method(spec.method.name), _given_by(spec))
     if method is None:
@@ -204,11 +207,12 @@ def _form(
 
 def _choices(serving: Services, caller: Principal, chosen: str = "") -> dict[str, Any]:
     """Return the models to start from, and the data sets of all workers, each with the number of its live ones."""
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         starts = [*_of_runs(session), *_uploaded(session, serving, caller)]
         live = live_workers(session, serving.database.now() - serving.settings.liveness_seconds)
         datasets = Counter(name for worker in live for name in worker.declared["datasets"])
-        for declared in session.scalars(select(WorkerRow.declared).where(~WorkerRow.revoked)):
+        here = select(WorkerRow.declared).join(SiteRow).where(~WorkerRow.revoked, is_present(session))
+        for declared in session.scalars(here):
             datasets.update(dict.fromkeys(declared["datasets"], 0))
     if chosen and chosen not in dict(starts):
         starts.insert(0, (chosen, f"the start of the copied run ({chosen[7:15]})"))
@@ -228,7 +232,7 @@ def _of_runs(session: Session) -> list[tuple[str, str]]:
     ]
 
 
-def _uploaded(session: Session, serving: Services, caller: Principal) -> list[tuple[str, str]]:
+def _uploaded(session: CallerSession, serving: Services, caller: Principal) -> list[tuple[str, str]]:
     """Return the same of the caller's recently uploaded models, each with every version of its blocks."""
     digests = session.scalars(
         select(UploadRow.digest)
@@ -246,7 +250,8 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[tu
             if b'"config"' in raw:
                 models[digest] = serving.states.model(digest)
             else:
-                manifests[digest] = serving.states.manifest(digest)
+                readable = partial(readable_blobs, session, caller)
+                manifests[digest] = serving.states.manifest_of(digest, readable)
         except (ValueError, NotFound, Invalid):
             continue
     return [

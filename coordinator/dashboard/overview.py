@@ -16,6 +16,7 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import metric_name, number, render
 from tessera.coordinator.db import views
+from tessera.coordinator.db.studies import is_present
 from tessera.coordinator.db.tables import IS_LEASED, RUNS, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.metrics.svg_charts import spark
@@ -50,7 +51,7 @@ class SiteLine:
 def overview(request: Request, serving: Serving, who: Signed) -> Response:
     """Show the state of the whole federation."""
     now = serving.database.now()
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         counts = views.runs_by_state(session)
         moved = moved_by_run(session)
         sites = _sites(session, now - serving.settings.liveness_seconds)
@@ -68,7 +69,10 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
             at_work=sum(site.at_work for site in sites),
             sites=sorted(sites, key=lambda site: (site.state != "away", site.name)),
             live=sum(site.live for site in sites),
-            workers_total=session.scalar(select(func.count()).select_from(WorkerRow)) or 0,
+            workers_total=session.scalar(
+                select(func.count()).select_from(WorkerRow).join(SiteRow).where(is_present(session))
+            )
+            or 0,
             moved=sum(moved.values(), TrafficTotals()),
             rows=lines,
             curves=_curves(session, lines),
@@ -99,6 +103,7 @@ def _sites(session: Session, since: float) -> list[SiteLine]:
     rows = session.execute(
         select(SiteRow.id, SiteRow.name, SiteRow.suspended_at, live, func.max(WorkerRow.last_seen_at))
         .outerjoin(WorkerRow, (WorkerRow.site_id == SiteRow.id) & ~WorkerRow.revoked)
+        .where(is_present(session))
         .group_by(SiteRow.id, SiteRow.name, SiteRow.suspended_at)
     )
     return [

@@ -22,6 +22,7 @@ from tessera.coordinator.dashboard.sorting import Sorted
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
+from tessera.coordinator.db.studies import reads_all
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     AuditRow,
@@ -120,7 +121,7 @@ def as_csv(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 @router.get("/failures")
 def list_failures(request: Request, serving: Serving, who: Signed, filters: Filtered, after: Word = "") -> Response:
     """Show failed tasks and rejected updates, newest first."""
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         of_run = views.run_view(session, views.find_run(session, filters.run)) if filters.run else None
         failures, older = _failures(session, filters, FAILURES, after)
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
@@ -152,8 +153,8 @@ def list_failures(request: Request, serving: Serving, who: Signed, filters: Filt
 
 
 @router.get("/failures.csv")
-def download_failures(serving: Serving, who: Signed, filters: Filtered) -> Response:  # noqa: ARG001  (signed in)
-    with serving.database.snapshot() as session:
+def download_failures(serving: Serving, who: Signed, filters: Filtered) -> Response:
+    with serving.reading(who.principal) as session:
         failures, _ = _failures(session, filters, MAX_CSV_ROWS)
     columns = ("created_at", "state", "worker", "run", "kind", "round", "code", "detail")
     rows = [
@@ -183,7 +184,7 @@ def _failures(
 def list_audit(request: Request, serving: Serving, who: Signed, filters: Filtered, before: Place = None) -> Response:
     """Show every change of state, newest first; for administrators, as in the API."""
     require_role(who.principal, "admin")
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         first, last, over = _searched(session, filters, before)
         entries = _entries(session, filters, ENTRIES + 1, AuditRow.seq.between(first, last))
         following = entries[ENTRIES - 1].seq if len(entries) > ENTRIES else None if over else first
@@ -233,7 +234,7 @@ def _last_before(session: Session, last: int, instant: float) -> int:
 @router.get("/audit.csv")
 def download_audit(serving: Serving, who: Signed, filters: Filtered) -> Response:
     require_role(who.principal, "admin")
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         entries = _entries(session, filters, MAX_CSV_ROWS)
     columns = ("number", "at", "actor", "action", "subject", "run", "detail", "digest")
     rows = [
@@ -276,7 +277,9 @@ ACTIONS = {
     "site.create": "created the site", "site.suspend": "suspended the site", "site.resume": "resumed the site",
     "worker.enrol": "declared its offer", "session.begin": "signed in", "session.end": "signed out",
     "enrolment.approve": "admitted the worker", "enrolment.decline": "declined the worker",
-    "enrolment.redeem": "joined with a code", "version": "made the version",
+    "study.create": "created the study", "study.add": "added a member to the study",
+    "study.remove": "removed a member from the study", "enrolment.redeem": "joined with a code",
+    "version": "made the version",
     "version.retire": "removed old versions", "version.warning": "warned about the version",
 }  # fmt: skip
 """The actions of the audit chain in words."""
@@ -315,8 +318,8 @@ def _subjects(session: Session, entries: Sequence[AuditEntry]) -> dict[str, str]
 
 @router.get("/storage")
 def show_storage(request: Request, serving: Serving, who: Signed, sorting: Sorted) -> Response:
-    with serving.database.snapshot() as session:
-        blobs, blob_bytes = views.blob_totals(session)
+    with serving.reading(who.principal) as session:
+        blobs, blob_bytes = views.blob_totals(session) if (whole := reads_all(session)) else (0, 0)
         unfinished = session.execute(
             select(func.count(), func.coalesce(func.sum(UploadRow.length), 0)).where(~UploadRow.complete)
         ).one()
@@ -324,6 +327,7 @@ def show_storage(request: Request, serving: Serving, who: Signed, sorting: Sorte
             request,
             "storage.html",
             who,
+            whole=whole,
             blobs=blobs,
             blob_bytes=blob_bytes,
             free_bytes=serving.disk.free_bytes(),

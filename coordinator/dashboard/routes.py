@@ -20,12 +20,12 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute
 
 @router.get("/events", response_class=EventStream)
 async def all_events(serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    return await stream(serving, None, last_event_id, who.principal.token_id, partial(holder, serving, who.secret))
+    return await stream(serving, None, last_event_id, who.principal, partial(holder, serving, who.secret))
 
 
 @router.get("/runs/{run_id}/events", response_class=EventStream)
 async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    return await stream(serving, run_id, last_event_id, who.principal.token_id, partial(holder, serving, who.secret))
+    return await stream(serving, run_id, last_event_id, who.principal, partial(holder, serving, who.secret))
 
 
 nowhere = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)

@@ -60,7 +60,7 @@ from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.run_settings import Training
 from tessera.shared.sanitize import fit_to_show
-from tessera.shared.schema import RunState
+from tessera.shared.schema import DEFAULT_STUDY, RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
 
@@ -91,15 +91,17 @@ def list_runs(
     state: RunState | Literal[""] = "",
     method: Text = "",
     dataset: Text = "",
+    study: Text = "",
     q: Text = "",
     run: Annotated[list[str] | None, Query()] = None,
     page: PageNumber = 1,
 ) -> Response:
-    """List runs by state, method, data set, and a text in their names, tags and notes. Those named by `run` stay
-    ticked for a comparison, also those of other pages."""
-    chosen = {"state": state, "method": method, "dataset": dataset, "q": q.strip()}
-    with serving.database.snapshot() as session:
+    """List runs by state, method, data set, study, and a text in their names, tags and notes. Those named by `run`
+    stay ticked for a comparison, also those of other pages."""
+    chosen = {"state": state, "method": method, "dataset": dataset, "study": study, "q": q.strip()}
+    with serving.reading(who.principal) as session:
         names = {"method": RunRow.spec["method"]["name"].as_string(), "dataset": RunRow.spec["dataset"].as_string()}
+        names["study"] = RunRow.study
         query = RUNS
         for name, column in {"state": RunRow.state, **names}.items():
             if chosen[name]:
@@ -185,7 +187,7 @@ def show_run(
 ) -> Response:
     """Show a run: its progress, metrics and traffic."""
     now = serving.database.now()
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
         open_round = _open_round(session, run)
         figures = ChartFigures.of(session, run)
@@ -235,10 +237,10 @@ def show_run(
 
 @router.get("/{run_id}/charts/{ident}.svg")
 def download_chart(
-    run_id: str, ident: str, serving: Serving, _who: Signed, metric: Metric = None, x: Along = "version"
+    run_id: str, ident: str, serving: Serving, who: Signed, metric: Metric = None, x: Along = "version"
 ) -> Response:
     """Return a chart of a run as a file of its own."""
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
         shown = panels(session, ChartFigures.of(session, run), metric, x)
     found = next((panel for panel in shown if panel.ident == ident), None)
@@ -249,10 +251,10 @@ def download_chart(
 
 @router.get("/{run_id}/metrics.{kind}")
 def download_metrics(
-    run_id: str, kind: Literal["csv", "json"], serving: Serving, _who: Signed, reach: Reach = None
+    run_id: str, kind: Literal["csv", "json"], serving: Serving, who: Signed, reach: Reach = None
 ) -> Response:
     """Return all measurements of a run, one value a row, as `tessera run metrics` writes them."""
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
         rounds = session.scalars(
             select(RoundRow)
@@ -286,7 +288,7 @@ def list_rounds(
     attempt: Annotated[int, Query(ge=1, lt=1 << 31)] = 1,
 ) -> Response:
     """List attempts at rounds, newest first: those before an attempt at round `before`, by default its first."""
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
         found = round_sums(session, run, AT_A_TIME + 1, (before, attempt) if before else None)
         rounds = found[:AT_A_TIME]
@@ -315,7 +317,7 @@ def show_round(
 ) -> Response:
     """Show one attempt at a round, by default the latest: the work of each worker by time."""
     now = serving.database.now()
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
         attempts = session.scalar(select(func.max(RoundRow.attempt)).where(same))
@@ -398,6 +400,7 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
     facts = [
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
         *([("Model", size(run.model_bytes))] if run else []),
+        *([("Study", spec.study)] if spec.study != DEFAULT_STUDY else []),
         ("Data set", spec.dataset),
         ("Cohort", plural(cohort.size, "site") if cohort.size else "all live sites"),
         ("Round", f"quorum {cohort.quorum}, deadline {span(cohort.deadline_seconds)}"),
@@ -541,7 +544,7 @@ def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
 @router.get("/{run_id}/cancel")
 def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
     require_role(who.principal, *STEERING)
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         row = views.find_run(session, run_id)
         require_owner(who.principal, row)
         run = views.run_view(session, row)
@@ -584,7 +587,7 @@ def _live_settings(spec: RunSpec) -> list[tuple[str, str, str]]:
 @router.post("/{run_id}/settings")
 def change_settings(run_id: str, serving: Serving, who: SteeringSender, fields: Fields) -> Response:
     """Change settings of a live run. Raise PreconditionFailed if they are no longer what was shown to the person."""
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
     present = {name: value for name, _, value in _live_settings(run.spec)}
     # The same form may come twice.
@@ -599,7 +602,7 @@ def change_settings(run_id: str, serving: Serving, who: SteeringSender, fields: 
 @router.post("/{run_id}/notes")
 def annotate(run_id: str, serving: Serving, who: SteeringSender, fields: Fields) -> Response:
     """Change the tags and the note. Raise PreconditionFailed if they are no longer what was shown to the person."""
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         run = views.run_view(session, views.find_run(session, run_id))
     # A page shows characters that cannot be seen as others, and so the form comes back with those.
     shown = fit_to_show(run.note)

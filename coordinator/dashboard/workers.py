@@ -12,6 +12,7 @@ from fastapi.responses import RedirectResponse
 from sqlalchemy import ColumnElement, Row, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, undefer
 
+from tessera.coordinator.alerts.failures import FAULTS
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -19,10 +20,11 @@ from tessera.coordinator.dashboard.session import AdminSender, PageRoute, Signed
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
+from tessera.coordinator.db.studies import is_present, is_shared, reads_all
 from tessera.coordinator.db.tables import IS_LEASED, AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow, find
 from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS
 from tessera.coordinator.domain.eligibility import policy_of
-from tessera.coordinator.operations import sites
+from tessera.coordinator.operations import sites, studies
 from tessera.shared.api.admin import Site, Token, WorkerView
 from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
 from tessera.shared.api.token_format import hash_of, new_secret
@@ -95,9 +97,10 @@ def list_sites(
 ) -> Response:
     """Show the workers of all sites, with those that need attention first."""
     since = serving.database.now() - serving.settings.liveness_seconds
-    with serving.database.snapshot() as session:
-        every = {row.id: views.view_of(Site, row) for row in session.scalars(select(SiteRow).order_by(SiteRow.name))}
-        query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow)
+    with serving.reading(who.principal) as session:
+        present = select(SiteRow).where(is_present(session)).order_by(SiteRow.name)
+        every = {row.id: views.view_of(Site, row) for row in session.scalars(present)}
+        query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(is_present(session))
         lines = _worker_lines(session, session.execute(query.order_by(SiteRow.name, WorkerRow.name)).all(), since)
     counts = Counter(line.health for line in lines)
     urgent = sorted((line for line in lines if line.matches(q, health or None)), key=lambda line: line.urgency)
@@ -131,14 +134,21 @@ def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sin
     expired = Counter(
         session.scalars(select(TaskRow.worker_id).where(TaskRow.worker_id.in_(ids), TaskRow.state == "expired"))
     )
+    counts = {row.id: (row.accepted, row.faulty) for row, _ in rows}
+    if not reads_all(session):
+        # The counters of a worker are over all studies.
+        by_state = [func.sum(case((TaskRow.state.in_(states), 1), else_=0)) for states in (ACCEPTED, FAULTS)]
+        of_workers = select(TaskRow.worker_id, *by_state).where(TaskRow.worker_id.in_(ids))
+        counted = session.execute(of_workers.group_by(TaskRow.worker_id))
+        counts = dict.fromkeys(ids, (0, 0)) | {row_id: (done, faulty) for row_id, done, faulty in counted}
     scores = _latest_scores(session, ids)
     tasks = _tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
     return [
         WorkerLine(
             views.worker_view(row, site, since),
             tasks.get(row.id),
-            row.accepted,
-            row.faulty + expired[row.id],
+            counts[row.id][0],
+            counts[row.id][1] + expired[row.id],
             scores.get(row.id, {}),
         )
         for row, site in rows
@@ -177,11 +187,11 @@ def _latest_scores(session: Session, worker_ids: Sequence[str]) -> dict[str, dic
 @router.get("/workers/{worker_id}")
 def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed) -> Response:
     now = serving.database.now()
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         found = session.execute(
             select(WorkerRow, SiteRow)
             .join_from(WorkerRow, SiteRow)
-            .where(WorkerRow.id == worker_id)
+            .where(WorkerRow.id == worker_id, is_present(session))
             .options(undefer(WorkerRow.live_values), undefer(WorkerRow.seen_hour), undefer(WorkerRow.seen_hours))
         ).one_or_none()
         if found is None:
@@ -190,6 +200,9 @@ def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed)
         (line,) = _worker_lines(session, [found], now - serving.settings.liveness_seconds)
         token = session.get(TokenRow, worker.token_id) if who.administers and worker.token_id else None
         policy = policy_of(worker.declared)
+        # Its machine, policy and budgets tell of its work for all its studies.
+        whole = not is_shared(session, site.id)
+        live_values = worker.live_values if whole else {}
         return render(
             request,
             "worker.html",
@@ -197,11 +210,12 @@ def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed)
             line=line,
             site=views.view_of(Site, site),
             # The columns of one page, which a heartbeat may replace.
-            values=LiveValues.model_validate(worker.live_values),
-            told_at=views.instant(worker.live_values["at"]) if worker.live_values else None,
+            whole=whole,
+            values=LiveValues.model_validate(live_values),
+            told_at=views.instant(live_values["at"]) if live_values else None,
             hours=uptime(worker, now),
-            rules=_rules(policy) if policy else None,
-            budgets=_budgets(policy) if policy else [],
+            rules=_rules(policy) if policy and whole else None,
+            budgets=_budgets(policy) if policy and whole else [],
             token=views.token_view(token, site.name, serving.last_seen.last_use(token.id)) if token else None,
             tasks=_latest_tasks(session, worker_id, line.view),
         )
@@ -237,6 +251,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
     ]
     lists = (
         ("Orchestrators", policy.orchestrators),
+        ("Studies", policy.studies),
         ("Models", policy.models),
         ("Never sends", policy.all_never_sent),
     )
@@ -316,7 +331,7 @@ def list_tokens(
 ) -> Response:
     """Show the tokens, newest first; for administrators, as in the API."""
     require_role(who.principal, "admin")
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         query = select(TokenRow, SiteRow.name).outerjoin_from(TokenRow, SiteRow)
         if q:
             query = query.where(containing(TokenRow.name, q) | containing(SiteRow.name, q))
@@ -331,12 +346,21 @@ def containing(column: ColumnElement[str] | InstrumentedAttribute[str], text: st
     return func.lower(column).contains(text.lower(), autoescape=True)
 
 
+@router.get("/studies")
+def list_studies(request: Request, serving: Serving, who: Signed) -> Response:
+    """Show the studies and their members; for administrators."""
+    require_role(who.principal, "admin")
+    names = [study.name for study in studies.list_studies(serving, who.principal).items]
+    shown = [studies.get_study(serving, who.principal, name) for name in names]
+    return render(request, "studies.html", who, studies=shown)
+
+
 @router.get("/sites/{site_id}/{action}")
 def confirm_site(
     site_id: str, action: Literal["suspend", "resume"], request: Request, serving: Serving, who: Signed
 ) -> Response:
     require_role(who.principal, "admin")
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         name = find(session, SiteRow, site_id).name
         workers = session.scalar(select(func.count()).where(WorkerRow.site_id == site_id)) or 0
     told = {
@@ -364,7 +388,7 @@ def confirm_token(
     token_id: str, action: Literal["revoke", "rotate"], request: Request, serving: Serving, who: Signed
 ) -> Response:
     require_role(who.principal, "admin")
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         token, replaced = _token(session, token_id), find(session, TokenRow, token_id).previous_until
     if token.revoked_at:
         raise Conflict(f"token {token.name} was revoked", remedy="Issue a new one.")
@@ -394,7 +418,7 @@ def revoke_token(token_id: str, serving: Serving, who: AdminSender) -> Response:
 
 @router.post("/tokens/{token_id}/rotate")
 def rotate_token(token_id: str, request: Request, serving: Serving, who: AdminSender) -> Response:
-    with serving.database.snapshot() as session:
+    with serving.reading(who.principal) as session:
         token = _token(session, token_id)
     secret = new_secret(token.role)
     rotated = sites.rotate_token(serving, who.principal, token_id, hash_of(secret))

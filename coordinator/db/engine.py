@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import structlog
 from alembic import command
@@ -115,6 +115,8 @@ class UnknownDatabase(RuntimeError):
 class SchemaMismatch(RuntimeError):
     """The database has another schema than this version of the coordinator."""
 
+
+S = TypeVar("S", bound=Session)
 
 Schema = Literal["current", "behind", "newer", "unsupported"]
 
@@ -250,6 +252,10 @@ class Database:
     def snapshot(self) -> Session:
         """Return a session, for `with`, that reads a snapshot and blocks no writer."""
         return Session(self._reading)
+
+    def snapshot_for(self, kind: type[S]) -> S:
+        """Return such a session of another class."""
+        return kind(self._reading)
 
     def permit_idling(self, snapshot: Session) -> None:
         """Keep a snapshot open however long its reader pauses: it blocks no writer."""

@@ -1,6 +1,6 @@
 """The input of `decide`: a run at one moment, and the workers that could take part."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -14,11 +14,13 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
 from tessera.coordinator.db.rounds import code_of
+from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     RoundRow,
     RunRow,
     SiteRow,
+    StudyMemberRow,
     TaskRow,
     VersionRow,
     WorkerRow,
@@ -34,7 +36,7 @@ from tessera.coordinator.domain.snapshot import (
     RunSnapshot,
     TaskSnapshot,
 )
-from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
+from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
 from tessera.shared.problems import Withheld
@@ -52,15 +54,29 @@ MAX_UNAGREED = 100
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Return every worker seen since then whose site is not suspended and whose token is not revoked, ordered by name
     (`site/worker`)."""
-    rows = session.execute(_LIVE_WORKERS, {"since": since}).all()
+    live = _LIVE_WORKERS if reads_all(session) else _LIVE_WORKERS.where(is_present(session))
+    rows = session.execute(live, {"since": since}).all()
     declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
-    return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
+    studies: dict[str, set[str]] = defaultdict(set)
+    for site, study in session.execute(_STUDIES_OF_SITES):
+        studies[site].add(study)
+    found = (LiveWorker(r.id, r.name, r.site, declared[r.id], studies=frozenset(studies[r.site_id])) for r in rows)
+    return sorted(found, key=lambda worker: worker.name)
 
 
 _LIVE_WORKERS = (
-    select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
+    select(
+        WorkerRow.id,
+        WORKER_NAME.label("name"),
+        WorkerRow.site_id,
+        SiteRow.name.label("site"),
+        WorkerRow.declared_digest,
+    )
     .join_from(WorkerRow, SiteRow)
     .where(WorkerRow.last_seen_at >= given("since"), SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
+)
+_STUDIES_OF_SITES = select(StudyMemberRow.member, StudyMemberRow.study).where(
+    StudyMemberRow.kind == "site", StudyMemberRow.left_at.is_(None)
 )
 _CHANGES = select(RunRow.changes).where(RunRow.id == given("run"))
 _OPEN_ROUNDS = select(RoundRow.run_id).where(one_of(RoundRow.state, *LIVE_ROUND))
@@ -143,7 +159,11 @@ def spec_in(spec: RunSpec, round_: RoundRow | None) -> RunSpec:
 
 def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return the workers that could train in a round of this run."""
-    return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
+    return [
+        worker
+        for worker in in_study(invited.spec.study, live)
+        if not objections(invited, worker.site, worker.declared)
+    ]
 
 
 def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
@@ -157,7 +177,7 @@ def has_quorum(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
     """Return True if `candidates` are of enough sites for a round, from as few of them as possible."""
     took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
     sites: set[str] = set()
-    for worker in live:
+    for worker in in_study(invited.spec.study, live):
         if took_part.get(worker.site, worker.id) == worker.id and worker.site not in sites:
             if not objections(invited, worker.site, worker.declared):
                 sites.add(worker.site)
@@ -205,7 +225,7 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
     wanted = invited.spec.evaluation.dataset
     return [
         worker
-        for worker in live
+        for worker in in_study(invited.spec.study, live)
         if invited.lets_know(worker.site)
         and invited.spec.asks in worker.declared["kinds"]
         and worker.declared["datasets"].get(wanted, 0) > 0
@@ -236,11 +256,11 @@ def runs_to_decide(session: Session) -> list[str]:
 
 def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, absent_are_gone: bool) -> RunSnapshot:
     """Return a run at this moment. With `absent_are_gone`, workers that are not live are not waited for."""
-    here = ids(live) if absent_are_gone else None
     found = session.execute(_RUN, {"run": run_id}).one()
     run, round_, ended = cast("tuple[RunRow, RoundRow | None, float | None]", found)
     invited = terms_of(session, run_id, run.changes)
     spec = invited.spec
+    here = ids(in_study(spec.study, live)) if absent_are_gone else None
     about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
     about |= {"asks": spec.asks}
     rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session, aliased
 
+from tessera.coordinator.db.studies import is_present
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, one_of
 from tessera.coordinator.db.views import latest_measurements, total
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -64,6 +65,7 @@ def silences(session: Session, now: float) -> list[tuple[str, float]]:
     rows = session.execute(
         select(SiteRow.name, seen)
         .join(WorkerRow, WorkerRow.site_id == SiteRow.id)
+        .where(is_present(session))
         .group_by(SiteRow.name)
         .order_by(seen)
         .limit(MAX_SITES)

@@ -37,6 +37,7 @@ from sqlalchemy.orm import (
 )
 
 from tessera.shared.problems import NotFound
+from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.tensors.lazy import digest_of
 
 
@@ -88,6 +89,30 @@ class SiteRow(Table):
     created_at: Mapped[float]
     # From this instant on its tokens are refused and its workers are not selected.
     suspended_at: Mapped[float | None]
+
+
+class StudyRow(Table):
+    """A study: runs and their participants, apart from those of other studies. The study `default` always exists,
+    without a row."""
+
+    __tablename__ = "studies"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    purpose: Mapped[str]
+    created_at: Mapped[float]
+
+
+class StudyMemberRow(Table):
+    """A site, token or person in a study. A former member keeps its row, so that the names of its sites stay readable
+    in the study's runs, and no person without a row becomes a member of the study `default` again."""
+
+    __tablename__ = "study_members"
+
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    # The id of a site or token; a person as `issuer#subject`.
+    member: Mapped[str] = mapped_column(primary_key=True)
+    study: Mapped[str] = mapped_column(primary_key=True)
+    left_at: Mapped[float | None]
 
 
 class TokenRow(Table):
@@ -210,10 +235,12 @@ class RunRow(Table):
     # The lists of runs, read from their ends.
     __table_args__ = (
         Index("ix_runs_created_at_id", "created_at", "id"),
+        Index("ix_runs_study_created_at_id", "study", "created_at", "id"),
         Index("ix_runs_updated_at_id", "updated_at", "id"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
+    study: Mapped[str] = mapped_column(default=DEFAULT_STUDY)
     name: Mapped[str]
     state: Mapped[str] = mapped_column(index=True)
     reason: Mapped[str | None]

@@ -10,7 +10,7 @@ from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
 from tessera.coordinator.db.snapshots import spec_in, terms_of
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, StudyMemberRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
 from tessera.coordinator.domain.eligibility import RunTerms, withheld_reason
@@ -106,6 +106,14 @@ _OWN_ROWS_BY_ID = _OWN_ROWS.where(TaskRow.id == given("id"))
 _HELD = (TaskRow.state == "leased") & (TaskRow.instance == given("instance"))
 _OPEN_TO = (TaskRow.worker_id == given("worker")) & (_HELD | (TaskRow.state == "offered"))
 _OPEN_TO &= TaskRow.id.not_in(given("holding", expanding=True))
+# No task of a study reaches a site that left it, such as a helper's, which is offered again.
+_OPEN_TO &= (
+    exists()
+    .where(StudyMemberRow.kind == "site", StudyMemberRow.left_at.is_(None))
+    .where(WorkerRow.id == TaskRow.worker_id, StudyMemberRow.member == WorkerRow.site_id)
+    .where(RunRow.id == TaskRow.run_id, StudyMemberRow.study == RunRow.study)
+    .correlate(TaskRow)
+)
 _CLAIMABLE = (
     RECORDS.where(_OPEN_TO)
     .order_by(_HELD.desc(), TaskRow.held_out.desc(), TaskRow.created_at.asc(), TaskRow.id.asc())

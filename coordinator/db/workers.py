@@ -1,5 +1,6 @@
 """Sites and their workers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -20,11 +21,12 @@ from sqlalchemy import (
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
+from tessera.coordinator.db.studies import join
 from tessera.coordinator.db.tables import SiteRow, TokenRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim, LiveValues
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Fault, NameInUse, QuotaExceeded
-from tessera.shared.schema import MAX_CLAIM_BYTES
+from tessera.shared.schema import DEFAULT_STUDY, MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
 DECLARED = {
@@ -61,13 +63,17 @@ TOO_MANY_SECONDS = 600.0
 """Retry-After for a site with too many workers."""
 
 
-def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
-    """Create a site. Raise Conflict if its name is taken."""
+def create_site(
+    session: Session, now: float, actor: str, name: str, studies: Sequence[str] = (DEFAULT_STUDY,)
+) -> SiteRow:
+    """Create a site as a member of these studies. Raise Conflict if its name is taken, and Invalid for a study that
+    does not exist."""
     if session.scalar(select(exists().where(SiteRow.name == name))):
         raise Conflict(f"there is a site {name!r} already", remedy="Use it, or choose another name.")
     row = SiteRow(id=new_id(), name=name, created_at=now)
     session.add(row)
-    audit.record(session, now, actor, "site.create", row.id, name=name)
+    join(session, "site", row.id, studies)
+    audit.record(session, now, actor, "site.create", row.id, name=name, studies=[*studies])
     return row
 
 

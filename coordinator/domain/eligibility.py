@@ -120,6 +120,8 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
     spec, privacy = invitation.spec, invitation.spec.privacy
     if policy.orchestrators is not None and invitation.orchestrator not in policy.orchestrators:
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
+    if policy.studies is not None and spec.study not in policy.studies:
+        yield "studies", f"it takes no runs of study {spec.study}"
     if invitation.model_bytes > policy.max_model_bytes:
         yield (
             "max_model_bytes",

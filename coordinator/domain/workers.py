@@ -10,6 +10,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Participant, Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.planning import plan_round
+from tessera.shared.schema import DEFAULT_STUDY
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class LiveWorker:
     declared: dict[str, Any]
     last_round: int = 0
     """As `Participant.last_round`, if it was looked up."""
+    studies: frozenset[str] = frozenset([DEFAULT_STUDY])
+    """The studies of its site."""
 
     @property
     def advertised_policy(self) -> AdvertisedPolicy | None:
@@ -31,6 +34,11 @@ class LiveWorker:
         examples = self.declared["datasets"].get(dataset, 0)
         resources = self.declared.get("resources", {})
         return Participant(self.name, examples, resources, self.site, self.last_round)
+
+
+def in_study(study: str, workers: Iterable[LiveWorker]) -> list[LiveWorker]:
+    """Return the workers of the study's sites, which alone may have tasks of its runs."""
+    return [worker for worker in workers if study in worker.studies]
 
 
 def ids(workers: Sequence[LiveWorker]) -> set[str]:

@@ -6,8 +6,9 @@ after its own changes, on a wakeup, and at every tick.
 """
 
 import asyncio
+import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from anyio import to_thread
 from sqlalchemy import func, select
 
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database
-from tessera.coordinator.db.tables import IS_LEASED, AuditRow, TaskRow
+from tessera.coordinator.db.tables import IS_LEASED, AuditRow, RunRow, TaskRow
 from tessera.coordinator.db.views import instant
 from tessera.shared.api.admin import ChangeEvent
 from tessera.shared.problems import Busy
@@ -25,18 +26,57 @@ log = structlog.get_logger()
 
 KEPT = 2_000
 """Events kept in memory for clients that are behind; older ones are read from the table."""
+MAX_SEQ = (1 << 53) - 1
 BATCH = 500
 """Events read in one query."""
 MIN_SECONDS = 0.1
 """Minimum time between two reads."""
 BEAT_SECONDS = 15.0
 """Interval of keep-alive messages and of checks that the client is still permitted to listen."""
-ENDINGS = frozenset({"token.revoke", "session.end", "site.suspend"})
-"""Actions that may end a client's permission at once; expiry is noticed at the next beat."""
+ENDINGS = frozenset({"token.revoke", "session.end", "site.suspend", "study.create", "study.add", "study.remove"})
+"""Actions that may change a client's permission at once; expiry is noticed at the next beat."""
 RETRY_MILLISECONDS = 1_000
 RETRY_SECONDS = 5.0
 TOKENS = 10
 """Number of tokens among which the places are divided."""
+HALF_BITS = 26
+"""Half of the bits of an event's id, which JavaScript reads as a float."""
+
+
+@dataclass(frozen=True)
+class Permission:
+    """The present permission of a client to listen."""
+
+    studies: frozenset[str] | None
+    """The studies whose runs' events it may receive; None for all events, also those of no run."""
+
+    def covers(self, study: str | None) -> bool:
+        return self.studies is None or study in self.studies
+
+
+def shuffled(number: int, key: bytes, *, back: bool = False) -> int:
+    """Return the place of a number in a permutation that only holders of the key know, or the number of a place: the
+    distance of two ids must not count the events of others between them. A Feistel network of four rounds."""
+    left, right = divmod(number, 1 << HALF_BITS)
+    for turn in range(4):
+        if back:
+            left, right = right ^ _mixed(left, 3 - turn, key), left
+        else:
+            left, right = right, left ^ _mixed(right, turn, key)
+    return left << HALF_BITS | right
+
+
+def _mixed(half: int, turn: int, key: bytes) -> int:
+    digest = hashlib.blake2b(f"{turn} {half}".encode(), key=key, digest_size=8).digest()
+    return int.from_bytes(digest) >> 64 - HALF_BITS
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An event, and the study of its run."""
+
+    event: ChangeEvent
+    study: str | None
 
 
 @dataclass(eq=False)
@@ -44,6 +84,7 @@ class _Listener:
     """A client of one run's events, or of all."""
 
     run_id: str | None
+    permission: Permission
     holder: str
     """The id of its token."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,9 +103,10 @@ class ChangeFeed:
         self._tick_seconds = tick_seconds
         self._most = most_listeners
         self._listeners: set[_Listener] = set()
-        self._kept: deque[ChangeEvent] = deque(maxlen=KEPT)
+        self._kept: deque[_Entry] = deque(maxlen=KEPT)
         self._last = 0
-        self._leases: dict[str, tuple[float, int]] = {}
+        self._key = b""
+        self._leases: dict[tuple[str, str], tuple[float, int]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
@@ -101,11 +143,11 @@ class ChangeFeed:
             )
 
     async def listen(
-        self, run_id: str | None, since: int | None, holder: str, admitted: Callable[[], bool]
+        self, run_id: str | None, since: int | None, holder: str, permission: Callable[[], Permission | None]
     ) -> AsyncIterator[bytes]:
-        """Yield events after `since`, or from now on, of one run or of all, until the client disconnects, `admitted`
-        returns False, or the process ends."""
-        listener = _Listener(run_id, holder)
+        """Yield events after `since`, or from now on, of one run or of all runs within the client's `permission`,
+        until the client disconnects, has no permission any more, or the process ends."""
+        listener = _Listener(run_id, Permission(frozenset()), holder)
         self._listeners.add(listener)
         now = asyncio.get_running_loop().time
         checked_at = now()
@@ -114,24 +156,31 @@ class ChangeFeed:
             async with self._starting:
                 if self._reader is None or self._reader.done():
                     self._kept.clear()
-                    self._last = await to_thread.run_sync(self._head)
+                    self._last, self._key = await to_thread.run_sync(self._head)
                     self._reader = asyncio.create_task(self._read_on())
             seq = self._last if since is None else since
+            resumes = since is not None
             yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
             while not self.closed:
                 listener.wakeup.clear()
                 # By the clock, however many events there are; and at once after an action that may end permission.
                 if listener.unchecked or now() >= checked_at + BEAT_SECONDS:
                     listener.unchecked, checked_at = False, now()
-                    if not await to_thread.run_sync(admitted):
+                    if (found := await to_thread.run_sync(permission)) is None:
                         return
-                events, seq = await self._after(seq, listener.run_id)
-                for event in events:
+                    listener.permission = found
+                    if resumes and found.studies is not None:
+                        # An id of a time when its caller read all studies is none of these, and comes out beyond.
+                        seq = min(shuffled(seq, self._key, back=True), self._last)
+                    resumes = False
+                events, seq = await self._after(seq, listener)
+                for event in self._shown(events, listener):
                     yield f"id: {event.seq}\nevent: change\ndata: {event.model_dump_json()}\n\n".encode()
                 if listener.progressed:
                     listener.progressed = False
                     yield b"event: progress\ndata: {}\n\n"
-                if events:
+                # The events in between may all be of others.
+                if events or seq < self._last:
                     continue
                 try:
                     await asyncio.wait_for(listener.wakeup.wait(), BEAT_SECONDS)
@@ -147,21 +196,23 @@ class ChangeFeed:
                 await asyncio.wait_for(self._changed.wait(), self._tick_seconds)
             self._changed.clear()
             try:
-                events = await to_thread.run_sync(self._read, self._last, None)
+                entries = await to_thread.run_sync(self._read, self._last)
                 leases = await to_thread.run_sync(self._read_leases)
             except DATABASE_AWAY as fault:
                 log.warning("news.not_read", detail=str(fault).partition("\n")[0])
                 continue
-            if events:
-                self._kept.extend(events)
-                self._last = events[-1].seq
-            ended = any(event.action in ENDINGS for event in events)
+            if entries:
+                self._kept.extend(entries)
+                self._last = entries[-1].event.seq
+            ended = any(entry.event.action in ENDINGS for entry in entries)
             progressed = {run for run, lease in leases.items() if lease != self._leases.get(run)}
             self._leases = leases
             for listener in self._listeners:
-                listener.progressed |= bool(progressed) if listener.run_id is None else listener.run_id in progressed
+                listener.progressed |= any(
+                    listener.run_id in (None, run) and listener.permission.covers(study) for run, study in progressed
+                )
                 listener.unchecked |= ended
-            if events or progressed:
+            if entries or progressed:
                 self._wake()
             await asyncio.sleep(MIN_SECONDS)
 
@@ -169,37 +220,54 @@ class ChangeFeed:
         for listener in self._listeners:
             listener.wakeup.set()
 
-    async def _after(self, seq: int, run_id: str | None) -> tuple[list[ChangeEvent], int]:
-        """Return the next events after `seq`, and the number up to which they are complete."""
+    def _shown(self, events: Sequence[ChangeEvent], to: _Listener) -> Sequence[ChangeEvent]:
+        if to.permission.studies is None:
+            return events
+        return [event.model_copy(update={"seq": shuffled(event.seq, self._key)}) for event in events]
+
+    async def _after(self, seq: int, to: _Listener) -> tuple[list[ChangeEvent], int]:
+        """Return the next events after `seq` for a listener, and the number up to which they are complete."""
         last = self._last
         if seq >= last:
             return [], seq
-        if self._kept and self._kept[0].seq <= seq + 1:
-            return [event for event in self._kept if event.seq > seq and run_id in (None, event.run)], last
-        events = await to_thread.run_sync(self._read, seq, run_id)
-        return events, events[-1].seq if len(events) == BATCH else max(last, events[-1].seq if events else 0)
+        covers, run_id = to.permission.covers, to.run_id
+        if self._kept and self._kept[0].event.seq <= seq + 1:
+            kept = (one for one in self._kept if one.event.seq > seq and covers(one.study))
+            return [one.event for one in kept if run_id in (None, one.event.run)], last
+        # Not beyond: an entry there may end the permission.
+        read = await to_thread.run_sync(self._read, seq, run_id, last)
+        reached = read[-1].event.seq if len(read) == BATCH else last
+        return [one.event for one in read if covers(one.study)], reached
 
     # ------------------------------------------------------------ the tables
 
-    def _head(self) -> int:
+    def _head(self) -> tuple[int, bytes]:
+        """Return the number of the last entry, and the key of ids: of the first entry, so that all processes have the
+        same, and which only administrators can read."""
         with self._database.snapshot() as session:
-            return session.scalar(select(func.max(AuditRow.seq))) or 0
+            first = session.scalar(select(AuditRow.digest).where(AuditRow.seq == 1)) or ""
+            return session.scalar(select(func.max(AuditRow.seq))) or 0, hashlib.sha256(first.encode()).digest()
 
-    def _read(self, seq: int, run_id: str | None) -> list[ChangeEvent]:
-        query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.run_id)
-        query = query.where(AuditRow.seq > seq)
+    def _read(self, seq: int, run_id: str | None = None, last: int = MAX_SEQ) -> list[_Entry]:
+        query = select(AuditRow.seq, AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.run_id, RunRow.study)
+        query = query.outerjoin(RunRow, RunRow.id == AuditRow.run_id).where(AuditRow.seq > seq, AuditRow.seq <= last)
         if run_id is not None:
             query = query.where(AuditRow.run_id == run_id)
         with self._database.snapshot() as session:
             rows = session.execute(query.order_by(AuditRow.seq).limit(BATCH)).all()
         return [
-            ChangeEvent(seq=row.seq, at=instant(row.at), action=row.action, subject=row.subject, run=row.run_id)
+            _Entry(
+                ChangeEvent(seq=row.seq, at=instant(row.at), action=row.action, subject=row.subject, run=row.run_id),
+                row.study,
+            )
             for row in rows
         ]
 
-    def _read_leases(self) -> dict[str, tuple[float, int]]:
-        """Return each run's latest end of a lease and number of leases, which every heartbeat changes."""
-        query = select(TaskRow.run_id, func.max(TaskRow.lease_expires_at), func.count())
+    def _read_leases(self) -> dict[tuple[str, str], tuple[float, int]]:
+        """Return the latest end of a lease and the number of leases, which every heartbeat changes, by run and
+        study."""
+        query = select(TaskRow.run_id, RunRow.study, func.max(TaskRow.lease_expires_at), func.count())
+        query = query.join(RunRow, RunRow.id == TaskRow.run_id).where(IS_LEASED)
         with self._database.snapshot() as session:
-            rows = session.execute(query.where(IS_LEASED).group_by(TaskRow.run_id))
-            return {run_id: (expires_at or 0.0, count) for run_id, expires_at, count in rows}
+            rows = session.execute(query.group_by(TaskRow.run_id, RunRow.study))
+            return {(run_id, study): (expires_at or 0.0, count) for run_id, study, expires_at, count in rows}

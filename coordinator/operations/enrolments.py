@@ -102,7 +102,7 @@ def approve(services: Services, caller: Principal, enrolment_id: str, approval: 
             fault = no_site(session, approval.site)
             raise Invalid("the site does not exist", errors=[fault], remedy="Set create_site to create it.")
         if site is None:
-            site = create_site(session, now, actor, approval.site)
+            site = create_site(session, now, actor, approval.site, approval.studies)
         _end(session, now, row, "approved", site.name)
         audit.record(session, now, actor, "enrolment.approve", row.id, **_told(row))
         _admit(session, now, actor, row, site, services.settings.liveness_seconds)

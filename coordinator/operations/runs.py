@@ -1,15 +1,14 @@
 """Creation, preview, pause, resumption and cancellation of runs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from opentelemetry.trace import get_current_span
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.auth.permissions import readable_blobs
+from tessera.coordinator.auth.permissions import find_run, readable_blobs, require_study
 from tessera.coordinator.db import audit, versions, views
-from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, new_id, one_of
 from tessera.coordinator.db.transitions import move_run
@@ -17,6 +16,8 @@ from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.preview import preview
 from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.domain.workers import in_study
+from tessera.coordinator.operations.idempotency import once
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import LIVE_SETTINGS, Preview, Run, RunPatch, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
@@ -32,9 +33,6 @@ EVENTS = {"paused": "pause", "running": "resume", "cancelled": "cancel"}
 def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | None = None) -> Run:
     """Start a run from an uploaded model and version; repeating it with the same `key` returns the same run."""
     model, manifest = _start_of(services, caller, spec)
-    named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
-    named |= {f"/version/server_state/{name}": entry.digest for name, entry in manifest.server_state.items()}
-    _require_readable(services, caller, named)
     given = services.states.load(model, manifest, 0)
     # The first version includes the method's initial server state.
     state = begun(spec, model, given)
@@ -42,11 +40,14 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
     warnings = warnings_of(spec, model, state)
     with services.database.transaction() as session:
         now = services.database.now()
+        # Again: a member may have left, and its key's first answer is of a study of others then.
+        require_study(session, caller, spec.study)
 
         def create() -> Run:
             services.blobs.record(session, now, new)
             run = RunRow(
                 id=new_id(),
+                study=spec.study,
                 name=spec.name,
                 state="running",
                 spec=spec.model_dump(mode="json"),
@@ -80,7 +81,7 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
     state = begun(spec, model, services.states.load(model, manifest, 0))
     now = services.database.now()
     with services.database.snapshot() as session:
-        known = live_workers(session, 0.0)
+        known = in_study(spec.study, live_workers(session, 0.0))
         live = {worker.name for worker in live_workers(session, now - services.settings.liveness_seconds)}
     invited = RunTerms(spec, model.nbytes, caller.name)
     return preview(invited, model, state, known, live, now, services.states.vocabulary)
@@ -92,7 +93,7 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
     Raise NotFound, Forbidden, PreconditionFailed, Conflict and Invalid.
     """
     with services.database.transaction() as session:
-        row = views.find_run(session, run_id)
+        row = find_run(session, caller, run_id)
         require_owner(caller, row)
         wanted = patch.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         settings = {name: wanted.pop(name) for name in LIVE_SETTINGS if name in wanted}
@@ -178,24 +179,26 @@ def etag(revision: int) -> str:
 
 
 def _start_of(services: Services, caller: Principal, spec: RunSpec) -> tuple[Model, Manifest]:
-    """Return the model and first version of a run. Raise Invalid for an unknown method or an unreadable blob."""
-    check_method(spec.method)
-    _require_readable(services, caller, {"/model": spec.model, "/version": spec.version})
-    model, manifest = services.states.check(spec.model, spec.version)
-    named = {f"/model/preprocessing/{name}": ref.digest for name, ref in model.preprocessing.items()}
-    _require_readable(services, caller, named)
-    services.states.check_files(model)
-    return model, manifest
-
-
-def _require_readable(services: Services, caller: Principal, named: dict[str, str]) -> None:
-    """Raise Invalid unless the caller sent these blobs or may read them: a run must not be a way to read them."""
+    """Return the model and first version of a run. Raise Invalid for an unknown method or study or an unreadable
+    blob."""
     with services.database.snapshot() as session:
-        reached = readable_blobs(session, caller, named.values())
+        require_study(session, caller, spec.study)
+    check_method(spec.method)
+
+    def readable(digests: Collection[str]) -> set[str]:
+        """Return the digests that the caller may read: a run must not be a way to read others."""
+        with services.reading(caller) as session:
+            return readable_blobs(session, caller, digests)
+
+    named = {"/model": spec.model, "/version": spec.version}
+    known = readable(named.values())
     faults = [
         Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
-        for pointer, digest in sorted(named.items())
-        if digest not in reached
+        for pointer, digest in named.items()
+        if digest not in known
     ]
     if faults:
         raise Invalid(f"{len(faults)} of the run's blobs are not there", errors=faults, remedy="Upload them first.")
+    model, manifest = services.states.check(spec.model, spec.version, readable)
+    services.states.check_files(model, readable)
+    return model, manifest

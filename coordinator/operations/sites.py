@@ -2,9 +2,9 @@
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views, workers
-from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.tables import SiteRow, find
 from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.operations.idempotency import once
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import IssuedToken, RotationResult, Site, SiteSpec, Token, TokenSpec
 from tessera.shared.problems import Conflict
@@ -17,7 +17,7 @@ def create_site(services: Services, caller: Principal, spec: SiteSpec, key: str 
         now = services.database.now()
 
         def create() -> Site:
-            return views.view_of(Site, workers.create_site(session, now, caller.actor, spec.name))
+            return views.view_of(Site, workers.create_site(session, now, caller.actor, spec.name, spec.studies))
 
         return once(session, now, caller, key, spec, Site, create)
 

@@ -185,8 +185,8 @@ def list_tasks(
 
 
 def get_task(services: Services, caller: Principal, task_id: str) -> TaskView:
-    """Return a task. Raise NotFound if it is another site's."""
-    with services.database.snapshot() as session:
+    """Return a task. Raise NotFound if it is another site's, or of a study of others."""
+    with services.reading(caller) if caller.site_id is None else services.database.snapshot() as session:
         return _view(tasks.find_task(session, task_id, caller.site_id), caller)
 
 

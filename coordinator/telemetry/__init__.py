@@ -1,2 +1,2 @@
-"""Prometheus metrics, request timing, traces and logs of the coordinator. Imports `alerts`, `db` and
+"""Prometheus metrics, request timing, traces and logs of the coordinator. Imports `alerts`, `db`, `domain` and
 `services`."""

@@ -5,6 +5,7 @@ runs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from prometheus_client import (
@@ -25,7 +26,9 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.alerts.audit_sink import backlog
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.stats import Commits, RoundDurations, run_figures, silences, tasks_in_hand
+from tessera.coordinator.db.studies import reads_all
 from tessera.coordinator.db.views import blob_totals, merging_seconds, overdue_seconds, rounds_by_state, runs_by_state
+from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import Readiness
 from tessera.shared.problems import PROBLEMS
@@ -85,9 +88,13 @@ class Metrics(Collector):
         self._commits = Commits(services.database.now(), self._count)
         self._tables.register(self)
 
-    def exposition(self) -> bytes:
-        """Return everything in the Prometheus text format."""
-        with self._services.database.snapshot() as session:
+    def exposition(self, caller: Principal) -> bytes:
+        """Return the metrics in the Prometheus text format: all, or of a caller's runs and sites alone."""
+        with self._services.reading(caller) as session:
+            if not reads_all(session):
+                own = CollectorRegistry()
+                own.register(_Families([*_of_tables(session, self._services.database.now())]))
+                return generate_latest(own)
             self._commits.follow(session)
         return generate_latest(REGISTRY) + generate_latest(self._tables)
 
@@ -102,10 +109,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         services, now = self._services, self._services.database.now()
         with services.database.snapshot() as session:
-            yield from _of_runs(session)
-            yield from _of_rounds(session, now)
-            silent = [((site,), seconds) for site, seconds in silences(session, now)]
-            yield _family("tessera_site_silent_seconds", "Since a site was last heard of", ["site"], silent)
+            yield from _of_tables(session, now)
             live = len(live_workers(session, now - services.settings.liveness_seconds))
             blobs, blob_bytes = blob_totals(session)
             sink = services.settings.audit_sink
@@ -127,6 +131,24 @@ class Metrics(Collector):
             for outcome, count in zip(("sent", "failed"), counts.get(channel, (0, 0)), strict=True):
                 notices.add_metric((channel, outcome), count)
         yield notices
+
+
+@dataclass(eq=False)
+class _Families(Collector):
+    """Metrics that were read already."""
+
+    found: Sequence[Metric]
+
+    def collect(self) -> Sequence[Metric]:
+        return self.found
+
+
+def _of_tables(session: Session, now: float) -> Iterator[Metric]:
+    """Yield the metrics of the runs and sites that the session reads."""
+    yield from _of_runs(session)
+    yield from _of_rounds(session, now)
+    silent = [((site,), seconds) for site, seconds in silences(session, now)]
+    yield _family("tessera_site_silent_seconds", "Since a site was last heard of", ["site"], silent)
 
 
 def _family(

@@ -85,8 +85,24 @@ def upgrade() -> None:
     )
     op.create_index("ix_person_sessions_expires_at", "person_sessions", ["expires_at"])
     op.create_table(
+        "studies",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("purpose", sa.String(), nullable=False),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_studies"),
+    )
+    op.create_table(
+        "study_members",
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("member", sa.String(), nullable=False),
+        sa.Column("study", sa.String(), nullable=False),
+        sa.Column("left_at", sa.Double()),
+        sa.PrimaryKeyConstraint("kind", "member", "study", name="pk_study_members"),
+    )
+    op.create_table(
         "runs",
         sa.Column("id", sa.String(), nullable=False),
+        sa.Column("study", sa.String(), nullable=False),
         sa.Column("name", sa.String(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("reason", sa.String()),
@@ -110,6 +126,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_runs"),
     )
     op.create_index("ix_runs_created_at_id", "runs", ["created_at", "id"])
+    op.create_index("ix_runs_study_created_at_id", "runs", ["study", "created_at", "id"])
     op.create_index("ix_runs_state", "runs", ["state"])
     op.create_index("ix_runs_updated_at_id", "runs", ["updated_at", "id"])
     op.create_table(

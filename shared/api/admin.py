@@ -11,6 +11,7 @@ from pydantic import (
 )
 
 from tessera.shared.schema import (
+    DEFAULT_STUDY,
     EnrolmentState,
     Identifier,
     Label,
@@ -28,8 +29,34 @@ from tessera.shared.schema import (
 # ---------------------------------------------------------------- sites, tokens, status
 
 
+Studies = Annotated[tuple[Label, ...], Field(min_length=1, max_length=64)]
+
+
+class StudySpec(Value):
+    name: Label
+    purpose: Annotated[str, Field(max_length=2000)] = ""
+
+
+class StudyMember(Value):
+    """A member of a study: a site or token by its id, or a person as the audit names it, `issuer#subject`."""
+
+    kind: Literal["site", "token", "person"]
+    member: str = Field(min_length=1, max_length=2048)
+    name: str | None = Field(default=None, description="its name, in answers")
+
+
+class Study(Message):
+    name: str
+    purpose: str = ""
+    created_at: datetime | None = None
+    """None for the study `default`, which always exists."""
+    members: tuple[StudyMember, ...] = ()
+    """Its sites; for administrators also its tokens and people."""
+
+
 class SiteSpec(Value):
     name: Label
+    studies: Studies = (DEFAULT_STUDY,)
 
 
 class Site(Message):
@@ -60,6 +87,9 @@ class WorkerView(Message):
 class TokenSpec(Value):
     name: Label
     role: TokenRole
+    studies: Studies | None = Field(
+        default=None, description="for roles orchestrator and viewer; the study `default` if left out"
+    )
     site: Label | None = Field(default=None, description="for roles site and enrolment: whose workers it admits")
     expires_in_days: PositiveInt | None = Field(default=None, le=3650)
     uses: PositiveInt | None = Field(default=None, le=10_000, description="for role enrolment: how many workers")
@@ -70,6 +100,8 @@ class TokenSpec(Value):
             raise ValueError("a token of role 'site' or 'enrolment' names its site, and no other role does")
         if (self.role == "enrolment") != (self.uses is not None):
             raise ValueError("a token of role 'enrolment' says how many workers it admits, and no other role does")
+        if self.studies and self.role not in ("orchestrator", "viewer"):
+            raise ValueError("only a token of role 'orchestrator' or 'viewer' names studies")
         return self
 
 
@@ -142,6 +174,7 @@ class Approval(Value):
     code: str = Field(max_length=16)
     site: Label = Field(description="the site that its worker is to be of, as it says or otherwise")
     create_site: bool = Field(default=False, description="whether to make the site if there is none")
+    studies: Studies = Field(default=(DEFAULT_STUDY,), description="of a site that is made")
 
 
 class AuditEntry(Message):
@@ -234,10 +267,11 @@ class Status(Message):
     needs_attention_total: int
     failures: tuple[FailureGroup, ...]
     """The tasks that failed last, the newest first."""
-    blobs: int
-    blob_bytes: int
-    free_disk_bytes: int
-    memory_share: float
+    blobs: int | None
+    """This and what follows is of all studies, and None for a caller who does not read them all."""
+    blob_bytes: int | None
+    free_disk_bytes: int | None
+    memory_share: float | None
     """The share of this process's memory limit that is in use; 0 without a limit."""
 
 

@@ -28,6 +28,7 @@ from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import ProblemDocument
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
 from tessera.shared.schema import (
+    DEFAULT_STUDY,
     SCORED_LABELS,
     Bytes,
     Condition,
@@ -179,6 +180,11 @@ class RunSpec(Value):
     )  # fmt: skip
 
     name: Label = Field(description="the run's name, for people; several runs may have the same")
+    study: Label = Field(
+        default=DEFAULT_STUDY,
+        exclude_if=DEFAULT_STUDY.__eq__,
+        description="the study whose sites may take part and whose members may read the run",
+    )
     method: MethodSpec = Field(description="the algorithm and its settings")
     model: Digest = Field(description="digest of the table of the model's blocks")
     version: Digest = Field(description="digest of the manifest of the first version")

@@ -40,6 +40,7 @@ from tessera.shared.problems import ProblemDocument
 from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget, is_weak
 from tessera.shared.schema import (
     ACCEPTED,
+    DEFAULT_STUDY,
     MAX_CLAIM_BYTES,
     MAX_HELD,
     MAX_INLINE_BLOBS,
@@ -214,6 +215,7 @@ class AdvertisedPolicy(Message):
     side: the worker judges each task itself."""
 
     orchestrators: tuple[Short, ...] | None = Field(default=None, max_length=256)
+    studies: tuple[Label, ...] | None = Field(default=None, max_length=256)
     models: tuple[Short, ...] | None = Field(default=None, max_length=256)
     may_send: Selector = EVERYTHING
     never_send: tuple[NamePattern, ...] = Field(default=(), max_length=MAX_PATTERNS)
@@ -403,6 +405,7 @@ class Task(Message):
     kind: TaskKind
     run: Identifier
     run_name: Label
+    study: Label = Field(default=DEFAULT_STUDY, exclude_if=DEFAULT_STUDY.__eq__)
     round: NonNegativeInt
     rounds: Rounds
     seed: Seed

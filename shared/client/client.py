@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -31,6 +32,9 @@ from tessera.shared.api.admin import (
     Site,
     SiteSpec,
     Status,
+    Study,
+    StudyMember,
+    StudySpec,
     Token,
     TokenSpec,
     WorkerView,
@@ -77,7 +81,7 @@ from tessera.shared.problems import (
     Unauthenticated,
     faults_of,
 )
-from tessera.shared.schema import Page, RunState
+from tessera.shared.schema import DEFAULT_STUDY, Page, RunState
 from tessera.shared.tensors.hashing import Hashing, Sink, digest_at
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
@@ -401,8 +405,26 @@ class Client:
 
     # ------------------------------------------------------------ sites, tokens, status
 
-    def create_site(self, name: str) -> Site:
-        return self._create("/v1/sites", SiteSpec(name=name), Site)
+    def create_study(self, name: str, purpose: str = "") -> Study:
+        return self._create("/v1/studies", StudySpec(name=name, purpose=purpose), Study)
+
+    def studies(self) -> Iterator[Study]:
+        """Yield the caller's studies without their members."""
+        return self._pages("/v1/studies", Study)
+
+    def study(self, name: str) -> Study:
+        """Return a study with its members."""
+        return self._get(f"/v1/studies/{quote(name, safe='')}", Study)
+
+    def add_to_study(self, name: str, member: StudyMember) -> Study:
+        return self._post(f"/v1/studies/{quote(name, safe='')}/add", member, Study)
+
+    def remove_from_study(self, name: str, member: StudyMember) -> Study:
+        """Remove a member from a study: a site's open tasks in its runs are cancelled."""
+        return self._post(f"/v1/studies/{quote(name, safe='')}/remove", member, Study)
+
+    def create_site(self, name: str, studies: Sequence[str] = (DEFAULT_STUDY,)) -> Site:
+        return self._create("/v1/sites", SiteSpec(name=name, studies=tuple(studies)), Site)
 
     def sites(self) -> Iterator[Site]:
         return self._pages("/v1/sites", Site)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tessera.shared.api.admin import Token
+from tessera.shared.api.admin import Site, Token
 from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tessera.shared.near_names import nearest
@@ -24,6 +24,11 @@ def find_run(client: Client, named: str) -> Run:
         return client.run(named)
     except NotFound:
         return only("run", named, client.runs(), lambda run: run.id, lambda run: run.spec.name, describe)
+
+
+def find_site(client: Client, named: str) -> Site:
+    """Return the site with this name or id, or the only one whose id begins with it."""
+    return only("site", named, client.sites(), lambda site: site.id, lambda site: site.name)
 
 
 def find_token(client: Client, named: str) -> Token:

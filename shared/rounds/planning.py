@@ -508,6 +508,7 @@ def task_of(
         kind=kind,
         run=run,
         run_name=spec.name,
+        study=spec.study,
         round=number,
         rounds=spec.rounds,
         seed=seed,

@@ -1,6 +1,6 @@
 """Versions as values: a manifest of digests becomes a `State` of lazy tensors, and back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +36,9 @@ from tessera.shared.tensors.mmap_file import taken
 Groups = Sequence[Sequence[Tensor]]
 
 D = TypeVar("D", Model, Manifest)
+
+Readable = Callable[[Collection[str]], Collection[str]]
+"""A function that returns those of these digests that a caller may read."""
 
 
 @dataclass(frozen=True)
@@ -131,28 +134,43 @@ class States:
 
     # ------------------------------------------------------------ checking what an orchestrator brings
 
-    def check(self, model_digest: str, version_digest: str) -> tuple[Model, Manifest]:
-        """Return a new run's model and first version. Raises Invalid saying everything that does not fit together."""
+    def check(self, model_digest: str, version_digest: str, readable: Readable) -> tuple[Model, Manifest]:
+        """Return a new run's model and first version. Raises Invalid saying everything that does not fit together. A
+        blob that is not `readable` is reported as one that is not there."""
         model = self._checked("/model", self.model, model_digest)
-        manifest = self._checked("/version", self.manifest, version_digest)
+        manifest = self._checked("/version", lambda digest: self.manifest_of(digest, readable), version_digest)
         require_safe(model.config)
+        known = readable(manifest.digests)
         faults = [
             Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
             for name in sorted(set(manifest.blocks) - {block.name for block in model.stored})
         ]
         for block in sorted(model.stored, key=attrgetter("name")):
             pointer = f"/version/blocks/{block.name}"
-            faults += self._blob_faults(pointer, block.nbytes, manifest.blocks.get(block.name))
+            faults += self._blob_faults(pointer, block.nbytes, manifest.blocks.get(block.name), known)
         for name, entry in sorted(manifest.server_state.items()):
-            faults += self._blob_faults(f"/version/server_state/{name}", entry.nbytes, entry.digest)
+            faults += self._blob_faults(f"/version/server_state/{name}", entry.nbytes, entry.digest, known)
         if faults:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest
 
-    def check_files(self, model: Model) -> None:
-        """Raise Invalid for a file of the tokenizer or image processor of the wrong size or with unsafe settings."""
+    def manifest_of(self, digest: str, readable: Readable) -> Manifest:
+        """Return a manifest that a caller has uploaded. Raise NotFound if its root is not `readable`, and ValueError
+        for another document."""
+
+        def root_of(root: str) -> bytes:
+            if root not in readable([root]):
+                raise NotFound(f"there is no blob {root}")
+            return self._document(root)
+
+        return Manifest.read(self._document(digest), root_of)
+
+    def check_files(self, model: Model, readable: Readable) -> None:
+        """Raise Invalid for a file of the tokenizer or image processor that is not `readable`, has the wrong size, or
+        unsafe settings."""
+        known = readable([ref.digest for ref in model.preprocessing.values()])
         for name, ref in model.preprocessing.items():
-            if faults := list(self._blob_faults(f"/model/preprocessing/{name}", ref.nbytes, ref.digest)):
+            if faults := list(self._blob_faults(f"/model/preprocessing/{name}", ref.nbytes, ref.digest, known)):
                 raise Invalid("a file of the model's tokenizer or image processor cannot be used", errors=faults)
             require_file(name, self.read(ref.digest))
 
@@ -175,17 +193,20 @@ class States:
             faults = [Fault(pointer=pointer, detail=str(fault))]
         raise Invalid(f"the run's {pointer[1:]} document cannot be used", errors=faults)
 
-    def _blob_faults(self, pointer: str, nbytes: int, digest: str | None) -> Iterator[Fault]:
+    def _blob_faults(
+        self, pointer: str, nbytes: int, digest: str | None, readable: Collection[str]
+    ) -> Iterator[Fault]:
         if digest is None:
             yield Fault(pointer=pointer, detail="this block of the model is missing")
             return
         try:
-            size = self._blobs.size(digest)
+            size = self._blobs.size(digest) if digest in readable else None
         except NotFound:
+            size = None
+        if size is None:
             yield Fault(pointer=pointer, detail=f"blob {digest} was not uploaded")
-        else:
-            if size != nbytes:
-                yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
+        elif size != nbytes:
+            yield Fault(pointer=pointer, detail=f"blob {digest} has {size} bytes; {nbytes} are needed")
 
 
 def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[StoredBlob]]:

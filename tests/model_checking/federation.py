@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from tessera.coordinator.db.studies import join
 from tessera.coordinator.db.tables import SiteRow
 from tessera.shared.methods.base import MethodSpec
 from tests.model_checking.actors import POLITE, Intruder, Manners, Orchestrator, Worker
@@ -56,6 +57,8 @@ def template() -> Path:
         database = migrated(folder)
     with database.transaction() as session:
         session.add_all(SiteRow(id=name, name=name, created_at=0.0) for name in SITES)
+        for name in SITES:
+            join(session, "site", name, ["default"])
     # The last connection that closes puts everything into the one file.
     database.close()
     atexit.register(shutil.rmtree, folder)

@@ -7,8 +7,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -21,8 +22,9 @@ import uvicorn.server
 from sqlalchemy import event
 
 from tessera.coordinator.app import create_app
-from tessera.coordinator.auth.tokens import issue_token
+from tessera.coordinator.auth.tokens import authenticate, issue_token
 from tessera.coordinator.db.inserts import insert_or_update
+from tessera.coordinator.db.studies import create_study, study_names
 from tessera.coordinator.db.tables import UploadRow, new_id
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.server.connections import Server
@@ -161,25 +163,29 @@ class LiveCoordinator:
     def app(self) -> Any:
         return create_app(self.services)
 
-    def token(self, role: TokenRole, site: str | None = None) -> str:
-        """A new token, straight from the tables; a site is made if it is missing."""
+    def token(self, role: TokenRole, site: str | None = None, studies: Sequence[str] = ("default",)) -> str:
+        """A new token, straight from the tables; its site and studies are made if they are missing."""
         database = self.services.database
         with database.transaction() as session:
-            spec = TokenSpec(name=f"test-{role}", role=role, site=site)
+            for study in {*studies} - study_names(session):
+                create_study(session, database.now(), "test", study, "")
+            of_people = tuple(studies) if role in ("orchestrator", "viewer") else None
+            spec = TokenSpec(name=f"test-{role}", role=role, site=site, studies=of_people)
             if site is not None and site not in self._sites:
-                create_site(session, database.now(), "test", site)
+                create_site(session, database.now(), "test", site, studies)
                 self._sites.add(site)
             return issue_token(session, database.now(), "test", spec)[1]
 
-    def hold(self, raw: Iterable[bytes]) -> list[str]:
-        """Put blobs in the store as if somebody had uploaded them, all at once: a request for each takes longer than
-        most tests. Return their digests."""
+    def hold(self, secret: str, raw: Iterable[bytes]) -> list[str]:
+        """Put blobs in the store as if the holder of a token had uploaded them, all at once: a request for each takes
+        longer than most tests. Return their digests."""
         blobs, database = self.services.blobs, self.services.database
         stored = [blobs.put([data]) for data in raw]
         with database.transaction() as session:
             blobs.record(session, database.now(), stored)
+            owner = authenticate(session, database.now(), secret).owner
             for blob in stored:
-                row = {"id": new_id(), "owner": "token:tests", "digest": blob.digest}
+                row = {"id": new_id(), "owner": owner, "digest": blob.digest}
                 state = {"length": blob.size, "complete": True, "created_at": database.now()}
                 insert_or_update(session, UploadRow, ("owner", "digest"), {**row, **state}, state)
         return [blob.digest for blob in stored]
@@ -188,12 +194,19 @@ class LiveCoordinator:
     def _sites(self) -> set[str]:
         return self.__dict__.setdefault("_site_names", set())
 
-    def client(self, role: TokenRole = "admin", site: str | None = None, **transport: Any) -> Client:
+    def client(
+        self,
+        role: TokenRole = "admin",
+        site: str | None = None,
+        studies: Sequence[str] = ("default",),
+        **transport: Any,
+    ) -> Client:
         # Nothing here speaks TLS; reading the certificates takes longer than most tests.
         options = {"patience_seconds": 5.0, "verify": False, **transport}
-        client = Client(self.url, self.token(role, site), **options)
+        secret = self.token(role, site, studies)
+        client = Client(self.url, secret, **options)
         self._clients.append(client)
-        HOLDING[client] = self.hold
+        HOLDING[client] = partial(self.hold, secret)
         return client
 
     def http(self, role: TokenRole = "admin", site: str | None = None) -> httpx.Client:

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.staging import LOCK
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.studies import join
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tests.support.databases import url_in
 
@@ -86,7 +87,7 @@ def add_round(
 def add_worker(session: Session, name: str = "w") -> WorkerRow:
     if session.get(SiteRow, "site") is None:
         session.add(SiteRow(id="site", name="site", created_at=NOW))
-        session.flush()
+        join(session, "site", "site", ["default"])
     row = WorkerRow(id=name, site_id="site", name=name, declared={}, created_at=NOW, last_seen_at=NOW)
     session.add(row)
     session.flush()

@@ -165,7 +165,7 @@ def test_an_orchestrator_reads_what_it_sent_before_any_run_uses_it(coordinator: 
     orchestrator = coordinator.client("orchestrator")
     digest = orchestrator.put_bytes(b"a model to be")
     assert orchestrator.read_blob(digest) == b"a model to be"
-    # Orchestrators read all runs, and so what runs are to be made of; what a site sent is nobody's to read.
-    assert coordinator.client("orchestrator").has_blob(digest)
+    # Even within a study only a run shares it; what a site sent is nobody's to read.
+    assert not coordinator.client("orchestrator").has_blob(digest)
     sent = coordinator.client("site", "a").put_bytes(b"an update")
     assert not orchestrator.has_blob(sent)

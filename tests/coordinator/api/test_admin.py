@@ -152,4 +152,8 @@ def test_the_audit_chain_tells_who_did_it(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
     client.create_site("somewhere")
     entry = list(client.audit())[-1]
-    assert (entry.action, entry.actor, entry.detail) == ("site.create", "admin:test-admin", {"name": "somewhere"})
+    assert (entry.action, entry.actor, entry.detail) == (
+        "site.create",
+        "admin:test-admin",
+        {"name": "somewhere", "studies": ["default"]},
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import httpx
 import pytest
 
 from tessera.coordinator.api import runs
+from tessera.coordinator.auth.permissions import reading
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.studies import join
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import MethodSpec
@@ -115,6 +118,7 @@ def test_a_page_takes_as_many_statements_for_many_rows_as_for_one(
 ) -> None:
     spec = RunSpec(name="x", method=MethodSpec(name="fedavg"), model=NONE, version=NONE, dataset="data", rounds=1)
     with database.transaction() as session:
+        join(session, "token", "v", ["default"])
         for name in "vw":
             add_worker(session, name)
         for number in range(9):
@@ -126,7 +130,9 @@ def test_a_page_takes_as_many_statements_for_many_rows_as_for_one(
 
     def page(limit: int) -> tuple[Any, int]:
         with statements(database) as seen:
-            found = collection(SimpleNamespace(database=database), caller, limit, None)
+            found = collection(
+                SimpleNamespace(database=database, reading=partial(reading, database)), caller, limit, None
+            )
         return found.items, len(seen)
 
     (_, once), (items, often) = page(1), page(9)

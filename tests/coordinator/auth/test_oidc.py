@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from tessera.coordinator.auth.oidc import AGAIN_SECONDS, KEYS_SECONDS, MAX_ANSWER_BYTES, OIDCVerifier
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared.api.admin import StudyMember
 from tessera.shared.problems import Unauthenticated, Unavailable
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused
@@ -91,6 +92,29 @@ def test_the_audit_names_the_provider_and_the_person_and_runs_are_theirs(
     wish = {"json": {"state": "cancelled"}, "headers": {"If-Match": made.headers["ETag"]}}
     path = made.headers["Location"]
     assert [http.patch(path, **wish).status_code for http in (bob, alice)] == [403, 200]
+
+
+def test_a_person_is_in_the_default_study_until_an_administrator_decides(
+    live: LiveCoordinator, provider: Provider
+) -> None:
+    http = live.bare({"Authorization": f"Bearer {provider.token(sub='carol')}"})
+    admin, carol = live.client(), StudyMember(kind="person", member="carol")
+
+    def studies() -> list[str]:
+        return [one["name"] for one in http.get("/v1/studies").json()["items"]]
+
+    admin.create_study("stroke")
+    assert studies() == ["default"]
+    # Nobody leaves a study by joining another, nor joins one by leaving.
+    admin.add_to_study("stroke", carol)
+    assert studies() == ["default", "stroke"]
+    admin.remove_from_study("default", carol)
+    assert studies() == ["stroke"]
+    admin.remove_from_study("stroke", carol)
+    assert studies() == []
+    dora = {"Authorization": f"Bearer {provider.token(sub='dora')}"}
+    admin.remove_from_study("default", StudyMember(kind="person", member=f"{provider.url}#dora"))
+    assert live.bare(dora).get("/v1/studies").json()["items"] == []
 
 
 def test_a_token_of_the_provider_is_no_site_s(live: LiveCoordinator, provider: Provider) -> None:

@@ -217,7 +217,7 @@ def test_one_token_has_only_so_many_answers_under_way(tmp_path: Path, monkeypatc
     data = bytes(8 << 20)
     monkeypatch.setattr(request_memory, "RESPONSE_BYTES", 2 * HELD_BYTES)
     with LiveCoordinator(tmp_path) as live:
-        http, other = live.http("orchestrator"), live.http("orchestrator")
+        http, other = live.http("admin"), live.http("admin")
         live.client("orchestrator").put_bytes(data)
         wanted = {"digests": [digest_of(data)]}
         with (

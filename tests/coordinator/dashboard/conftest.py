@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
@@ -47,9 +47,11 @@ class Person:
         return self.http.post(path, data={"form_token": self.form_token(), **fields})
 
 
-def signed_in(coordinator: LiveCoordinator, role: TokenRole = "admin") -> Person:
+def signed_in(
+    coordinator: LiveCoordinator, role: TokenRole = "admin", studies: Sequence[str] = ("default",)
+) -> Person:
     person = Person(coordinator)
-    assert person.sign_in(coordinator.token(role)).status_code == 303
+    assert person.sign_in(coordinator.token(role, studies=studies)).status_code == 303
     return person
 
 

@@ -20,7 +20,7 @@ from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import TokenRow
 from tessera.coordinator.notify import event_stream
-from tessera.coordinator.notify.event_stream import ChangeFeed
+from tessera.coordinator.notify.event_stream import ChangeFeed, Permission
 from tessera.coordinator.server import http_limits
 from tessera.shared.api.tasks import Progress
 from tests.coordinator.dashboard.conftest import signed_in
@@ -297,7 +297,7 @@ def test_clients_that_come_at_once_share_one_reader(
 
     async def events() -> list[bytes]:
         feed.attach()
-        streams = [feed.listen(None, None, "token", lambda: True) for _ in range(8)]
+        streams = [feed.listen(None, None, "token", lambda: Permission(None)) for _ in range(8)]
         await asyncio.gather(*map(anext, streams))
         readers = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_read_on"]  # type: ignore[union-attr]
         assert len(readers) == 1

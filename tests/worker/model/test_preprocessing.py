@@ -72,7 +72,7 @@ def test_tokenizer_travels_to_an_export_without_classes_and_templates(tmp_path: 
     blobs = Folder(tmp_path / "blobs")
     states = States(blobs)
     model = states.model(upload_model(blobs, folder).model)
-    states.check_files(model)
+    states.check_files(model, set)
     assert list(model.preprocessing) == ["tokenizer.json", "tokenizer_config.json"]
     for name, ref in model.preprocessing.items():
         (source / name).write_bytes(blobs.read(ref.digest))
@@ -90,7 +90,7 @@ def test_tokenizer_travels_to_an_export_without_classes_and_templates(tmp_path: 
         (FileRef(digest=digest_of(b"absent"), nbytes=6), "cannot be used"),
     ):
         with pytest.raises(Invalid, match=reason):
-            states.check_files(model.model_copy(update={"preprocessing": {"tokenizer_config.json": ref}}))
+            states.check_files(model.model_copy(update={"preprocessing": {"tokenizer_config.json": ref}}), set)
 
 
 def test_processor_travels_to_an_export(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""Studies and their members, and sessions that find the rows of some studies alone."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from sqlalchemy import ColumnElement, Select, select, true
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db import audit
+from tessera.coordinator.db.inserts import insert_or_update
+from tessera.coordinator.db.tables import RunRow, SiteRow, StudyMemberRow, StudyRow, TaskRow, WorkerRow
+from tessera.coordinator.db.transitions import cancel_tasks
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound
+from tessera.shared.schema import DEFAULT_STUDY
+
+MemberKind = Literal["site", "token", "person"]
+
+
+class CallerSession(Session):
+    """A session whose queries find only the rows that its caller may read. `auth.permissions.reading` opens it."""
+
+    studies: frozenset[str] | None = frozenset()
+    """The caller's studies; None if these are all studies."""
+
+
+def reads_all(session: Session) -> bool:
+    """Return True if queries of the session find the rows of all studies."""
+    return not isinstance(session, CallerSession) or session.studies is None
+
+
+def sites_of_studies(studies: Iterable[str]) -> Select[str]:
+    """Return the ids of the present and former sites of these studies: the tasks of a former site name it too."""
+    return select(StudyMemberRow.member).where(StudyMemberRow.kind == "site", StudyMemberRow.study.in_(studies))
+
+
+def is_present(session: Session) -> ColumnElement[bool]:
+    """Return the condition that a site is in a study that the session reads, and not a former member."""
+    if not isinstance(session, CallerSession) or session.studies is None:
+        return true()
+    return SiteRow.id.in_(sites_of_studies(session.studies).where(StudyMemberRow.left_at.is_(None)))
+
+
+def is_shared(session: Session, site_id: str) -> bool:
+    """Return True if a site is also in a study that the session does not read."""
+    if not isinstance(session, CallerSession) or session.studies is None:
+        return False
+    here = (StudyMemberRow.kind == "site") & (StudyMemberRow.member == site_id) & StudyMemberRow.left_at.is_(None)
+    elsewhere = select(StudyMemberRow.study).where(here, StudyMemberRow.study.not_in(session.studies))
+    return session.scalar(elsewhere.limit(1)) is not None
+
+
+def study_names(session: Session) -> set[str]:
+    return {DEFAULT_STUDY, *session.scalars(select(StudyRow.name))}
+
+
+def require_studies(session: Session, studies: Iterable[str]) -> None:
+    """Raise Invalid if one of the studies does not exist."""
+    known = study_names(session)
+    for study in studies:
+        if study not in known:
+            fault = Fault(pointer="/studies", detail=f"there is no study {study!r}{did_you_mean(study, known)}")
+            raise Invalid(
+                "the study does not exist", errors=[fault], remedy="Create it: `tessera admin study create`."
+            )
+
+
+def create_study(session: Session, now: float, actor: str, name: str, purpose: str) -> StudyRow:
+    """Create a study. Raise Conflict if its name is taken."""
+    if name in study_names(session):
+        raise Conflict(f"there is a study {name!r} already", remedy="Use it, or choose another name.")
+    row = StudyRow(name=name, purpose=purpose, created_at=now)
+    session.add(row)
+    audit.record(session, now, actor, "study.create", name, purpose=purpose)
+    return row
+
+
+def find_study(session: Session, name: str) -> StudyRow | None:
+    """Return a study's row, or None for `default`. Raise NotFound if there is no such study."""
+    row = session.get(StudyRow, name)
+    if row is None and name != DEFAULT_STUDY:
+        raise NotFound(f"there is no study {name}")
+    return row
+
+
+def join(session: Session, kind: MemberKind, member: str, studies: Sequence[str]) -> None:
+    """Make a site, token or person a member of these studies. Raise Invalid for a study that does not exist."""
+    require_studies(session, studies)
+    for study in studies:
+        row = {"kind": kind, "member": member, "study": study, "left_at": None}
+        insert_or_update(session, StudyMemberRow, ("kind", "member", "study"), row, {"left_at": None})
+
+
+def memberships(session: Session, kind: MemberKind, member: str) -> dict[str, bool]:
+    """Return the present and former studies of a member, each with True if it is a member now. A person without a row
+    is a member of the study `default`."""
+    which = (StudyMemberRow.kind == kind) & (StudyMemberRow.member == member)
+    rows = session.execute(select(StudyMemberRow.study, StudyMemberRow.left_at).where(which)).all()
+    found = {study: left_at is None for study, left_at in rows}
+    return found or ({DEFAULT_STUDY: True} if kind == "person" else {})
+
+
+def add_member(session: Session, now: float, actor: str, study: str, kind: MemberKind, member: str) -> None:
+    """Add a member to a study. Repeating it changes nothing. It leaves no other study by this."""
+    before = memberships(session, kind, member)
+    if not before.get(study):
+        # A person without a row would leave `default` with the first.
+        join(session, kind, member, [study, *(name for name, is_member in before.items() if is_member)])
+        audit.record(session, now, actor, "study.add", study, kind=kind, member=member)
+
+
+def remove_member(session: Session, now: float, actor: str, study: str, kind: MemberKind, member: str) -> None:
+    """Remove a member from a study, and cancel a site's open tasks in its runs. Repeating it changes nothing. Raise
+    NotFound if it was never a member."""
+    before = memberships(session, kind, member)
+    if study not in before:
+        raise NotFound(f"there is no such member of study {study}")
+    if not before[study]:
+        return
+    row = {"kind": kind, "member": member, "study": study, "left_at": now}
+    insert_or_update(session, StudyMemberRow, ("kind", "member", "study"), row, {"left_at": now})
+    audit.record(session, now, actor, "study.remove", study, kind=kind, member=member)
+    if kind == "site":
+        workers = select(WorkerRow.id).where(WorkerRow.site_id == member)
+        runs = select(RunRow.id).where(RunRow.study == study)
+        cancel_tasks(session, now, TaskRow.worker_id.in_(workers) & TaskRow.run_id.in_(runs), {})
