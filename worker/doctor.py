@@ -328,7 +328,7 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
         if not re.search(r"[*?\[.]", name):
             remedy = f"Did you mean '*{name}*'? `tessera worker doctor --model FOLDER` tries it on a model."
             yield warn("policy", f"never_send: {name!r} is no pattern, but one block's whole name", remedy)
-    for rule in ("orchestrators", "methods", "datasets", "models"):
+    for rule in ("orchestrators", "studies", "methods", "datasets", "models"):
         if getattr(policy, rule) == ():
             remedy = f"Name some, or remove policy.{rule} to allow any."
             yield warn("policy", f"{rule} is empty: every run is refused", remedy)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
+from tessera.shared.schema import DEFAULT_STUDY, MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
 from tessera.worker.governance.run_history import TaskStatement
 from tessera.worker.state.database import StateDatabase, StateError
 
@@ -241,4 +241,7 @@ def terms_digest(snapshot: TaskStatement, kind: TaskKind | None = None) -> str:
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Only evaluations state it: a run that trains and measures is approved once.
     terms.pop("ignore", None)
+    if terms.get("study") == DEFAULT_STUDY:
+        # Approvals without it are of runs of this study.
+        del terms["study"]
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -14,6 +14,7 @@ from tessera.shared.model.selectors import EVERYTHING, kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schedule import local_epochs
+from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.units import size
 from tessera.worker.governance.policy import Allowance, Policy, plain
 
@@ -100,6 +101,7 @@ def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
 
 def _leaving(task: Task, model: Model, *, announced: bool) -> str:
     to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
+    to += f" of the study {task.study}" if task.study != DEFAULT_STUDY else ""
     if task.kind == "evaluate":
         return f"Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, {to}."
     if announced:
@@ -305,7 +307,8 @@ def unprotected(policy: Policy, budgets: Mapping[str, Allowance]) -> str:
 
 def policy_in_words(policy: Policy) -> Iterator[str]:
     """Yield sentences that describe the policy."""
-    yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')} may ask."
+    of_studies = "" if policy.studies is None else f", of the studies {_any_of(policy.studies, '')},"
+    yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')}{of_studies} may ask."
     yield (
         f"They may use {_any_of(policy.methods, 'any installed method')} on {_any_of(policy.models, 'any model')} "
         f"and {_any_of(policy.datasets, 'any data set that is set up')}."

@@ -35,6 +35,7 @@ SHOWN = 8
 
 REMEDIES = {
     "orchestrators": "If the site trusts this orchestrator, add its name to policy.orchestrators.",
+    "studies": "If the site takes part in this study, add its name to policy.studies.",
     "require_privacy": "Start the run with `privacy` that meets policy.require_privacy; its `evaluations` lets "
     "versions be measured.",
     "max_run_upload_bytes": "Begin another run, or raise policy.max_run_upload_bytes.",
@@ -290,6 +291,9 @@ class Policy(Value):
         default=None,
         description="orchestrators whose runs are accepted, by the coordinator's name for them; all if left out",
     )
+    studies: tuple[Label, ...] | None = Field(
+        default=None, description="studies whose runs are accepted, as the coordinator reports them; all if left out"
+    )
     methods: tuple[str, ...] | None = Field(default=None, description="methods allowed; all installed if left out")
     datasets: tuple[Label, ...] | None = Field(default=None, description="data sets that runs may use")
     models: tuple[str, ...] | None = Field(default=None, description="transformers' model types that runs may use")
@@ -468,12 +472,14 @@ class Policy(Value):
         return (*self.never_send, *self.never_send_if_present)
 
     def check_request(self, task: Task, kinds: Sequence[TaskKind]) -> None:
-        """Check what applies to a helper's task too: its kind, its lease and its run's orchestrator. Raises
-        PolicyViolation."""
+        """Check what applies to a helper's task too: its kind and lease, and the orchestrator and study of its run.
+        Raises PolicyViolation."""
         require(task.kind in kinds, "kinds", f"this worker does not {task.kind}")
         if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
             who = repr(task.orchestrator[:80]) if task.orchestrator else "an unnamed orchestrator"
             raise PolicyViolation("orchestrators", f"runs of {who} are not accepted here")
+        detail = f"runs of the study {task.study!r} are not accepted here"
+        require(self.studies is None or task.study in self.studies, "studies", detail)
         lease, longest = task.lease_seconds, self.max_lease_seconds
         detail = f"a lease of {lease} s is longer than the {longest} s allowed"
         require(lease <= longest, "max_lease_seconds", detail)

@@ -33,7 +33,7 @@ MAX_RESTORES = 3
 run gets at most four times the updates that its rounds and attempts allow."""
 
 TERMS = (
-    "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
+    "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
@@ -97,7 +97,7 @@ class TaskStatement:
 
     @classmethod
     def of(cls, task: Task) -> TaskStatement:
-        fields = task.model_dump(mode="json", include=set(TERMS))
+        fields = {"study": task.study} | task.model_dump(mode="json", include=set(TERMS))
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
         omitted = ({"dataset"} if central else set()) | ({"ignore"} if task.kind != "evaluate" else set())
@@ -197,10 +197,12 @@ class RunHistory:
                 abandoned.append(digest)
             # With repeat_model the operator has allowed it: the task would not have been admitted otherwise.
             elif not terms.repeat_model:
+                # The orchestrator reads this, who may not know of the other run.
+                where = f"in round {one.round} of this run" if one.run == terms.run else "in another run"
                 raise PolicyViolation(
                     "sums_repeated",
-                    f"an update from a model with the same values left in round {one.round} of run {one.run}, and "
-                    f"too few of the helpers there have signed that its sum is never opened (terms {digest})",
+                    f"an update from a model with the same values left {where}, and too few of the helpers there "
+                    "have signed that its sum is never opened",
                 )
         return abandoned
 

@@ -106,6 +106,8 @@ def test_a_run_that_is_withheld_on_some_terms_is_offered_once_they_have_changed(
     [
         ({"orchestrators": ["trial"]}, {}, "other"),
         ({"orchestrators": ["trial"]}, {}, None),
+        ({"studies": ["stroke"]}, {}, "trial"),
+        ({"studies": ["default"]}, {"study": "stroke"}, "trial"),
         ({"max_epochs": 2}, {"training": Training(epochs=3)}, "trial"),
         # Four steps are an epoch of 100 examples.
         ({"max_epochs": 2}, {"training": Training(steps=9)}, "trial"),
@@ -172,7 +174,7 @@ def judge(site: Policy, invitation: RunTerms) -> None:
         id="t", token=1, kind="train", run="r", run_name="demo", round=1, rounds=2, seed=0, method=spec.method,
         plan=Plan(), dataset="wards", training=spec.training, privacy=spec.privacy, codec="raw",
         normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
-        orchestrator=invitation.orchestrator,
+        orchestrator=invitation.orchestrator, study=spec.study,
     )  # fmt: skip
     site.check_task(task, ("train",))
     site.check_work(task.training, 100, in_exact_sum=spec.has_exact_sums)

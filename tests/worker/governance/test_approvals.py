@@ -81,6 +81,7 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
         task(method=MethodSpec(name="fedprox")),
         task(dataset="clinics"),
         task(orchestrator="somebody else"),
+        task(study="stroke"),
         task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 5}),
         task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 3}),
         task(secure_sums={"helpers": ["a", "b", "d"], "quorum": 5}),

@@ -34,6 +34,12 @@ def task(**more: object) -> Task:
     return task_of(**{**given, **more})
 
 
+def test_a_run_of_a_study_names_it() -> None:
+    assert "to orchestrator trial-office of the study stroke; later" in summary(task(study="stroke"), MODEL, 10)
+    assert "study" not in summary(task(study="default"), MODEL, 10)
+    assert "Runs of any orchestrator, of the studies stroke, may ask." in policy_in_words(Policy(studies=("stroke",)))
+
+
 def test_a_run_is_told_in_full() -> None:
     # The value block has 4 x 4 float32.
     assert summary(task(), MODEL, 1204) == (

@@ -71,6 +71,8 @@ def test_the_defaults_allow_an_ordinary_task() -> None:
         ("kinds", Policy(), task(kind="evaluate")),
         ("orchestrators", Policy(orchestrators=("trial",)), task(orchestrator="other")),
         ("orchestrators", Policy(orchestrators=("trial",)), task()),
+        ("studies", Policy(studies=("stroke",)), task()),
+        ("studies", Policy(studies=("default",)), task(study="stroke")),
         ("require_privacy", Policy(require_privacy=FLOOR), task()),
         ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(epsilon=4.1))),
         ("require_privacy", Policy(require_privacy=FLOOR), task(privacy=private(delta=1e-4))),

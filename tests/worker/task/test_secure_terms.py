@@ -240,7 +240,7 @@ REFUSED: dict[str, Any] = {
 terms."""
 
 WITHOUT_EFFECT: dict[str, Any] = {
-    "id": "u", "token": 9, "run_name": "another", "orchestrator": "trial", "lease_seconds": 9.0,
+    "id": "u", "token": 9, "run_name": "another", "study": "another", "orchestrator": "trial", "lease_seconds": 9.0,
     "inline_bytes": 1 << 20, "stream_bytes": 1 << 20,
     "inline_blobs": [b64encode(b"x").decode()], "ignore": ["O"],
     "receipt": {"task": "before", "token": 1, "state": "left_out"},
@@ -482,7 +482,7 @@ def test_a_site_does_not_train_for_a_second_sum_from_one_model(tmp_path: Path) -
     terms = sender.terms()
     assert sender.admitted(terms)
     sender.env.history.add_sum(sender.terms(run="run-2"))
-    with pytest.raises(PolicyViolation, match=r"sums_repeated: .* of run run-2"):
+    with pytest.raises(PolicyViolation, match=r"sums_repeated: .* left in another run"):
         sender.admitted(terms)
     # Two sums with noise differ by that noise.
     assert sender.terms().is_exact
