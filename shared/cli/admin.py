@@ -31,12 +31,13 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.token_format import hash_of, new_secret
+from tessera.shared.cli import studies
 from tessera.shared.cli.connection import checked_label, client_of, connect
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client
-from tessera.shared.client.lookup import find_token, only
+from tessera.shared.client.lookup import find_site, find_token
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound, Problem
-from tessera.shared.schema import TokenRole
+from tessera.shared.schema import DEFAULT_STUDY, TokenRole
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson
 
@@ -52,6 +53,7 @@ join_app = typer.Typer(no_args_is_help=True, help="Admit workers that ask to joi
 app.add_typer(join_app, name="join")
 app.add_typer(site_app, name="site")
 app.add_typer(token_app, name="token")
+app.add_typer(studies.app, name="study")
 
 
 Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never by default.")]
@@ -60,6 +62,9 @@ TokenFileOut = Annotated[
 ]
 SiteName = Annotated[str, typer.Argument(help="The site's name.")]
 TokenName = Annotated[str, typer.Argument(help="The token's id, the beginning of it, or its name.")]
+StudyNames = Annotated[
+    list[str] | None, typer.Option("--study", help="A study to belong to, by default `default`. Repeatable.")
+]
 Code = Annotated[str, typer.Argument(help="The code that the worker shows, such as WDJB-MJHT.")]
 
 
@@ -149,6 +154,7 @@ def audit(
 def add_site(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(callback=checked_label, help="The name of the new site.")],
+    study: StudyNames = None,
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -157,7 +163,7 @@ def add_site(
     spec = TokenSpec(name=name, role="site", site=name, expires_in_days=days)
     client = client_of(ctx)
     with new_secret_file(token_file) as store:
-        site = client.create_site(name)
+        site = client.create_site(name, study or [DEFAULT_STUDY])
         try:
             issued = _issue(client, spec, store)
         except Problem:
@@ -173,18 +179,14 @@ def add_site(
 def suspend(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
     """Reject all of a site's tokens and select none of its workers until the site is resumed."""
     client = client_of(ctx)
-    _print_site(client.suspend_site(_site(client, name).id), as_json=as_json)
+    _print_site(client.suspend_site(find_site(client, name).id), as_json=as_json)
 
 
 @site_app.command()
 def resume(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
     """Accept a suspended site's tokens again."""
     client = client_of(ctx)
-    _print_site(client.resume_site(_site(client, name).id), as_json=as_json)
-
-
-def _site(client: Client, name: str) -> Site:
-    return only("site", name, client.sites(), lambda site: site.id, lambda site: site.name)
+    _print_site(client.resume_site(find_site(client, name).id), as_json=as_json)
 
 
 def _print_site(site: Site, *, as_json: bool) -> None:
@@ -211,6 +213,7 @@ def approve(
             help="The worker's site, created if missing; by default the site that the worker names, if it exists.",
         ),
     ] = None,
+    study: StudyNames = None,
     as_json: AsJson = False,
 ) -> None:
     """Admit the worker that shows this code."""
@@ -224,7 +227,9 @@ def approve(
         if not sys.stdin.isatty():
             raise Invalid(unknown, remedy=f"Create it with --site {name}.")
         typer.confirm(f"{unknown} Create {name!r}?", abort=True, err=True)
-    admitted = client.approve(enrolment.id, Approval(code=code, site=name, create_site=not known))
+    _require_new(name, known=known, study=study)
+    approval = Approval(code=code, site=name, create_site=not known, studies=tuple(study or [DEFAULT_STUDY]))
+    admitted = client.approve(enrolment.id, approval)
     output.show(admitted, f"{admitted.worker} is admitted as a worker of site {admitted.site}", as_json=as_json)
 
 
@@ -241,6 +246,7 @@ def create_enrolment_token(
     ctx: typer.Context,
     site: Annotated[str, typer.Option(callback=checked_label, help="The workers' site, created if missing.")],
     uses: Annotated[int, typer.Option(min=1, max=10_000, help="The number of workers that it admits.")] = 1,
+    study: StudyNames = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it expires.")] = 1,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -251,10 +257,21 @@ def create_enrolment_token(
     spec = TokenSpec(name=name, role="enrolment", site=site, expires_in_days=days, uses=uses)
     client = client_of(ctx)
     with new_secret_file(token_file) as store:
-        if site not in (known.name for known in client.sites()):
-            client.create_site(site)
+        known = site in (one.name for one in client.sites())
+        _require_new(site, known=known, study=study)
+        if not known:
+            client.create_site(site, study or [DEFAULT_STUDY])
         issued = _issue(client, spec, store)
     _print_issued(issued, token_file, as_json=as_json)
+
+
+def _require_new(site: str, *, known: bool, study: list[str] | None) -> None:
+    """Raise Invalid if studies are named for a site that has its own."""
+    if known and study:
+        raise Invalid(
+            f"site {site} exists, and its studies stay as they are",
+            remedy=f"Leave out --study, and use `tessera admin study add STUDY --site {site}`.",
+        )
 
 
 def _pending(client: Client, code: str) -> Enrolment:
@@ -282,6 +299,7 @@ def create_token(
     site: Annotated[
         str | None, typer.Option(callback=checked_label, help="For role site: the site of the workers.")
     ] = None,
+    study: StudyNames = None,
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -293,7 +311,9 @@ def create_token(
         raise typer.BadParameter("a token of role site needs it: --site NAME", param_hint="'--site'")
     if role != "site" and site is not None:
         raise typer.BadParameter(f"a token of role {role} has no site: leave it out", param_hint="'--site'")
-    spec = TokenSpec(name=name, role=role, site=site, expires_in_days=days)
+    if role not in ("orchestrator", "viewer") and study:
+        raise typer.BadParameter(f"a token of role {role} has no studies: leave it out", param_hint="'--study'")
+    spec = TokenSpec(name=name, role=role, site=site, studies=tuple(study or ()) or None, expires_in_days=days)
     with new_secret_file(token_file) as store:
         issued = _issue(client_of(ctx), spec, store)
     _print_issued(issued, token_file, as_json=as_json)
@@ -450,7 +470,15 @@ def _facts(found: Status) -> dict[str, str]:
         "version": f"{found.version}, protocol {found.protocol}",
         "runs": runs or "none",
         "workers": f"{found.live_workers} live of {found.workers}",
-        "blobs": f"{found.blobs}, {units.size(found.blob_bytes)}",
+    } | _process_facts(found)
+
+
+def _process_facts(found: Status) -> dict[str, str]:
+    """Return the facts that a caller who does not read all studies does not get."""
+    if found.free_disk_bytes is None:
+        return {}
+    return {
+        "blobs": f"{found.blobs}, {units.size(found.blob_bytes or 0)}",
         "disk": f"{units.size(found.free_disk_bytes)} free",
         "memory": f"{output.share(found.memory_share)} in use" if found.memory_share else "no limit",
     }

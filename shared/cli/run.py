@@ -36,7 +36,7 @@ from tessera.shared.metrics.comparison import (
 )
 from tessera.shared.metrics.site_spread import PERSONAL, name_over_sites, spreads
 from tessera.shared.problems import Invalid, validated
-from tessera.shared.schema import Label, RunState
+from tessera.shared.schema import DEFAULT_STUDY, Label, RunState
 from tessera.shared.terminal import output
 from tessera.shared.terminal.failures import MAX_SHOWN, print_failures
 from tessera.shared.terminal.metric_tables import epsilon_table, number_table, score_table, spread_table
@@ -80,6 +80,9 @@ StartFrom = Annotated[
         metavar="RUN[@VERSION]",
         help="Start from a version of another run: its number, `latest` (the default) or `best`.",
     ),
+]
+StudyName = Annotated[
+    str | None, typer.Option("--study", metavar="STUDY", help="The run's study: the same as --set study=STUDY.")
 ]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. cohort.quorum=2.")
@@ -133,6 +136,7 @@ def create(
     file: SpecFile = None,
     model: ModelFolderIn = None,
     start_from: StartFrom = None,
+    study: StudyName = None,
     settings: Changes = None,
     key: Annotated[
         str | None,
@@ -146,7 +150,7 @@ def create(
 ) -> None:
     """Start a run from a model folder or from a version of another run, and print its id."""
     client = client_of(ctx)
-    spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
     _warn_if_too_few(client, spec)
     run = client.create_run(spec, key=key or uuid.uuid4().hex)
     if as_json:
@@ -162,6 +166,7 @@ def preview(
     file: SpecFile = None,
     model: ModelFolderIn = None,
     start_from: StartFrom = None,
+    study: StudyName = None,
     settings: Changes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -170,7 +175,7 @@ def preview(
     Uploads the model, as `create` does. Exit code 3 if fewer sites than the quorum would take part.
     """
     client = client_of(ctx)
-    spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
     found = client.preview_run(spec)
     if as_json:
         output.print_json(found)
@@ -188,18 +193,20 @@ def _spec(
     file: Path | None,
     model: Path | None,
     start_from: str | None,
+    study: str | None,
     settings: list[str] | None,
     *,
     as_json: bool,
 ) -> tuple[RunSpec, str]:
     """Return a run's spec, whose model is uploaded with a progress bar, and a note of its start."""
-    given = read_spec(file, settings or [], output.note) if file else None
+    settings = [*(settings or ()), *([f"study={study}"] if study else ())]
+    given = read_spec(file, settings, output.note) if file else None
     with output.progress(quiet=as_json or model is None) as bar:
 
         def progress_of(folder: ModelFolder) -> Callable[[int], None]:
             return partial(bar.advance, bar.add_task("model", total=folder.model.stored_bytes))
 
-        return new_run(client, given, model, start_from, settings or (), progress_of, output.note)
+        return new_run(client, given, model, start_from, settings, progress_of, output.note)
 
 
 @app.command("list")
@@ -212,10 +219,12 @@ def list_runs(
     """List the runs, newest first."""
     every = sorted(client_of(ctx).runs(), key=lambda run: run.created_at, reverse=True)
     runs = [run for run in every if state in (None, run.state) and name.lower() in run.spec.name.lower()]
+    several = len({run.spec.study for run in every}) > 1
     rows = [
         (
             run.id,
             run.spec.name,
+            *([run.spec.study] if several else []),
             run.state,
             run.spec.method.name,
             f"{run.version.number}/{run.spec.rounds}",
@@ -224,9 +233,9 @@ def list_runs(
         )
         for run in runs
     ]
-    output.show(
-        runs, output.table(("id", "name", "state", "method", "rounds", "changed", "tags"), rows), as_json=as_json
-    )
+    study = ("study",) if several else ()
+    columns = ("id", "name", *study, "state", "method", "rounds", "changed", "tags")
+    output.show(runs, output.table(columns, rows), as_json=as_json)
 
 
 @app.command()
@@ -289,6 +298,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     cohort = run.spec.cohort
     return [
         ("run", f"{run.spec.name} ({run.id})"),
+        *([("study", run.spec.study)] if run.spec.study != DEFAULT_STUDY else []),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
