@@ -26,6 +26,7 @@ from tessera.shared.metrics.extras import extra
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.metrics.site_spread import headlines
 from tessera.shared.problems import Problem
+from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.terminal.watch import watch_as_text
 
 if TYPE_CHECKING:
@@ -142,10 +143,10 @@ class Session:
         records = [run.record if isinstance(run, Run) else find_run(self.client, run) for run in runs]
         return Comparison(compare_runs(self.client, records, metric, reach))
 
-    def compare_data(self, dataset: str, wait_seconds: float = 600.0) -> DataAnswers:
-        """Ask each site to describe a data set, and return the tables of their counts and the `faults` that training
-        on them would have. Raises Problem if no site has it."""
-        return compare_data(self.client, dataset, wait_seconds)[1]
+    def compare_data(self, dataset: str, study: str = DEFAULT_STUDY, wait_seconds: float = 600.0) -> DataAnswers:
+        """Ask each site of a study to describe a data set. Return the tables of their counts, and the `faults` that
+        training on them would have. Raises Problem if no site has it."""
+        return compare_data(self.client, dataset, study, wait_seconds)[1]
 
 
 class Run:

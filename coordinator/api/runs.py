@@ -189,7 +189,7 @@ async def get_difference(
 @router.get("/{run_id}/reports", operation_id="listReports")
 def list_reports(run_id: str, serving: Serving, caller: Viewer) -> Page[SiteReport]:
     """Return the latest task of each site in a run without rounds, and what the site reported."""
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         views.find_run(session, run_id)
         return Page(items=tuple(views.site_reports(session, run_id)))
 

@@ -10,6 +10,7 @@ from tessera.shared.cli.connection import CaBundle, Connection, TokenFile, Token
 from tessera.shared.client.client import DEFAULT_URL
 from tessera.shared.client.data_descriptions import compare_data
 from tessera.shared.metrics.data_comparison import CountTable, DataAnswers
+from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson
 
@@ -20,6 +21,7 @@ def compare(
     token: TokenText = None,
     token_file: TokenFile = None,
     ca_bundle: CaBundle = None,
+    study: Annotated[str, typer.Option(help="The study whose sites to ask.")] = DEFAULT_STUDY,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the sites.", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
@@ -29,7 +31,7 @@ def compare(
     Exit code 1 if no site answered.
     """
     with Connection(url, token, token_file, ca_bundle).client() as client:
-        run, answers = compare_data(client, dataset, wait)
+        run, answers = compare_data(client, dataset, study, wait)
     if as_json:
         sites = {site: each.model_dump(mode="json") for site, each in answers.found.items()}
         output.print_json({"run": run.id, "sites": sites, "silent": dict(answers.silent), "faults": answers.faults})

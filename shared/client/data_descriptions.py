@@ -13,6 +13,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
+from tessera.shared.schema import DEFAULT_STUDY
 
 LOOK_SECONDS = 0.5
 UNTIL_APPROVED = {"awaiting-approval"}
@@ -35,13 +36,15 @@ class _NoModel:
         return {}
 
 
-def compare_data(client: Client, dataset: str, wait_seconds: float = 600.0) -> tuple[Run, DataAnswers]:
-    """Ask each site with the data set for its description, and wait for the answers at most this long.
+def compare_data(
+    client: Client, dataset: str, study: str = DEFAULT_STUDY, wait_seconds: float = 600.0
+) -> tuple[Run, DataAnswers]:
+    """Ask each site of a study with the data set for its description, and wait for the answers at most this long.
 
     Return them with the run that asked. Raises Invalid if no site has the data set.
     """
     uploaded = upload_model(client, _NoModel())
-    about = {"name": f"describe-{dataset}"[:64], "dataset": dataset, "rounds": 0, "describe": True}
+    about = {"name": f"describe-{dataset}"[:64], "dataset": dataset, "study": study, "rounds": 0, "describe": True}
     cohort = {"deadline_seconds": wait_seconds}
     given = {**about, "model": uploaded.model, "version": uploaded.version, "cohort": cohort}
     able, others = _sites(client.preview_run(RunSpec.model_validate(given)))

@@ -58,9 +58,14 @@ def summary(
     return " ".join([*work, *leaving, *merging, _privacy(task), *of_site])
 
 
+def _recipient(task: Task) -> str:
+    to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
+    return to if task.study == DEFAULT_STUDY else f"{to} of the study {task.study}"
+
+
 def describing(task: Task, policy: Policy) -> str:
     """Return a few sentences on a task that describes a data set."""
-    to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
+    to = _recipient(task)
     rule, noise = policy.disclosure, policy.figures_privacy
     said = (
         f"Describes `{task.dataset}`, and trains nothing. Sends {to} the numbers of its groups, or of its examples "
@@ -100,8 +105,7 @@ def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
 
 
 def _leaving(task: Task, model: Model, *, announced: bool) -> str:
-    to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
-    to += f" of the study {task.study}" if task.study != DEFAULT_STUDY else ""
+    to = _recipient(task)
     if task.kind == "evaluate":
         return f"Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, {to}."
     if announced:
