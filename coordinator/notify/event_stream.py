@@ -71,12 +71,8 @@ def _mixed(half: int, turn: int, key: bytes) -> int:
     return int.from_bytes(digest) >> 64 - HALF_BITS
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An event, and the study of its run."""
-
-    event: ChangeEvent
-    study: str | None
+_Entry = tuple[ChangeEvent, str | None]
+"""An event, and the study of its run."""
 
 
 @dataclass(eq=False)
@@ -203,8 +199,8 @@ class ChangeFeed:
                 continue
             if entries:
                 self._kept.extend(entries)
-                self._last = entries[-1].event.seq
-            ended = any(entry.event.action in ENDINGS for entry in entries)
+                self._last = entries[-1][0].seq
+            ended = any(event.action in ENDINGS for event, _ in entries)
             progressed = {run for run, lease in leases.items() if lease != self._leases.get(run)}
             self._leases = leases
             for listener in self._listeners:
@@ -231,13 +227,13 @@ class ChangeFeed:
         if seq >= last:
             return [], seq
         covers, run_id = to.permission.covers, to.run_id
-        if self._kept and self._kept[0].event.seq <= seq + 1:
-            kept = (one for one in self._kept if one.event.seq > seq and covers(one.study))
-            return [one.event for one in kept if run_id in (None, one.event.run)], last
+        if self._kept and self._kept[0][0].seq <= seq + 1:
+            kept = (event for event, study in self._kept if event.seq > seq and covers(study))
+            return [event for event in kept if run_id in (None, event.run)], last
         # Not beyond: an entry there may end the permission.
         read = await to_thread.run_sync(self._read, seq, run_id, last)
-        reached = read[-1].event.seq if len(read) == BATCH else last
-        return [one.event for one in read if covers(one.study)], reached
+        reached = read[-1][0].seq if len(read) == BATCH else last
+        return [event for event, study in read if covers(study)], reached
 
     # ------------------------------------------------------------ the tables
 
@@ -256,11 +252,8 @@ class ChangeFeed:
         with self._database.snapshot() as session:
             rows = session.execute(query.order_by(AuditRow.seq).limit(BATCH)).all()
         return [
-            _Entry(
-                ChangeEvent(seq=row.seq, at=instant(row.at), action=row.action, subject=row.subject, run=row.run_id),
-                row.study,
-            )
-            for row in rows
+            (ChangeEvent(seq=seq, at=instant(at), action=action, subject=subject, run=run), study)
+            for seq, at, action, subject, run, study in rows
         ]
 
     def _read_leases(self) -> dict[tuple[str, str], tuple[float, int]]:

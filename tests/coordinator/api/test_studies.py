@@ -180,7 +180,7 @@ def served(routes: Iterable[BaseRoute], prefix: str = "") -> Iterator[tuple[str,
         if within := getattr(route, "original_router", None):
             yield from served(within.routes)
         elif not isinstance(route, Mount):
-            yield from ((method, route.path) for method in getattr(route, "methods", ()) if method != "HEAD")
+            yield from ((method, route.path) for method in getattr(route, "methods", ()))
 
 
 PAGE_STREAMS = {("GET", "/page/events"), ("GET", "/page/runs/{run_id}/events")}
