@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,9 @@ def pytest_collection_finish() -> None:
     # To import what lays models out takes seconds, and it ends after a minute without work.
     if sandbox := sys.modules.get("tessera.worker.model.sandbox"):
         sandbox.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.piped})
+    # Supervisors and ranks are forked from a process that has their imports, which take seconds in each rank.
+    if launcher := sys.modules.get("tessera.worker.executor.launcher"):
+        launcher.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.reading})
     # A worker that has no task asks again at once: most tests take less than the second for which it would wait.
     if agent := sys.modules.get("tessera.worker.agent"):
         agent.MIN_POLL_SECONDS = 0.1
@@ -151,6 +155,18 @@ def database_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     kind = getattr(request, "param", databases.EACH[0])
     with databases.running_on(kind):
         yield kind
+
+
+@pytest.fixture(autouse=True)
+def _executors_end_with_their_test() -> Iterator[None]:
+    before = len(zygote.SUPERVISORS)
+    yield
+    for supervisor in zygote.SUPERVISORS[before:]:
+        supervisor.send_signal(signal.SIGUSR1)
+        supervisor.wait()
+        with suppress(BrokenPipeError):
+            supervisor.stdin.close()
+    del zygote.SUPERVISORS[before:]
 
 
 @pytest.fixture(autouse=True)

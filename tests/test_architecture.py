@@ -160,9 +160,9 @@ def test_neither_the_coordinator_nor_what_is_shared_imports_torch(inside: str) -
     assert crossing(f"{TOP}.{inside}", ("torch", "transformers", "sklearn"), typing_too=False) == []
 
 
-def test_the_agent_s_half_of_a_task_reaches_no_module_that_imports_torch() -> None:
+def test_the_agent_reaches_no_module_that_imports_torch() -> None:
     """What runs at the import of a module counts, and not what its functions import later."""
-    waiting = [f"{TOP}.worker.task.runner", f"{TOP}.worker.executor.executor", f"{TOP}.worker.executor.supervisor"]
+    waiting = [f"{TOP}.worker.agent", f"{TOP}.worker.cli.worker", f"{TOP}.worker.executor.supervisor"]
     reached, heavy = set(waiting), set[tuple[str, str]]()
     while waiting:
         module = waiting.pop()

@@ -10,12 +10,12 @@ from typing import Any
 from uuid import uuid4
 
 import structlog
-import torch
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import ANSWER_SECONDS, may_pass
+from tessera.shared.host_memory import return_freed_memory
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import (
     Forbidden,
@@ -35,10 +35,11 @@ from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
-from tessera.worker.bootstrap import runner_of, with_data, with_rules
+from tessera.worker.bootstrap import executor_of, runner_of, with_data, with_rules
 from tessera.worker.data.dataset_info import augments_images
 from tessera.worker.deltas import check_deltas
-from tessera.worker.errors import DataError, DeviceFailed, in_short, is_device_failure
+from tessera.worker.errors import DataError, in_short
+from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.faults.disk import DISK_FULL, Disk
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.faults.outage import Outage, refuses_worker
@@ -46,10 +47,8 @@ from tessera.worker.governance.approvals import Unapproved
 from tessera.worker.governance.notices import Notices
 from tessera.worker.governance.opening_hours import Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import describe, devices_of, opt_outs_of
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import WorkerCounts
-from tessera.worker.model.device_memory import return_unused_memory
 from tessera.worker.pace import Backoff
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SETTLED_SECONDS, SettingsFile, differing, reloaded
@@ -57,7 +56,7 @@ from tessera.worker.state.audit import ROLLED_BACK, Action, StateRolledBack
 from tessera.worker.state.database import StateDatabase, StateError
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.vault import outcome_of
-from tessera.worker.stores import airlock_of, inbox_of, own_folders, state_id_of
+from tessera.worker.stores import airlock_of, inbox_of, opt_outs_of, own_folders, state_id_of
 from tessera.worker.task.environment import wait_until
 from tessera.worker.task.heartbeat import BEATS_PER_LEASE, ReleaseQueue, Renewal, Stop, Stopped
 from tessera.worker.task.resumption import ending
@@ -93,14 +92,22 @@ class Agent:
     """The loop of one worker process.
 
     `stop` ends it from another thread or a signal handler. Changes to the policy and the budgets in `file` apply to
-    each task that has not started. Raises SettingsError for an unusable data set, device or token, and
-    MethodsUnusable.
+    each task that has not started. Raises SettingsError for an unusable data set, device or token, MethodsUnusable,
+    and ExecutorEnded.
     """
 
-    def __init__(self, settings: WorkerSettings, stop: Stop, file: SettingsFile | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        stop: Stop,
+        file: SettingsFile | None = None,
+        executor: ProcessExecutor | None = None,
+    ) -> None:
         token = credential_of(settings)
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        self._sources = settings.sources
+        # Read before the data sets: a change in between loads them again.
+        self._opt_outs = opt_outs_of(self._sources)
+        self._executor = executor or executor_of(settings)
         self._stop = stop
         # One context for all clients, because reading the certificates takes longer than a small round.
         verify = tls_of(settings)
@@ -119,10 +126,7 @@ class Agent:
         self._alive = settings.state_dir / ALIVE_FILE
         # That of an earlier process is too old to show that this one is alive while it loads its data sets.
         self._alive.unlink(missing_ok=True)
-        self._sources = settings.sources
-        # Read before the data sets: a change in between loads them again.
-        self._opt_outs = opt_outs_of(self._sources)
-        self._runner, self._inventory = runner_of(self._client, settings)
+        self._runner, self._inventory = runner_of(self._client, settings, self._executor)
         self._closed: str | None = None
         self._unusable: str | None = None
         self._declined = False
@@ -135,8 +139,8 @@ class Agent:
         self._pace = Backoff(stop)
         self._removes_at = 0.0
         self._figures = WorkerCounts(settings.metrics_file)
-        devices = devices_of(settings)
-        self._live = LiveMonitor(devices, settings.state_dir, shares_log=settings.share_log)
+        shown = (self._inventory.gpu, settings.state_dir, self._executor.memory_bytes)
+        self._live = LiveMonitor(*shown, shares_log=settings.share_log)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         checkpoints = self._runner.checkpoints
         self._claim = Claim(
@@ -147,7 +151,7 @@ class Agent:
             kinds=settings.all_kinds,
             datasets={},
             augments=augments_images(),
-            device=describe(*devices),
+            device=self._inventory.device,
             version=VERSION,
             resources=settings.resources,
         )
@@ -177,7 +181,7 @@ class Agent:
     def run(self) -> None:
         """Claim and run tasks until asked to stop.
 
-        Raises Problem if the coordinator does not admit this worker, and DeviceFailed.
+        Raises Problem if the coordinator does not admit this worker.
         """
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
@@ -189,7 +193,8 @@ class Agent:
             while True:
                 task = self._next()
                 if task is None:
-                    return_unused_memory()
+                    self._executor.idle()
+                    return_freed_memory()
                 else:
                     began_at = time.monotonic()
                     outcome = self._run_task(task)
@@ -201,18 +206,15 @@ class Agent:
             self._note("worker.stop", reason=refusal.code, detail=refusal.detail)
             self._log.error("refused", reason=refusal.code, detail=refusal.detail, remedy=refusal.advice)
             raise
-        except DeviceFailed as failure:
-            self._note("worker.stop", reason="device-failed")
-            self._log.error("device-failed", detail=str(failure))
-            raise
         finally:
             self.close()
 
     def close(self) -> None:
-        """Give back the leases of held updates, and close the connections to the coordinator."""
+        """Give back the leases of held updates, end the executor, and close the connections to the coordinator."""
         for notices in self._notices:
             notices.end()
         self._holding.end()
+        self._executor.close()
         self._client.close()
         # A claim that was abandoned closes its own when it ends.
         if not self._asking:
@@ -352,7 +354,7 @@ class Agent:
             # Half of a list would leave out fewer people than the whole.
             self._stop.sleep(SETTLED_SECONDS)
             before, lists = lists, opt_outs_of(self._sources)
-        self._runner, self._inventory = with_data(self._runner, self._settings)
+        self._runner, self._inventory = with_data(self._runner, self._settings, self._executor)
         self._sources, self._opt_outs = sources, lists
         self._apply_settings(self._settings)
         self._log_opted_out()
@@ -429,7 +431,7 @@ class Agent:
         return self._claim.model_copy(update={**now, "holding": self._holding.tasks}).shortened()
 
     def _run_task(self, task: Task) -> str:
-        """Execute a task and report its failure, if any. Return its outcome. Raises DeviceFailed after its report."""
+        """Execute a task and report its failure, if any. Return its outcome."""
         report = Report()
         self._client.trace(traceparent_of(task.run, task.round))
         try:
@@ -456,20 +458,14 @@ class Agent:
             log.info("task-dropped", reason=problem.code, detail=problem.detail)
             if refuses_worker(problem):
                 raise
-        except DeviceFailed:
-            # The update was accepted, without a step.
-            outcome = "done"
-            raise
         except Unapproved as unapproved:
             self._give_back_unapproved(task, unapproved, log)
         except InvalidUpdate as problem:
             outcome = "refused"
             self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001  (a failure of any kind is reported)
             outcome = self._report_failure(task, fault, log)
-            if is_device_failure(fault):
-                raise DeviceFailed from fault
         else:
             outcome = self._done(task, report, held, log, began_at)
         finally:

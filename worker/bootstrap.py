@@ -1,22 +1,18 @@
 """The composition root of a worker: its parts, built from its settings."""
 
 import math
-import time
+import sys
 from dataclasses import replace
 
 import structlog
-import torch
 
 from tessera.shared.client.client import Client
 from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.deltas import check_deltas
-from tessera.worker.errors import ConfigError
+from tessera.worker.devices import count_gpus, device_names
+from tessera.worker.errors import ExecutorEnded
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
-from tessera.worker.executor.stages.direct import Direct
-from tessera.worker.inventory import datasets_of, devices_of, inventory_of, mappings_of
-from tessera.worker.model.four_bits import library
-from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import signed_sets
@@ -34,23 +30,42 @@ from tessera.worker.stores import (
     described_data_of,
     inbox_of,
     ledger_of,
+    mappings_of,
     own_folders,
     run_history_of,
     sum_party_of,
 )
-from tessera.worker.task.environment import TRAINING_SEEDS, Executor
+from tessera.worker.task.environment import TRAINING_SEEDS
 from tessera.worker.task.runner import TaskRunner
-from tessera.worker.training.optimization.precision import allow_tf32
-from tessera.worker.training.setup import TrainingSetup
 
 
-def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inventory]:
-    """Return the runner of a worker with these settings, and the facts about its data sets.
-
-    Raises SettingsError for unusable files, such as a modified audit or ledger.
-    """
+def executor_of(settings: WorkerSettings) -> ProcessExecutor:
+    """Return the executor of a worker with these settings, started. Raises SettingsError for missing devices."""
+    if sys.platform != "linux":
+        raise SettingsError("a worker needs Linux, which ends the processes that execute tasks with it")
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Before others write there.
     sweep(settings.state_dir)
+    # The first rank looks whether a single device is there.
+    devices = (settings.device,) if settings.devices == 1 else device_names(settings, count_gpus)
+    ranks = RankSettings(
+        devices=devices,
+        threads=settings.threads,
+        sandboxed=True,
+        console=settings.logs_to_console,
+        base_bits=settings.compute.base_bits,
+        sources=settings.sources,
+    )
+    executor = ProcessExecutor(ranks, settings.state_dir, settings.compute, settings.micro_batch)
+    executor.start()
+    return executor
+
+
+def runner_of(client: Client, settings: WorkerSettings, executor: ProcessExecutor) -> tuple[TaskRunner, Inventory]:
+    """Return the runner of a worker with these settings, and the facts about its data sets and devices.
+
+    Raises SettingsError for unusable files, such as a modified audit or ledger, and ExecutorEnded.
+    """
     audit, ledger, party = audit_of(settings), ledger_of(settings), sum_party_of(settings)
     try:
         for folder in own_folders(settings):
@@ -70,13 +85,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
     vault_folder = settings.state_dir / "vault"
     airlock_of(settings).sweep()
-    allow_tf32(allowed=settings.compute.tf32)
-    if settings.compute.base_bits:
-        try:
-            library()
-        except ConfigError as fault:
-            raise SettingsError(str(fault)) from fault
-    executor, inventory = _executor_of(settings)
+    inventory = executor.inventory()
     check_deltas(settings, inventory)
     runner = TaskRunner(
         coordinator=client,
@@ -106,33 +115,17 @@ def runner_of(client: Client, settings: WorkerSettings) -> tuple[TaskRunner, Inv
     return with_rules(runner, settings), inventory
 
 
-def _executor_of(settings: WorkerSettings) -> tuple[Executor, Inventory]:
-    """Return an executor, and the facts about the data sets that it has loaded. Raises SettingsError."""
-    devices = devices_of(settings)
-    if len(devices) > 1:
-        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
-        names = tuple(map(str, devices))
-        ranks = RankSettings(devices=names, threads=threads, sandboxed=True, sources=settings.sources)
-        several = ProcessExecutor(ranks, settings.state_dir, settings.compute, settings.micro_batch)
-        return several, several.inventory()
-    sandbox, datasets = (
-        Sandbox(shared_folder()),
-        datasets_of(settings.sources, cuda=devices[0].type == "cuda", make=True),
-    )
-    sandbox.sweep(time.time())
-    setup = TrainingSetup(devices[0], settings.micro_batch, settings.compute)
-    return Direct(datasets, setup, sandbox=sandbox), inventory_of(settings.datasets, datasets)
-
-
-def with_data(runner: TaskRunner, settings: WorkerSettings) -> tuple[TaskRunner, Inventory]:
+def with_data(
+    runner: TaskRunner, settings: WorkerSettings, executor: ProcessExecutor
+) -> tuple[TaskRunner, Inventory]:
     """Return the runner with its data sets loaded again, and the facts about them. Raises SettingsError."""
-    if isinstance(runner.executor, ProcessExecutor):
-        runner.executor.close()
-    executor, inventory = _executor_of(settings)
+    try:
+        inventory = executor.reload(settings.sources)
+    except ExecutorEnded as ended:
+        raise SettingsError(str(ended)) from ended
     check_deltas(settings, inventory)
     # Fingerprints and contents are computed again: an overlap or a checkpoint of the earlier rows is none of these.
-    loaded = replace(runner, executor=executor, datasets=inventory.datasets, fingerprints={}, contents={})
-    return loaded, inventory
+    return replace(runner, datasets=inventory.datasets, fingerprints={}, contents={}), inventory
 
 
 def with_rules(runner: TaskRunner, settings: WorkerSettings) -> TaskRunner:

@@ -2,6 +2,7 @@
 
     ValueError
      +- TaskFailure              a task that cannot be executed as given
+     |   +- ExecutorEnded        the end of a process that executes tasks
      +- ConfigError              a model that transformers cannot build
      |   +- UnsafeConfig
      +- ModelMismatch            a model that differs from its block table
@@ -20,7 +21,6 @@
     RuntimeError
      +- LoaderFailed             a process that reads data
     HiddenFailure                a failure that is hidden from the coordinator
-    DeviceFailed                 a GPU that only a new process can use again
 
 `faults.failures` has the code by which each is reported. Needs no torch: the agent catches them, and the executor
 raises them.
@@ -37,6 +37,10 @@ class TaskFailure(ValueError):
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
         self.code = code
+
+
+class ExecutorEnded(TaskFailure):
+    """The end of an executor's process while it loads the data sets, or within a task."""
 
 
 class HiddenFailure(Exception):
@@ -113,15 +117,6 @@ def in_short(fault: BaseException) -> str:
 
 ASSERTION = "device-side assert"
 """The part of torch's message by which a GPU refuses an index: of a token, a position or a label."""
-
-
-class DeviceFailed(Exception):
-    """A GPU that only a new process can use again."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the GPU cannot be used by this process any more: start the worker again, or have systemd do so"
-        )
 
 
 def is_device_failure(fault: BaseException | None) -> bool:

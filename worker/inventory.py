@@ -1,10 +1,8 @@
-"""The data sets, the device and the mapping files that a worker's settings name."""
+"""The data sets and the devices that a worker's settings name."""
 
 import shutil
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -12,12 +10,11 @@ from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import Dataset, Loaders
 from tessera.worker.data.dataset_info import Inventory
 from tessera.worker.data.loaders import LoaderProcesses
-from tessera.worker.data.opt_out import read_opt_out
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.registry import load
+from tessera.worker.devices import device_name, device_names
 from tessera.worker.errors import DataError
-from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tessera.worker.settings import DataSettings, DataSource, DataSources, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
 
@@ -92,16 +89,6 @@ def inventory_of(sources: Mapping[str, DataSource], datasets: Mapping[str, Datas
     return Inventory({name: data.info for name, data in datasets.items()}, len(groups))
 
 
-def opt_outs_of(sources: DataSources) -> dict[str, frozenset[bytes]]:
-    """Return the groups in the opt-out list of each data set that has one. Raises SettingsError."""
-    lists = dict[str, frozenset[bytes]]()
-    for name, source in sources.datasets.items():
-        if source.opt_out is not None:
-            with named(name):
-                lists[name] = read_opt_out(source.opt_out)
-    return lists
-
-
 @contextmanager
 def named(dataset: str) -> Iterator[None]:
     """Turn a DataError into a SettingsError that names the data set."""
@@ -111,72 +98,28 @@ def named(dataset: str) -> Iterator[None]:
         raise SettingsError(f"datasets.{dataset}.{fault}") from fault
 
 
-def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
-    """Return the site's mappings, by the model type that each describes. Raises SettingsError for an invalid one."""
-    try:
-        found = [read_mapping(file) for file in files]
-    except MappingError as fault:
-        raise SettingsError(f"mappings: {fault}") from fault
-    by_type = {mapping.model_type: mapping for mapping in found}
-    if len(by_type) < len(found):
-        raise SettingsError("mappings: two files describe the same model type")
-    return by_type
-
-
 def device_of(name: DeviceName) -> torch.device:
     """Return the device to train on; `auto` is a GPU if there is one. Raises SettingsError for a missing GPU."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda" if name == "auto" else name)
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(f"device: there is no {device} here, of {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device(device_name(name, torch.cuda.device_count()))
 
 
 def devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
     """Return the devices that train together. Raises SettingsError for a missing one."""
-    found = _devices_of(settings)
-    if settings.compute.shard and len(found) == 1:
-        raise SettingsError(f"compute.shard divides a model among several devices, and {found[0]} is one: remove it")
-    return found
-
-
-def _devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
-    if settings.devices == 1:
-        return (device_of(settings.device),)
-    if sys.platform != "linux":
-        raise SettingsError("devices: several need Linux; leave devices out")
-    if isinstance(settings.devices, tuple):
-        if settings.device != "auto":
-            raise SettingsError("device and devices name devices both: leave device out")
-        return _listed(settings.devices)
-    if settings.device == "cpu" and settings.devices != "all":
-        return (torch.device("cpu"),) * settings.devices
-    if settings.device not in ("auto", "cuda"):
-        raise SettingsError(f"devices: there is one {settings.device}: leave device or devices out")
-    here = torch.cuda.device_count()
-    count = here if settings.devices == "all" else settings.devices
-    if not 0 < count <= here:
-        raise SettingsError(
-            f"devices: {settings.devices} GPUs are asked for and {here} are here: lower devices, or set device to cpu"
-        )
-    return tuple(torch.device("cuda", place) for place in range(count))
-
-
-def _listed(names: Iterable[DeviceName]) -> tuple[torch.device, ...]:
-    found = tuple(map(device_of, names))
-    if len({each.type for each in found}) != 1:
-        raise SettingsError("devices: name either GPUs or cpu, at least one")
-    if len(found) > 1 and torch.device("cuda") in found:
-        raise SettingsError("devices: name each GPU by its number, as in cuda:0")
-    if twice := sorted({str(each) for each in found if each.type == "cuda" and found.count(each) > 1}):
-        raise SettingsError(f"devices: {', '.join(twice)} twice: name each once")
-    return found
+    return tuple(map(torch.device, device_names(settings, torch.cuda.device_count)))
 
 
 def describe(*devices: torch.device) -> str:
     """Return the devices' names in at most 64 printable ASCII characters."""
     first = devices[0]
     name = f"{first} {torch.cuda.get_device_name(first)}" if first.type == "cuda" else str(first)
-    several = f"{len(devices)} x " if len(devices) > 1 else ""
-    return "".join(letter for letter in several + name if " " <= letter <= "~")[:64]
+    return _of_all(devices, "".join(letter for letter in name if " " <= letter <= "~"))
+
+
+def gpu_name(devices: Sequence[torch.device]) -> str | None:
+    """Return the GPUs' name in at most 64 characters; None for CPUs."""
+    first = devices[0]
+    return _of_all(devices, torch.cuda.get_device_name(first)) if first.type == "cuda" else None
+
+
+def _of_all(devices: Sequence[torch.device], name: str) -> str:
+    return (f"{len(devices)} x {name}" if len(devices) > 1 else name)[:64]

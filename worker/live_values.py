@@ -10,28 +10,26 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
-
-import torch
 
 from tessera.shared.api.tasks import LiveValues, LogEvent, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.schema import MAX_LOG_EVENTS
+from tessera.worker.executor.launcher import resident_bytes
 from tessera.worker.training.progress import Report
-
-STATM = Path("/proc/self/statm")
 
 
 class LiveMonitor:
-    """Collector of one worker's live values. `shares_log` is the site's permission to send the log tail."""
+    """Collector of one worker's live values. `shares_log` is the site's permission to send the log tail, and
+    `executor_bytes` returns the memory of the processes that execute tasks."""
 
-    def __init__(self, devices: Sequence[torch.device], folder: Path, *, shares_log: bool) -> None:
-        self._gpus = [device for device in devices if device.type == "cuda"]
+    def __init__(self, gpu: str | None, folder: Path, executor_bytes: Callable[[], int], *, shares_log: bool) -> None:
+        self._gpu = gpu
+        self._executor_bytes = executor_bytes
         self._folder = folder
         self._shares_log = shares_log
         self._started_at = _second(time.time())
@@ -55,37 +53,22 @@ class LiveMonitor:
             values["disk_free_bytes"] = shutil.disk_usage(self._folder).free
         with _unless_unreadable():
             values |= {"cpus": len(os.sched_getaffinity(0)), "memory_bytes": available_bytes()}
-        if self._gpus:
-            with _unless_unreadable():
-                several = f"{len(self._gpus)} x " if len(self._gpus) > 1 else ""
-                values["gpu_name"] = f"{several}{torch.cuda.get_device_name(self._gpus[0])}"[:64]
+        if self._gpu:
+            values["gpu_name"] = self._gpu
         # They follow the size of a batch, for example, or whether training failed.
-        values |= {} if self._hides else self._load()
+        values |= {} if self._hides else self._load(report)
         if self._shares_log:
             values["log"] = [*self._log, *_events(task, report.began)][-MAX_LOG_EVENTS:]
         with _unless_unreadable():
             return LiveValues.model_validate(values)
         return LiveValues()
 
-    def _load(self) -> dict[str, float]:
-        values: dict[str, float] = {}
+    def _load(self, report: Report) -> dict[str, float]:
+        values = dict(report.gpu_use)
         with _unless_unreadable():
             values["cpu_load"] = os.getloadavg()[0]
         with _unless_unreadable():
-            values["memory_used_bytes"] = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-        if len(self._gpus) == 1:
-            with _unless_unreadable():
-                free, values["gpu_memory_bytes"] = torch.cuda.mem_get_info(self._gpus[0])
-                values["gpu_memory_used_bytes"] = values["gpu_memory_bytes"] - free
-        elif self._gpus:
-            # The ranks use these. To ask for the free memory as above would take some of each for this process.
-            with _unless_unreadable():
-                whole = (torch.cuda.get_device_properties(gpu).total_memory for gpu in self._gpus)
-                values["gpu_memory_bytes"] = sum(whole)
-                values["gpu_memory_used_bytes"] = sum(map(torch.cuda.device_memory_used, self._gpus))
-        if self._gpus:
-            with _unless_unreadable():
-                values["gpu_use"] = fmean(map(torch.cuda.utilization, self._gpus)) / 100
+            values["memory_used_bytes"] = resident_bytes() + self._executor_bytes()
         return values
 
     def _measure_line(self, report: Report) -> None:
@@ -111,6 +94,6 @@ def _second(at: float) -> datetime:
 
 @contextmanager
 def _unless_unreadable() -> Iterator[None]:
-    """Leave a value out if the system or the driver does not report it."""
-    with suppress(OSError, ValueError, AttributeError, RuntimeError, ImportError, AssertionError):
+    """Leave a value out if the system does not report it."""
+    with suppress(OSError, ValueError, AttributeError):
         yield

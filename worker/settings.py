@@ -20,6 +20,7 @@ never_send = ["*embeddings*"]
 
 import os
 import ssl
+import sys
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -291,6 +292,11 @@ class WorkerSettings(DataSettings):
         """The kinds of tasks that it does, as a helper too."""
         helps = self.secure_sums is not None and self.secure_sums.helper
         return (*self.kinds, *(HELPER_KINDS if helps else ()))
+
+    @property
+    def logs_to_console(self) -> bool:
+        """True if a person reads the log."""
+        return sys.stdout.isatty() if self.log == "auto" else self.log == "console"
 
     @property
     def allowances(self) -> dict[str, Allowance]:

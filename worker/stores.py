@@ -1,19 +1,24 @@
-"""The stores that a worker's settings name: its key, audit, ledger, run history, inbox and airlock.
+"""The stores that a worker's settings name: its key, audit, ledger, run history, inbox and airlock; mappings and
+opt-out lists.
 
 Needs no torch, so that the commands that only read them start at once.
 """
 
+import hashlib
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 
 from tessera.shared.diagnostics import reason_of
+from tessera.shared.near_names import unread
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.described_data import DescribedData
 from tessera.worker.governance.run_history import RunHistory
-from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSettings
+from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
+from tessera.worker.settings import ENVIRONMENT_PREFIX, DataSources, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.database import StateDatabase, StateError
@@ -129,3 +134,29 @@ def sum_party_of(settings: WorkerSettings) -> SumParty | None:
         embeddings=given.embeddings,
     )
     return replace(party, agreements=AgreementLog(settings.state_dir, audit_key_of(settings), party.fingerprint))
+
+
+def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
+    """Return the site's mappings, by the model type that each describes. Raises SettingsError for an invalid one."""
+    try:
+        found = [read_mapping(file) for file in files]
+    except MappingError as fault:
+        raise SettingsError(f"mappings: {fault}") from fault
+    by_type = {mapping.model_type: mapping for mapping in found}
+    if len(by_type) < len(found):
+        raise SettingsError("mappings: two files describe the same model type")
+    return by_type
+
+
+def opt_outs_of(sources: DataSources) -> dict[str, bytes]:
+    """Return a digest of the opt-out list of each data set that has one. Raises SettingsError."""
+    lists = dict[str, bytes]()
+    for name, path in ((name, source.opt_out) for name, source in sources.datasets.items() if source.opt_out):
+        try:
+            lists[name] = hashlib.sha256(path.read_bytes()).digest()
+        except OSError as fault:
+            reason = unread(path, fault)
+            raise SettingsError(
+                f"datasets.{name}.opt_out: {path} cannot be read, so that no task starts: {reason}"
+            ) from fault
+    return lists

@@ -22,10 +22,11 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
 from tessera.worker.errors import ExampleTooLarge
+from tessera.worker.inventory import gpu_name
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.model.device_memory import free_bytes
+from tessera.worker.model.device_memory import free_bytes, use_of_gpus
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
@@ -286,7 +287,8 @@ def test_loaders_fill_pinned_batches(tmp_path: Path) -> None:
 
 
 def test_heartbeats_show_the_gpu(tmp_path: Path) -> None:
-    values = LiveMonitor([GPU], tmp_path, shares_log=False).sample(task(), Report())
+    live = LiveMonitor(gpu_name([GPU]), tmp_path, lambda: 0, shares_log=False)
+    values = live.sample(task(), Report(gpu_use=use_of_gpus([GPU])))
     assert values.gpu_name
     assert values.gpu_memory_bytes
     assert 0 < (values.gpu_memory_used_bytes or 0) < values.gpu_memory_bytes

@@ -31,6 +31,8 @@ from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 SANDBOX = "tessera.worker.model.sandbox"
+LAUNCHER = "tessera.worker.executor.launcher"
+SUPERVISOR = "tessera.worker.executor.supervisor"
 TESTS = "execnet"
 _COORDINATORS = (
     "tessera.coordinator.cli",
@@ -52,7 +54,7 @@ NEEDS = {
     "tessera.shared.cli": _WORKERS,
     SANDBOX: _WORKERS,
     TESTS: _WORKERS,
-    "tessera.worker.executor.supervisor": _WORKERS,
+    SUPERVISOR: _WORKERS,
     "tests.support.code": _WORKERS,
     "tests.support.demo": _WORKERS,
     "tests.support.hostile": _WORKERS,
@@ -69,6 +71,9 @@ _DESCRIPTORS = 16
 """The most descriptors of one request."""
 _FREE = 200
 """A descriptor above all that a zygote has open."""
+_POPEN = subprocess.Popen
+SUPERVISORS: list[Forked] = []
+"""The supervisors that were started in place of those of this process's agents, and may have ended."""
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -143,6 +148,7 @@ def reading(command: Sequence[str], *, env: Mapping[str, str], **_: object) -> F
     forked = start(command[2], command[3:], env, reads=theirs, writes=1, errors=2)
     os.close(theirs)
     forked.stdin = os.fdopen(ours, "wb")
+    SUPERVISORS.append(forked)
     return forked
 
 
@@ -227,6 +233,10 @@ def _fork_rank(command: Sequence[str], *, stdin: int | None, preexec_fn: Callabl
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             preexec_fn()
+            subprocess.Popen = _POPEN  # type: ignore[misc]
+            if _fork_ahead(SANDBOX, answers=True) is not None:
+                sys.argv = [SANDBOX]
+                _run(lambda: runpy.run_module(SANDBOX, run_name="__main__", alter_sys=True))
             sys.argv = ["-c", *command[3:]]
             _run(importlib.import_module("tessera.worker.executor.rank").main)
         except BaseException:  # noqa: BLE001  (its supervisor must not go on in this process)
@@ -251,8 +261,8 @@ def _run(main: Callable[[], object]) -> NoReturn:
     os._exit(1 if isinstance(code, str) else int(code or 0))  # type: ignore[call-overload]
 
 
-def _fork_ahead(owner: str, *, answers: bool) -> bool:
-    """Forks what a module's first `subprocess.Popen` starts, which waits until then; whether this is the child.
+def _fork_ahead(owner: str, *, answers: bool) -> list[str] | None:
+    """Forks what a module's first `subprocess.Popen` starts, which waits until then, and gets its arguments in it.
 
     It has a pipe for its standard input, and one for its output if it `answers`. What is started later is not forked.
     """
@@ -260,31 +270,36 @@ def _fork_ahead(owner: str, *, answers: bool) -> bool:
     (starts, start), (reads, writes), (heard, told) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.setpgid(0, 0)
+        os.setsid()
         for number in (start, writes, heard):
             os.close(number)
-        if not os.read(starts, 1):
+        with os.fdopen(starts) as file:
+            given = file.read()
+        if not given:
             os._exit(0)
         os.dup2(reads, 0)
         if answers:
             os.dup2(told, 1)
-        for number in (starts, reads, told):
+        for number in (reads, told):
             os.close(number)
-        return True
+        command, environment = json.loads(given)
+        os.environ.clear()
+        os.environ.update(environment)
+        return list(command[3:])
     for number in (starts, reads, told):
         os.close(number)
 
-    def first(*_: object, **__: object) -> Forked:
+    def first(command: Sequence[str], *, env: Mapping[str, str] | None = None, **_: object) -> Forked:
         starting.subprocess = subprocess  # type: ignore[attr-defined]
         forked = Forked(pid)
         forked.stdin, forked.stdout = os.fdopen(writes, "wb"), os.fdopen(heard, "rb")
-        with suppress(BrokenPipeError):  # somebody has killed it already
-            os.write(start, b"s")
-        os.close(start)
+        # Somebody may have killed it already.
+        with suppress(BrokenPipeError), os.fdopen(start, "w") as file:
+            json.dump([list(command), dict(os.environ if env is None else env)], file)
         return forked
 
     starting.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": first})  # type: ignore[attr-defined]
-    return False
+    return None
 
 
 def _test() -> dict[str, object]:
@@ -305,10 +320,10 @@ def _called(module: str, arguments: list[str]) -> tuple[str, list[str]]:
     serves = (module, *arguments[:1]) == ("tessera.coordinator", "serve") or arguments[:2] == ["coordinator", "serve"]
     if serves and "--no-conduct" not in arguments:
         child_process = "tessera.coordinator.conductor.child_process"
-        if _fork_ahead(child_process, answers=False):
-            return "tessera.coordinator", list(sys.modules[child_process].COMMAND[3:])
-    if arguments[:2] == ["worker", "run"] and _fork_ahead(SANDBOX, answers=True):
-        return SANDBOX, []
+        if (given := _fork_ahead(child_process, answers=False)) is not None:
+            return "tessera.coordinator", given
+    if arguments[:2] == ["worker", "run"] and (given := _fork_ahead(LAUNCHER, answers=False)) is not None:
+        return SUPERVISOR, given
     return module, arguments
 
 
@@ -335,6 +350,6 @@ if __name__ == "__main__":
     module, arguments = _called(str(given["module"]), given["arguments"])  # type: ignore[arg-type]
     _seed()
     sys.argv = [module, *arguments]
-    if module == "tessera.worker.executor.supervisor":
+    if module == SUPERVISOR:
         subprocess.Popen = _fork_rank  # type: ignore[misc,assignment]
     _run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))

@@ -9,6 +9,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
+from click.testing import Result
 from safetensors.torch import save_file
 from sqlalchemy import func, select
 from structlog.testing import capture_logs
@@ -77,9 +79,11 @@ from tessera.worker.stores import STATE_ID, audit_of, ledger_of
 from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.training.progress import Report
+from tests.support import zygote
 from tests.support.chain_rows import audit_in
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.in_process import in_process
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, Asked, answering, answering_by
 from tests.support.tapping import Tap
@@ -118,13 +122,6 @@ class Talkative(WorkerHalf[MethodSettings]):
         raise KeyError(SECRET)
 
 
-class Unindexed(WorkerHalf[MethodSettings]):
-    """Fails as a GPU does that meets a label which the model lacks."""
-
-    def loss(self, context: TaskContext, batch: Any) -> Any:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-
 class HeadOnly(CoordinatorHalf[MethodSettings]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(upload=roles("head"))
@@ -147,7 +144,6 @@ def _more_methods() -> Iterator[None]:
         "personal": Personal,
         "leaky": Leaky,
         "talkative": Talkative,
-        "unindexed": Unindexed,
         "hoarding": WorkerHalf[MethodSettings],
     }
     coordinators = {"leaky": HeadOnly, "hoarding": Hoarding}
@@ -190,10 +186,11 @@ def succeed(former: Path, state_dir: Path) -> None:
 
 
 @contextmanager
-def working(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> Iterator[Stop]:
-    """An agent of site a, at work in a thread. Fails the test if it ends otherwise than by being stopped."""
-    stop = Stop()
-    agent = Agent(settings_of(coordinator, folder, **settings), stop)
+def working(coordinator: LiveCoordinator, folder: Path, *, executes: bool = False, **settings: Any) -> Iterator[Stop]:
+    """An agent of site a, at work in a thread; it `executes` its tasks itself if only this process has their method.
+    Fails the test if it ends otherwise than by being stopped."""
+    stop, given = Stop(), settings_of(coordinator, folder, **settings)
+    agent = Agent(given, stop, executor=in_process(given) if executes else None)
     ended: list[str] = []
 
     def context() -> None:
@@ -257,6 +254,35 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
     assert whole.examples == partial.examples
 
 
+AGENT = """
+import atexit, sys
+from pathlib import Path
+from tessera.shared.cli.__main__ import main
+found, *arguments = sys.argv[1:]
+atexit.register(lambda: Path(found).write_text(" ".join({"torch", "transformers"} & set(sys.modules))))
+sys.argv = ["tessera", *arguments]
+main()
+"""
+
+
+def test_an_agent_imports_no_torch_from_its_start_to_its_end(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    run = begin(client, privacy={"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}, evaluation=Evaluation(sites=True))
+    config, found = tmp_path / "worker.toml", tmp_path / "found"
+    config.write_text(
+        f'url = "{coordinator.url}"\ntoken = "{coordinator.token("site", "a")}"\nname = "w"\n'
+        f'state_dir = "{tmp_path}/state"\n[datasets.digits]\nkind = "digits"\nheld_out = 0.2\n'
+    )
+    arguments = ["-c", AGENT, str(found), "worker", "run", "--config", str(config)]
+    agent = subprocess.Popen([sys.executable, *arguments], cwd=ROOT)
+    try:
+        until(lambda: client.run(run.id).state == "completed" and client.measurements(run.id))
+    finally:
+        agent.terminate()
+        assert agent.wait() == 0
+    assert found.read_text() == ""
+
+
 @pytest.mark.long
 def test_an_agent_with_several_devices_trains_and_evaluates_alike(
     coordinator: LiveCoordinator, tmp_path: Path
@@ -308,7 +334,7 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
 ) -> None:
     client = coordinator.client()
     run = begin(client, method=MethodSpec(name="personal"), rounds=3)
-    with working(coordinator, tmp_path, poll_seconds=1):
+    with working(coordinator, tmp_path, executes=True, poll_seconds=1):
         until(lambda: client.run(run.id).state == "completed")
         # No task comes any more: the worker asks what became of its last update.
         kept = tmp_path / "state" / "vault" / run.id
@@ -323,7 +349,7 @@ def test_vaults_of_ended_runs_are_removed_by_the_site_s_rule_and_those_of_live_r
 ) -> None:
     client, vault = coordinator.client(), tmp_path / "state" / "vault"
     ended, live = (begin(client, method=MethodSpec(name="personal"), rounds=rounds) for rounds in (1, 1000))
-    with working(coordinator, tmp_path):
+    with working(coordinator, tmp_path, executes=True):
         until(lambda: client.run(ended.id).state == "completed")
         until((vault / live.id / "current.safetensors").exists)
     (vault / "of-another-coordinator").mkdir()
@@ -402,7 +428,7 @@ def test_what_may_not_be_done_fails_the_task_and_sends_nothing(
     client = coordinator.client()
     run = begin(client, method=MethodSpec(name=method))
     uploads_before = uploads(coordinator)
-    with working(coordinator, tmp_path, policy=policy):
+    with working(coordinator, tmp_path, executes=method != "fedavg", policy=policy):
         task = task_of(client, run, 1, failed)
     assert task.problem is not None
     assert told_why in task.problem.detail
@@ -417,7 +443,7 @@ def test_a_choice_that_fails_without_privacy_is_written_down_for_it_is_told(
 ) -> None:
     client = coordinator.client()
     run = begin(client, method=MethodSpec(name="talkative"))
-    with working(coordinator, tmp_path):
+    with working(coordinator, tmp_path, executes=True):
         task_of(client, run, 1, failed)
     (entry,) = ledger_of(settings_of(coordinator, tmp_path)).read("digits")
     assert entry.events == (ExactUse(use="training"),)
@@ -501,23 +527,6 @@ def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoo
     assert "tessera worker join URL --site NAME" in logged[-1]["remedy"]
     last = audit_of(settings).read()[-1]
     assert (last.action, last.detail["reason"]) == ("worker.stop", "unauthenticated")
-
-
-def test_a_worker_whose_gpu_failed_reports_its_task_and_ends_with_a_status_of_its_own(
-    coordinator: LiveCoordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client = coordinator.client()
-    run = begin(client, method=MethodSpec(name="unindexed"))
-    settings = settings_of(coordinator, tmp_path)
-    with pytest.raises(typer.Exit) as ended:
-        worker_command._run(Agent(settings, Stop()), settings)
-    assert ended.value.exit_code == DEVICE_FAILED
-    assert "start the worker again" in capsys.readouterr().err
-    task = task_of(client, run, 1, failed)
-    assert task.problem is not None
-    assert "input-mismatch: the GPU stopped at a token, a position or a label" in task.problem.detail
-    last = audit_of(settings).read()[-1]
-    assert (last.action, last.detail["reason"]) == ("worker.stop", "device-failed")
 
 
 def test_a_worker_that_is_revoked_at_work_enters_how_its_task_and_it_ended(tmp_path: Path) -> None:
@@ -749,23 +758,47 @@ def test_a_full_disk_does_not_let_a_worker_with_older_files_go_on(tmp_path: Path
     agent.close()
 
 
-def test_a_worker_that_starts_on_a_full_disk_ends_with_a_status_that_starts_it_again(tmp_path: Path) -> None:
-    file = tmp_path / "worker.toml"
-    file.write_text(
-        f'url = "http://127.0.0.1:1"\ntoken = "t"\nname = "w"\nstate_dir = "{tmp_path}/state"\n'
-        '[datasets.digits]\nkind = "digits"\n'
-    )
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+@contextmanager
+def running(folder: Path, dataset: str) -> Iterator[Callable[[], Result]]:
+    """`tessera worker run` in this process, whose handlers of signals are restored."""
+    file = folder / "worker.toml"
+    about = f'url = "http://127.0.0.1:1"\ntoken = "t"\nname = "w"\nstate_dir = "{folder}/state"\n'
+    file.write_text(f"{about}[datasets.digits]\n{dataset}\n")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        ended = CliRunner().invoke(worker_command.app, ["run", "--config", str(file)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    yield lambda: CliRunner().invoke(worker_command.app, ["run", "--config", str(file)])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_worker_that_starts_on_a_full_disk_ends_with_a_status_that_starts_it_again(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with running(tmp_path, 'kind = "digits"') as run:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            ended = run()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ended.exit_code == DISK_FULL_AT_START
     assert "File too large" in ended.stderr
+
+
+def test_a_worker_whose_executor_is_killed_at_its_start_ends_with_a_status_that_starts_it_again(
+    tmp_path: Path,
+) -> None:
+    # Its reader waits for somebody to write.
+    os.mkfifo(tmp_path / "rows.safetensors")
+
+    def kill() -> None:
+        until(lambda: zygote.SUPERVISORS)
+        zygote.SUPERVISORS[0].kill()
+
+    with running(tmp_path, f'kind = "arrays"\nfile = "{tmp_path}/rows.safetensors"') as run:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        ended = run()
+        killer.join()
+    assert ended.exit_code == DEVICE_FAILED
+    assert "start the worker again" in ended.stderr
 
 
 def test_an_unreadable_data_set_is_no_full_disk(tmp_path: Path) -> None:

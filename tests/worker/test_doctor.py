@@ -22,23 +22,24 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import Finding, examined
 from tessera.shared.units import size
 from tessera.shared.urls import is_loopback, without_password
 from tessera.shared.version import install_line
 from tessera.worker import doctor as doctor_checks
-from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.worker import app
 from tessera.worker.doctor import checks, clock, expiry, forecast, under_way, way_to
+from tessera.worker.executor.folder import INVENTORY, InventoryRecord, read_document
+from tessera.worker.executor.rank import Rank
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.four_bits import REMEDY, library
-from tessera.worker.settings import SettingsError, WorkerSettings
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.training.optimization.precision import multiplies_bfloat16
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values
 from tests.support.pretrained import bert_tokenizer
+from tests.support.tasks import CPU
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 
@@ -105,9 +106,11 @@ def test_a_base_in_4_bits_without_its_library_stops_the_worker_with_the_remedy(
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     found = doctor_checks._compute(settings)
     assert (found.verdict, found.remedy) == ("fail", REMEDY)
-    refused = pytest.raises(SettingsError, match=rf"needs bitsandbytes .*: {re.escape(install_line('quantized'))}")
-    with Client(settings.url, "t") as client, refused:
-        runner_of(client, settings)
+    home = tmp_path / "executor" / "home"
+    home.mkdir(parents=True)
+    Rank(home, [CPU], None, settings.sources).load(needs_library=True)
+    fault = read_document(InventoryRecord, home.parent / INVENTORY).fault or ""
+    assert re.search(rf"needs bitsandbytes .*: {re.escape(install_line('quantized'))}", fault)
 
 
 def test_compilation_without_a_compiler_is_warned_of(

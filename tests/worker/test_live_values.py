@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tessera.shared.schema import MAX_LOG_EVENTS
+from tessera.worker.inventory import gpu_name
 from tessera.worker.live_values import LiveMonitor
+from tessera.worker.model.device_memory import use_of_gpus
 from tessera.worker.training.progress import Report
 from tests.worker.privacy.test_private_task import task as private_task
 
@@ -17,7 +19,7 @@ USE = {"cpu_load", "memory_used_bytes", "gpu_memory_used_bytes", "gpu_use"}
 
 
 def monitor(folder: Path, *, shares_log: bool = False) -> LiveMonitor:
-    return LiveMonitor([torch.device("cpu")], folder, shares_log=shares_log)
+    return LiveMonitor(None, folder, lambda: 0, shares_log=shares_log)
 
 
 def begun(*phases: tuple[float, str]) -> Report:
@@ -66,7 +68,8 @@ def test_phases_and_the_line_are_timed_to_the_second(tmp_path: Path, monkeypatch
 
 
 def test_values_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
-    live = LiveMonitor([torch.device("cuda:63")], tmp_path / "gone", shares_log=False)
+    assert use_of_gpus([torch.device("cuda:63")]) == {}
+    live = LiveMonitor("A100", tmp_path / "gone", lambda: 0, shares_log=False)
     told = live.sample(private_task().model_copy(update={"privacy": None}), Report())
     assert (told.gpu_memory_bytes, told.gpu_use, told.disk_free_bytes) == (None, None, None)
 
@@ -78,8 +81,8 @@ def test_the_values_of_several_gpus_are_reported_as_one(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80))
     monkeypatch.setattr(torch.cuda, "device_memory_used", {gpus[0]: 10, gpus[1]: 30}.__getitem__)
     monkeypatch.setattr(torch.cuda, "utilization", {gpus[0]: 100, gpus[1]: 50}.__getitem__)
-    live = LiveMonitor(gpus, tmp_path, shares_log=False)
-    values = live.sample(private_task().model_copy(update={"privacy": None}), Report())
+    live = LiveMonitor(gpu_name(gpus), tmp_path, lambda: 0, shares_log=False)
+    values = live.sample(private_task().model_copy(update={"privacy": None}), Report(gpu_use=use_of_gpus(gpus)))
     assert (values.gpu_name, values.gpu_memory_bytes, values.gpu_memory_used_bytes, values.gpu_use) == (
         "2 x A100 0", 160, 40, 0.75,
     )  # fmt: skip

@@ -16,8 +16,9 @@ from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
 from tessera.worker.deltas import check_deltas
 from tessera.worker.governance.policy import Allowance, Policy
-from tessera.worker.inventory import datasets_of, device_of, devices_of, inventory_of, mappings_of
+from tessera.worker.inventory import datasets_of, device_of, devices_of, inventory_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, token_of
+from tessera.worker.stores import mappings_of
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 

@@ -35,7 +35,7 @@ from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
 from tessera.worker.cli.site import report
-from tessera.worker.errors import DeviceFailed
+from tessera.worker.errors import ExecutorEnded
 from tessera.worker.faults.disk import is_of_disk
 from tessera.worker.governance.descriptions import privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
@@ -66,7 +66,7 @@ def run(config: ConfigFile) -> None:
     """Claim tasks and do them until SIGTERM or SIGINT; a second one ends the process at once.
 
     Exit code 1: the coordinator refuses the worker, 2: invalid settings, 3: the token is not admitted. To be started
-    again: 4: the GPU failed, 5: the worker's folders could not be written at its start.
+    again: 4: the process that loads the data sets ended, 5: the worker's folders could not be written at its start.
     """
     stop = Stop()
 
@@ -77,8 +77,7 @@ def run(config: ConfigFile) -> None:
     with exits(ERRORS):
         file = SettingsFile(config)
         settings = file.settings
-        console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
-        logging.configure(sys.stdout, console=console)
+        logging.configure(sys.stdout, console=settings.logs_to_console)
         # Cache and vault belong to one process.
         with alone_or(lambda reason: SettingsError(f"state_dir: {reason}"), settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,6 +88,8 @@ def run(config: ConfigFile) -> None:
                 if not is_of_disk(fault):
                     raise
                 fail(f"the worker's folders cannot be written: {fault}", DISK_FULL)
+            except ExecutorEnded as end_of_executor:
+                fail(f"{end_of_executor}: start the worker again", DEVICE_FAILED)
             _run(worker, settings)
     end()
 
@@ -101,8 +102,6 @@ def _run(worker: agent.Agent, settings: WorkerSettings) -> None:
         fail(f"{without_password(settings.url)} does not admit worker {settings.name}: {problem}", NOT_ADMITTED)
     except Problem as problem:
         fail(f"{without_password(settings.url)} refuses worker {settings.name}: {problem}", 1)
-    except DeviceFailed as failure:
-        fail(str(failure), DEVICE_FAILED)
     finally:
         spans.end()
 

@@ -69,11 +69,15 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The data sets of a worker."""
+    """The data sets and the devices of a worker."""
 
     datasets: Mapping[str, DatasetInfo]
     groups: int = 0
     """The number of distinct groups of all data sets that runs train on."""
+    device: str = "cpu"
+    """The devices' names, in at most 64 characters."""
+    gpu: str | None = None
+    """The name of the GPU, if the devices are GPUs."""
 
 
 def augments_images() -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock
 from tessera.worker.compute import Compute, MicroBatch
 from tessera.worker.data.dataset_info import DatasetInfo, Inventory
 from tessera.worker.data.overlap import ExampleDigests
-from tessera.worker.errors import HiddenFailure, TaskFailure
+from tessera.worker.errors import ExecutorEnded, HiddenFailure, TaskFailure
 from tessera.worker.executor.folder import (
     ARRAYS,
     CHECK,
@@ -39,6 +41,7 @@ from tessera.worker.executor.folder import (
     STOPPED,
     SUBJECTS,
     TASK,
+    UNEXPLAINED,
     AgentCall,
     Base,
     CallResult,
@@ -48,6 +51,7 @@ from tessera.worker.executor.folder import (
     DatasetRecord,
     FailureRecord,
     InventoryRecord,
+    ProgressDocument,
     ResultRecord,
     TaskDocument,
     below,
@@ -60,14 +64,13 @@ from tessera.worker.executor.folder import (
 from tessera.worker.executor.launcher import IDLE_SECONDS, LocalLauncher, RankSettings
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.privacy.disclosed_counts import CellTable, SubjectTables
-from tessera.worker.settings import SettingsError
+from tessera.worker.settings import DataSources, SettingsError
 from tessera.worker.state.atomic_files import WriteFailed, sweep
 from tessera.worker.state.base_sources import Take
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import Documents, SiteRecords, TaskRun
 from tessera.worker.task.handover import CheckedModel, FetchedVersion, TaskOutcome
-from tessera.worker.training.progress import Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.account import PrivacyAccount
@@ -76,26 +79,25 @@ FOLDER = "executor"
 """The name of the executor's folder in the state folder."""
 MARGIN_SECONDS = 30.0
 """The agent counts on idle processes for this much less, so that it hands no task to some that are about to end."""
-LEAST_LOOK_SECONDS, LOOK_SECONDS = 0.002, 0.1
+LEAST_LOOK_SECONDS, LOOK_SECONDS = 0.002, 0.02
 """Time between two looks at a task's folder. It grows while nothing happens."""
 STOP_SECONDS = 15.0
 """Time in which the ranks have to reach the end of a step, once the task is no longer wanted."""
 END_SECONDS = 0.2
 """Time for the end of a process to be noticed after another one has failed because of it."""
+SETTLED_SECONDS = 5.0
+"""Time without a task after which processes have returned unused memory."""
+GROWTH, GROWTH_BYTES = 2, 1 << 30
+"""Idle processes are replaced if they take this many times the memory that they took after the first tasks of a run,
+and this much more: something leaks."""
 ENDED = "a process that executes tasks at this worker ended; the worker's own log has more"
-UNEXPLAINED = "failed"
-"""The code of failures that only the worker's own log explains."""
-
-
-class ExecutorEnded(TaskFailure):
-    """The end of an executor's process within a task."""
 
 
 class ProcessExecutor:
     """The execution of tasks in processes of this machine, one for each device.
 
-    They load the data sets. They are started for the inventory of these or the first task of a run, and kept while
-    further tasks of that run follow.
+    They load the data sets. A single one lasts. Several are started for the inventory or the first task of a run, and
+    kept while further tasks of that run follow.
     """
 
     def __init__(
@@ -105,42 +107,88 @@ class ProcessExecutor:
         compute: Compute | None = None,
         micro_batch: MicroBatch = None,
     ) -> None:
+        self._ranks = settings
         self._devices = settings.devices
         self.compute = compute or Compute()
         self.micro_batch = micro_batch
         self.folder = state_dir / FOLDER
         """The folder of the folders of processes."""
         self._launcher = LocalLauncher(settings, self.folder)
-        self._run = ""
-        self._until = 0.0
+        self._gpu: str | None = None
+        self._task = ("", "", "")
+        """The run, kind and data set of the last task."""
+        self._used_at = -math.inf
+        """The time of the processes' last use."""
+        self._first_bytes: dict[tuple[str, str, str], int] = {}
+        """The memory that idle processes took after the first task of each run, kind and data set."""
+        self._replaced = 0
         self._checked = Documents()
         """The models that processes have checked, each for the tasks of one kind and plan."""
         atexit.register(self.close)
 
     @property
     def kind(self) -> str:
-        count, (kind, _, _) = len(self._devices), self._devices[0].partition(":")
+        count, name = len(self._devices), self._devices[0]
+        kind = "cuda" if self._gpu or name.startswith("cuda") else "cpu"
         return kind if count == 1 else f"{count} {kind}"
 
+    def start(self) -> None:
+        """Start the processes, which import for seconds, unless there are some. Raises OSError."""
+        self._launcher.home()
+
     def inventory(self) -> Inventory:
-        """Return the facts about the data sets, once the first rank has loaded them. Raises SettingsError for a data
-        set that cannot be used, and ExecutorEnded."""
+        """Return the facts about the data sets and the devices, once the first rank has loaded the data sets. Raises
+        SettingsError for settings that cannot be used, also because of the disk, and ExecutorEnded."""
         home, path = self._launcher.home(), self.folder / INVENTORY
-        while not path.exists():
-            if self._launcher.home() != home:
+        while True:
+            # Looked at before the file, which a process writes before it ends.
+            ended = self._launcher.home() != home
+            if path.exists():
+                break
+            if ended:
                 self.close()
                 raise ExecutorEnded("executor-ended", ENDED)
             time.sleep(LOOK_SECONDS)
         record = read_document(InventoryRecord, path)
         if record.inventory is None:
             self.close()
-            raise SettingsError(record.fault or "")
-        self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
+            raise SettingsError(record.fault) from (WriteFailed(*record.disk) if record.disk else None)
+        self._used_at, self._gpu = time.monotonic(), record.inventory.gpu
         return record.inventory
+
+    def reload(self, sources: DataSources) -> Inventory:
+        """Have new processes load the data sets of these settings. Raises as `inventory` does."""
+        self.close()
+        self._ranks = self._ranks.model_copy(update={"sources": sources})
+        self._launcher = LocalLauncher(self._ranks, self.folder)
+        return self.inventory()
+
+    def memory_bytes(self) -> int:
+        """Return the memory of the processes."""
+        return self._launcher.memory_bytes()
+
+    def idle(self) -> None:
+        """Replace processes whose memory has grown far beyond what the first tasks of the run left."""
+        used = self.memory_bytes()
+        if not used or not self._task[0] or time.monotonic() < self._used_at + SETTLED_SECONDS:
+            return
+        self._first_bytes.setdefault(self._task, used)
+        first = max(nbytes for (run, _, _), nbytes in self._first_bytes.items() if run == self._task[0])
+        if used < GROWTH * first + GROWTH_BYTES:
+            return
+        self._replaced += 1
+        about = {"memory_bytes": used, "after_first_task_bytes": first, "times": self._replaced}
+        structlog.get_logger("worker").warning("executor-replaced", **about)
+        self._launcher.close()
+        self._first_bytes.clear()
+        # Otherwise the next task starts them.
+        with suppress(OSError):
+            self.start()
 
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         def hand_over(folder: Path) -> None:
-            write_document(folder / DIGESTS, DatasetRecord(dataset=dataset, report=run.report))
+            in_sum = run.task.kind == "train" and run.task.sums is not None
+            write_document(folder / DIGESTS, DatasetRecord(dataset=dataset, in_sum=in_sum, report=run.report))
 
         result, arrays = self._submitted(run, hand_over, {})
         return ExampleDigests(arrays["digests"], result.content)
@@ -238,16 +286,17 @@ class ProcessExecutor:
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
+            self._used_at = time.monotonic()
         return result, arrays
 
     def _home(self, run: TaskRun) -> Path:
         """Return the folder of the processes for a run."""
-        # The memory of several devices is for one run.
-        other = len(self._devices) > 1 and self._run not in ("", run.task.run)
-        if other or time.monotonic() > self._until:
-            self._launcher.close()
-        self._run = run.task.run
+        if len(self._devices) > 1:
+            # Their memory is for one run.
+            other = self._task[0] not in ("", run.task.run)
+            if other or time.monotonic() > self._used_at + IDLE_SECONDS - MARGIN_SECONDS:
+                self._launcher.close()
+        self._task = (run.task.run, run.task.kind, run.task.dataset)
         return self._launcher.home()
 
     def _context(self, run: TaskRun, document: Model) -> dict[str, Any]:
@@ -387,12 +436,6 @@ class TaskWait:
     def _give_up(self, reason: BaseException) -> None:
         if self._unwanted is None:
             self._unwanted, self._until = reason, time.monotonic() + STOP_SECONDS
-
-
-class ProgressDocument(BaseModel):
-    """The progress of a task."""
-
-    report: Report
 
 
 class Unwanted(Exception):

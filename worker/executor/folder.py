@@ -46,6 +46,9 @@ RESULT, RESULT_ARRAYS, FAILURE = "result.json", "result.safetensors", "failure.j
 STOPPED = "stopped"
 """The code of a failure that is the end of a task which the agent asked to stop."""
 
+UNEXPLAINED = "failed"
+"""The code of failures that only the worker's own log explains."""
+
 D = TypeVar("D", bound=BaseModel)
 
 _DTYPES: dict[str, np.dtype] = {
@@ -134,16 +137,30 @@ class DatasetRecord(Document):
 
     dataset: str
     report: Report
+    in_sum: bool = False
+    """True for a secure sum: the coordinator learns nothing of a failure that may depend on the data."""
+
+
+DiskError = tuple[int, str, str | None]
+"""The error number, text and file of a full or failing disk."""
 
 
 class InventoryRecord(Document):
-    """The facts about the loaded data sets."""
+    """The facts about the loaded data sets and the devices."""
 
     inventory: Inventory | None = None
     fingerprints: dict[str, str] = {}
     """The fingerprint of each data set's content, without a key."""
     fault: str | None = None
     """The setting that cannot be used, and the reason."""
+    disk: DiskError | None = None
+    """The error of the disk that is the reason."""
+
+
+class ProgressDocument(BaseModel):
+    """The progress of a task."""
+
+    report: Report
 
 
 class AgentCall(Document):
@@ -185,8 +202,8 @@ class FailureRecord(Document):
     """The rule of the site's policy that the task violated."""
     hidden: bool = False
     """True if the coordinator may learn nothing of it. `detail` is then the name of its class."""
-    disk: tuple[int, str, str | None] | None = None
-    """The error number, text and file of a full or failing disk: no failure of the task."""
+    disk: DiskError | None = None
+    """An error of the disk: no failure of the task."""
 
 
 def write_document(path: Path, document: BaseModel) -> None:

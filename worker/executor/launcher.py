@@ -12,11 +12,11 @@ from uuid import uuid4
 
 from tessera.worker.executor.folder import Document, write_document
 from tessera.worker.executor.supervisor import END
-from tessera.worker.settings import DataSources
+from tessera.worker.settings import ENVIRONMENT_PREFIX, DataSources, DeviceName
 
 SETTINGS = "settings.json"
 IDLE_SECONDS = 300.0
-"""Time without a task after which the ranks end."""
+"""Time without a task after which several ranks end."""
 TIMEOUT_SECONDS = 3600.0
 """Longest wait of ranks for another one, which may measure a whole data set for all. The end of a rank is noticed
 at once."""
@@ -27,15 +27,23 @@ END_SECONDS = 10.0
 class RankSettings(Document):
     """The settings of an executor's ranks."""
 
-    devices: tuple[str, ...]
-    threads: int
-    """Threads of one operation in each rank."""
-    idle_seconds: float = IDLE_SECONDS
+    devices: tuple[DeviceName, ...]
+    threads: int | None = None
+    """Threads of one operation in each rank; torch's choice, divided among the ranks, if None."""
     timeout_seconds: float = TIMEOUT_SECONDS
     sandboxed: bool = False
     """True if untrusted models and tokenizers are tried in a sandbox first."""
+    console: bool = False
+    """True if a person reads the log."""
+    base_bits: int | None = None
+    """4 if the library for matrices in 4 bits must be there."""
     sources: DataSources | None = None
     """The sources of the data sets that the first rank loads."""
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """Time without a task after which the ranks end; None for never. Alone, a rank keeps its data sets."""
+        return IDLE_SECONDS if len(self.devices) > 1 else None
 
 
 class Launcher(Protocol):
@@ -52,6 +60,11 @@ class Launcher(Protocol):
 
     def cancel(self, handle: Any) -> None:
         """End the task at once, and everything that executes it."""
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the memory of a process. Raises OSError if it cannot be read."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 class LocalLauncher:
@@ -71,6 +84,7 @@ class LocalLauncher:
     def home(self) -> Path:
         """Return the folder of the processes, started if there are none. It is removed when they end."""
         if self._started is None or not self.poll(self._started[0]):
+            self.close()
             self._started = self._start()
         return self._started[1]
 
@@ -102,6 +116,17 @@ class LocalLauncher:
             if handle.stdin:
                 handle.stdin.close()
 
+    def memory_bytes(self) -> int:
+        """Return the memory of the ranks; 0 without any."""
+        # Another thread may end them meanwhile.
+        if (started := self._started) is None:
+            return 0
+        with suppress(OSError):
+            supervisor = started[0].pid
+            ranks = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+            return sum(map(resident_bytes, ranks))
+        return 0
+
     def close(self) -> None:
         """End the processes, if there are any."""
         if self._started:
@@ -116,10 +141,14 @@ class LocalLauncher:
         folder.mkdir(mode=0o700)
         write_document(folder / SETTINGS, self._settings)
         arguments = [str(os.getpid()), str(folder), str(len(self._settings.devices))]
+        # Overrides of settings may be secrets, of which it needs none.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        if threads := self._settings.threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
         supervisor = subprocess.Popen(  # noqa: S603  (our own module)
             [sys.executable, "-m", "tessera.worker.executor.supervisor", *arguments],
             stdin=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": str(self._settings.threads)},
+            env=environment,
             # ^C at a terminal is for the agent.
             start_new_session=True,
         )

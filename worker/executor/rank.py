@@ -10,7 +10,7 @@ import secrets
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -29,10 +29,18 @@ from tessera.shared.telemetry import logging
 from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock
 from tessera.worker.data.content import digests_of, fingerprint_of
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.errors import DataChanged, DataError, HiddenFailure, TaskFailure, is_device_failure
+from tessera.worker.devices import device_name
+from tessera.worker.errors import (
+    ConfigError,
+    DataChanged,
+    DataError,
+    HiddenFailure,
+    TaskFailure,
+    in_short,
+    is_device_failure,
+)
 from tessera.worker.executor import mapped
 from tessera.worker.executor.checkpoints import GroupCheckpoints
-from tessera.worker.executor.executor import ProgressDocument
 from tessera.worker.executor.folder import (
     ARRAYS,
     CHECK,
@@ -47,14 +55,17 @@ from tessera.worker.executor.folder import (
     STOPPED,
     SUBJECTS,
     TASK,
+    UNEXPLAINED,
     AgentCall,
     CallResult,
     CheckRecord,
     ContextRecord,
     ConvertRecord,
     DatasetRecord,
+    DiskError,
     FailureRecord,
     InventoryRecord,
+    ProgressDocument,
     ResultRecord,
     TaskDocument,
     below,
@@ -75,7 +86,9 @@ from tessera.worker.executor.stages.run_cache import RunCache
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.site_rules import SiteRules
-from tessera.worker.inventory import datasets_of, inventory_of
+from tessera.worker.inventory import datasets_of, describe, gpu_name, inventory_of
+from tessera.worker.model.device_memory import return_unused_memory, use_of_gpus
+from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.model.snapshot import convert_blocks
 from tessera.worker.settings import DataSources, SettingsError
@@ -99,33 +112,51 @@ REPORT_SECONDS = 0.5
 """Least time between two reports of progress."""
 ANSWER_SECONDS = 0.002
 """Time between two looks for an answer of the agent."""
+KEEP_SECONDS = 1.0
+"""Time without a task after which memory that is not used goes back to the machine."""
 
 
 def main() -> None:
     """Join the group, and execute tasks until the agent ends, or hands over none for a while."""
     home, rank = Path(sys.argv[1]), int(sys.argv[2])
-    logging.configure(sys.stdout, console=False)
     settings = read_document(RankSettings, home / SETTINGS)
-    device = torch.device(settings.devices[rank])
-    torch.set_num_threads(settings.threads)
+    logging.configure(sys.stdout, console=settings.console)
+    try:
+        devices = [torch.device(device_name(name, torch.cuda.device_count())) for name in settings.devices]
+    except SettingsError as fault:
+        write_inventory(home, InventoryRecord(fault=str(fault)))
+        return
+    device = devices[rank]
+    if threads := settings.threads or (len(devices) > 1 and max(1, torch.get_num_threads() // len(devices))):
+        torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = _joined(home, rank, settings, device) if len(settings.devices) > 1 else None
+    group = _joined(home, rank, settings, device) if len(devices) > 1 else None
     sandbox = Sandbox(shared_folder()) if settings.sandboxed else None
-    executor = Rank(home, device, group, settings.sources, sandbox)
+    executor = Rank(home, devices, group, settings.sources, sandbox)
     if rank == 0 and sandbox:
         sandbox.sweep(time.time())
     if rank == 0 and settings.sources:
-        executor.load()
+        executor.load(needs_library=settings.base_bits is not None)
     while folder := executor.ranks.same(lambda: _next(settings.idle_seconds)):
         executor.execute(Path(folder))
     if group:
         dist.destroy_process_group()
 
 
-def _next(idle_seconds: float) -> str | None:
+def write_inventory(home: Path, record: InventoryRecord) -> None:
+    """Write the inventory, unless earlier processes of the agent have."""
+    path = home.parent / INVENTORY
+    if not path.exists():
+        write_document(path, record)
+
+
+def _next(idle_seconds: float | None) -> str | None:
     """Return the folder of the next task; None if the agent ends, or hands over none for a while."""
-    ready, _, _ = select.select([0], [], [], idle_seconds)
+    ready, _, _ = select.select([0], [], [], KEEP_SECONDS)
+    if not ready:
+        return_unused_memory()
+        ready, _, _ = select.select([0], [], [], idle_seconds)
     return _line() if ready else None
 
 
@@ -165,7 +196,7 @@ class Rank:
     def __init__(
         self,
         home: Path,
-        device: torch.device,
+        devices: Sequence[torch.device],
         group: Group | None,
         sources: DataSources | None = None,
         sandbox: Sandbox | None = None,
@@ -175,7 +206,8 @@ class Rank:
         self._sandbox = sandbox
         self._loaded: dict[str, Dataset] = {}
         """The data sets as they were loaded, in the first rank."""
-        self._device = device
+        self._devices = devices
+        self._device = devices[group.rank if group else 0]
         self._group = group
         self.ranks: Group | OneRank = group or OneRank()
         self._cache = RunCache()
@@ -186,20 +218,24 @@ class Rank:
         self._requests = 0
         self._checkpoints: GroupCheckpoints | None = None
 
-    def load(self) -> None:
-        """Load the data sets, unless earlier processes of the agent have, and write the inventory of them."""
-        path = self._home.parent / INVENTORY
-        if self._sources is None or path.exists():
+    def load(self, *, needs_library: bool = False) -> None:
+        """Load the data sets, unless earlier processes of the agent have, and write the inventory of them. With
+        `needs_library`, the library for matrices in 4 bits must be there."""
+        if self._sources is None or (self._home.parent / INVENTORY).exists():
             return
         try:
+            if needs_library:
+                library()
             self._loaded = datasets_of(self._sources, cuda=self._device.type == "cuda", make=True)
             prints = {name: fingerprint_of(dataset) for name, dataset in self._loaded.items()}
-            record = InventoryRecord(
-                inventory=inventory_of(self._sources.datasets, self._loaded), fingerprints=prints
-            )
-        except SettingsError as fault:
-            record = InventoryRecord(fault=str(fault))
-        write_document(path, record)
+            found = inventory_of(self._sources.datasets, self._loaded)
+            device, gpu = describe(*self._devices), gpu_name(self._devices)
+            record = InventoryRecord(inventory=replace(found, device=device, gpu=gpu), fingerprints=prints)
+        except (SettingsError, ConfigError, OSError) as fault:
+            if isinstance(fault, OSError) and not disk_error(fault):
+                raise
+            record = InventoryRecord(fault=str(fault), disk=_disk_of(fault))
+        write_inventory(self._home, record)
 
     def execute(self, folder: Path) -> None:
         """Execute the task in a folder. The first rank writes its result there, and any rank its failure."""
@@ -220,8 +256,11 @@ class Rank:
                 write_document(folder / FAILURE, FailureRecord(code=STOPPED, detail=""))
             return
         except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
-            structlog.get_logger("worker").exception("rank-failed", rank=self._number)
-            write_document(folder / FAILURE, _failure(fault))
+            record = _failure(fault)
+            explained = not (record.code == UNEXPLAINED or record.hidden or fault.__cause__)
+            about = {"rank": self._number, "code": record.code, "detail": in_short(fault)}
+            structlog.get_logger("worker").error("rank-failed", exc_info=None if explained else fault, **about)
+            write_document(folder / FAILURE, record)
             if is_device_failure(fault):
                 # Only a new process can use the GPU again.
                 sys.exit(1)
@@ -315,7 +354,8 @@ class Rank:
         """Write the digests of a data set's examples."""
         given = read_document(DatasetRecord, request)
         self._report = given.report
-        digests = digests_of(self._whole(given.dataset), self._check_alone)
+        with hiding(in_sum=given.in_sum):
+            digests = digests_of(self._whole(given.dataset), self._check_alone)
         write_arrays(self._folder / RESULT_ARRAYS, {"digests": digests.readable})
         self._answer(ResultRecord(report=given.report, content=digests.content))
 
@@ -432,6 +472,7 @@ class Rank:
         return (self._folder / STOP).exists()
 
     def _show(self) -> None:
+        self._report.gpu_use = use_of_gpus(self._devices)
         write_document(self._folder / PROGRESS, ProgressDocument(report=self._report))
         self._reported_at = time.monotonic()
 
@@ -458,12 +499,17 @@ class Rank:
 def _failure(fault: Exception) -> FailureRecord:
     code, detail = failure_of(fault)
     if isinstance(fault, HiddenFailure):
+        # Otherwise the agent would take the end of this process for the failure, and report that.
+        code = "device-failed" if is_device_failure(fault) else code
         return FailureRecord(code=code, detail=str(fault), hidden=True)
-    error = disk_error(fault) if isinstance(fault, OSError) else None
-    disk = (error.errno or 0, error.strerror or "", error.filename) if error else None
-    return FailureRecord(
-        code=code, detail=detail, rule=fault.rule if isinstance(fault, PolicyViolation) else None, disk=disk
-    )
+    disk = _disk_of(fault) if isinstance(fault, OSError) else None
+    rule = fault.rule if isinstance(fault, PolicyViolation) else None
+    return FailureRecord(code=code, detail=detail, rule=rule, disk=disk)
+
+
+def _disk_of(fault: Exception) -> DiskError | None:
+    error = disk_error(fault)
+    return (error.errno or 0, error.strerror or "", error.filename) if error else None
 
 
 class _Agent:

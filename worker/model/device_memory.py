@@ -1,7 +1,9 @@
 """The memory that a task needs on its device, and what is available there."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -17,6 +19,9 @@ GRADIENT_BYTES = 4
 MOMENT_BYTES = 4
 
 MEMINFO = Path("/proc/meminfo")
+
+UNREADABLE = (OSError, ValueError, AttributeError, RuntimeError, ImportError, AssertionError)
+"""Errors of values that the driver does not report."""
 
 
 def needed_bytes(
@@ -47,6 +52,26 @@ def free_bytes(device: torch.device, meminfo: Path = MEMINFO) -> int:
         return min(limit, int(lines["MemAvailable"].split()[0]) << 10)
     except (OSError, KeyError, ValueError):
         return limit
+
+
+def use_of_gpus(devices: Sequence[torch.device]) -> dict[str, float]:
+    """Return the memory of the GPUs, the part of it that is in use and their load, without those that the driver does
+    not report. Empty for CPUs."""
+    use: dict[str, float] = {}
+    if devices[0].type != "cuda":
+        return use
+    if len(devices) == 1:
+        with suppress(*UNREADABLE):
+            free, use["gpu_memory_bytes"] = torch.cuda.mem_get_info(devices[0])
+            use["gpu_memory_used_bytes"] = use["gpu_memory_bytes"] - free
+    else:
+        # Other processes use these. To ask for the free memory as above would take some of each for this process.
+        with suppress(*UNREADABLE):
+            use["gpu_memory_bytes"] = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in devices)
+            use["gpu_memory_used_bytes"] = sum(map(torch.cuda.device_memory_used, devices))
+    with suppress(*UNREADABLE):
+        use["gpu_use"] = fmean(map(torch.cuda.utilization, devices)) / 100
+    return use
 
 
 def return_unused_memory() -> None:

@@ -1,7 +1,7 @@
 """A whole federation in one process: the same methods, plans, codecs and merging as over HTTP, bit for bit.
 
-Imports `data`, `errors`, `executor`, `faults`, `governance`, `inventory`, `model`, `settings`, `state`, `task` and
-`training`.
+Imports `data`, `errors`, `executor`, `faults`, `governance`, `inventory`, `model`, `settings`, `state`, `stores`,
+`task` and `training`.
 
     result = simulate({"method": {"name": "fedavg"}, "rounds": 3}, model, {"north": data, "south": more})
     result.versions[-1].digest, result.scores()[3]["accuracy"]

@@ -27,7 +27,7 @@ from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.inventory import device_of, mappings_of
+from tessera.worker.inventory import device_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation.blob_folder import Folder
@@ -40,6 +40,7 @@ from tessera.worker.simulation.virtual_sites import DataSizes, VirtualSite, Virt
 from tessera.worker.simulation.virtual_workers import Workers
 from tessera.worker.simulation.worker_processes import WorkerProcesses
 from tessera.worker.state.atomic_files import alone_or
+from tessera.worker.stores import mappings_of
 
 HELD_BYTES = 64 << 20
 """The limit of checked updates that are held in memory until they are merged."""

@@ -23,7 +23,7 @@ from tessera.shared.updates.codecs import pipeline
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset_info import DatasetInfo, augments_images
 from tessera.worker.data.overlap import MAX_SHARED, share_of, sketch_of
-from tessera.worker.errors import InputMismatch, TaskFailure
+from tessera.worker.errors import HiddenFailure, InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import describing, summary
@@ -53,6 +53,8 @@ class AdmittedTask:
     """The terms of the round's secure sum; None for a run without one."""
     held: tuple[Summary, HeldTask] | None = None
     """The task's update, if it is finished and waits for a release."""
+    failure: HiddenFailure | None = None
+    """A failure that may depend on the data: the site sends no step."""
 
 
 def admit(run: TaskRun) -> AdmittedTask:
@@ -86,12 +88,17 @@ def admit(run: TaskRun) -> AdmittedTask:
         _require_approval(run, env.inbox, dataset, groups)
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task, env.policy.figures_privacy)
-    check_overlap(run, dataset)
+    failure = None
+    try:
+        check_overlap(run, dataset)
+    except HiddenFailure as hidden:
+        failure = hidden
     if task.kind != "train":
         return AdmittedTask(dataset, None, None)
-    checkpoint, held = checkpoint_of(env, task), env.airlock.find(task) if env.airlock else None
+    checkpoint = None if failure else checkpoint_of(env, task)
+    held = env.airlock.find(task) if env.airlock else None
     account = _account(run, dataset.examples if groups is None else groups, *_reserved(checkpoint, held))
-    return AdmittedTask(dataset, account, checkpoint, terms, held)
+    return AdmittedTask(dataset, account, checkpoint, terms, held, failure)
 
 
 def _dataset(run: TaskRun) -> DatasetInfo:

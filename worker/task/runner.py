@@ -22,7 +22,7 @@ from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of, to_array
 from tessera.shared.updates.update_file import WrittenUpdate
 from tessera.worker.data.dataset_info import DatasetInfo
-from tessera.worker.errors import DeviceFailed, HiddenFailure, is_device_failure
+from tessera.worker.errors import HiddenFailure
 from tessera.worker.governance.policy import Allowance, PolicyViolation, permits_figures
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.atomic_files import temporary_file
@@ -56,8 +56,7 @@ class TaskRunner(TaskEnvironment):
         for its release.
 
         Raises PolicyViolation before any forbidden step, Unapproved before any work for an unapproved run, Problem
-        if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails. Raises
-        DeviceFailed after a result that the coordinator has accepted.
+        if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails.
         """
         journal = Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger, self.limits)
         run = TaskRun(self, task, check, report, journal, began_at=self.clock())
@@ -87,7 +86,6 @@ class TaskRunner(TaskEnvironment):
             with _at_quantum(run):
                 description = describe(run)
             return self._described(Egress(run), description)
-        device_failed = False
         report.begin("fetching")
         with _at_quantum(run), self.shelf.pinning(), _settling(account), ending(checkpoint):
             with spans.span("fetch"):
@@ -97,16 +95,15 @@ class TaskRunner(TaskEnvironment):
             egress = Egress(run, account, checkpoint, admission.terms)
             with spans.span(task.kind):
                 try:
+                    if admission.failure:
+                        raise admission.failure
                     outcome = self.executor.execute(run, fetched, account, checkpoint)
                 except HiddenFailure as hidden:
-                    device_failed = is_device_failure(hidden.__cause__)
                     outcome = _without_step(run, fetched, dataset, account, hidden)
             if outcome.result:
                 held = self._sent(egress, fetched, outcome, outcome.result)
             else:
                 egress.submit_evaluation(outcome.examples)
-        if device_failed:
-            raise DeviceFailed
         return held
 
     def _sent(

@@ -50,6 +50,8 @@ class Report:
     """Time in training before the checkpoint from which it resumed, in earlier processes."""
     held_since: datetime | None = None
     """The instant from which on the update has waited for its release."""
+    gpu_use: dict[str, float] = field(default_factory=dict)
+    """The memory and the load of the GPUs, as `LiveValues` names them."""
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 

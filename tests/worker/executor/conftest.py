@@ -4,7 +4,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.handover import CheckedModel, TaskOutcome
-from tests.support import zygote
 
 
 def on_cpus(ranks: int, state: Path) -> ProcessExecutor:
@@ -60,21 +58,21 @@ class InMemory:
 
 
 @pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Supervisors and ranks are forked from a process that has their imports, which take seconds in each rank."""
-    forking = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.reading})
-    monkeypatch.setattr(launcher, "subprocess", forking)
+def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors and ranks are started as a worker starts them, in place of being forked."""
+    monkeypatch.setattr(launcher, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")
 def _executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessExecutor]:
     made = on_cpus(2, tmp_path_factory.mktemp("state"))
+    made.start()
     yield made
     made.close()
 
 
 @pytest.fixture
-def executor(_executor: ProcessExecutor, _forked: None) -> ProcessExecutor:
+def executor(_executor: ProcessExecutor) -> ProcessExecutor:
     """Two ranks, which all tests share."""
     return _executor
 
@@ -82,18 +80,19 @@ def executor(_executor: ProcessExecutor, _forked: None) -> ProcessExecutor:
 @pytest.fixture(scope="session")
 def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessExecutor]:
     made = on_cpus(1, tmp_path_factory.mktemp("state"))
+    made.start()
     yield made
     made.close()
 
 
 @pytest.fixture
-def alone(_alone: ProcessExecutor, _forked: None) -> ProcessExecutor:
+def alone(_alone: ProcessExecutor) -> ProcessExecutor:
     """One rank without a group, which all tests share."""
     return _alone
 
 
 @pytest.fixture
-def fresh_executor(tmp_path: Path, _forked: None) -> Iterator[ProcessExecutor]:
+def fresh_executor(tmp_path: Path) -> Iterator[ProcessExecutor]:
     """Two ranks of one test."""
     made = on_cpus(2, tmp_path)
     yield made

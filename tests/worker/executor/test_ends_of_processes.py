@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from structlog.testing import capture_logs
 
 from tessera.shared.api.tasks import Task
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.errors import HiddenFailure
+from tessera.worker.executor import executor as executor_module
 from tessera.worker.executor.executor import FOLDER, ProcessExecutor
-from tessera.worker.executor.folder import RESULT_ARRAYS
+from tessera.worker.executor.folder import RESULT_ARRAYS, UNEXPLAINED
+from tessera.worker.executor.rank import _failure
 from tessera.worker.simulation import Stalled
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Check, Report
 from tests.support.coordinator import until
 from tests.support.paths import ROOT
+from tests.support.tasks import images
 from tests.worker.executor.conftest import InMemory, on_cpus
 from tests.worker.executor.test_equal_results import Case, divided
 
@@ -64,6 +73,7 @@ def test_only_ranks_listen_and_only_on_the_loopback_interface(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("_whole")
 @pytest.mark.parametrize("victim", ["rank", "supervisor"])
 def test_task_fails_when_a_rank_or_the_supervisor_is_killed(
     victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +105,7 @@ def test_task_fails_when_a_rank_or_the_supervisor_is_killed(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("_whole")
 def test_nothing_is_left_of_an_idle_group_whose_supervisor_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +137,59 @@ def test_a_supervisor_that_ends_late_removes_nothing_of_the_next_agent(tmp_path:
     assert theirs.exists()
 
 
+class OfFailedGpu(Dataset):
+    """A data set with which the GPU fails."""
+
+    def order(self, *_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_a_rank_whose_gpu_failed_gives_way_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = on_cpus(1, tmp_path)
+    failing = Case("fedavg", data=lambda count: OfFailedGpu(images(count).tensors))
+    with pytest.raises(Stalled, match="the GPU stopped at a token, a position or a label"):
+        divided(failing, executor, monkeypatch)
+    assert executor._launcher._started
+    first = executor._launcher._started[0]
+    until(lambda: first.poll() is not None)
+    shutil.rmtree(executor.folder)
+    assert divided(Case("fedavg"), executor, monkeypatch).versions
+    assert executor._launcher._started[0] is not first
+    executor.close()
+
+
+def test_the_end_of_a_process_after_a_hidden_failure_of_its_gpu_is_hidden_too() -> None:
+    hidden = HiddenFailure("AcceleratorError")
+    hidden.__cause__ = torch.AcceleratorError("CUDA error: unknown error")
+    record = _failure(hidden)
+    # Of that code the agent reports the end of the process.
+    assert record.hidden
+    assert record.code != UNEXPLAINED
+
+
+def test_idle_processes_that_grow_are_replaced_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = on_cpus(1, tmp_path)
+    divided(Case("fedavg"), executor, monkeypatch)
+    assert executor._launcher._started
+    first = executor._launcher._started[0]
+    monkeypatch.setattr(executor_module, "SETTLED_SECONDS", 0)
+    executor.idle()
+    assert executor._launcher._started[0] is first
+    used = executor.memory_bytes()
+    assert used > 50 << 20
+    # As if the first task had left far less.
+    monkeypatch.setattr(executor_module, "GROWTH_BYTES", 0)
+    monkeypatch.setattr(executor_module, "GROWTH", 0.5)
+    with capture_logs() as logs:
+        executor.idle()
+    (line,) = [line for line in logs if line["event"] == "executor-replaced"]
+    assert line["times"] == 1
+    assert line["memory_bytes"] > 50 << 20
+    assert first.poll() is not None
+    assert executor._launcher._started[0] is not first
+    executor.close()
+
+
 class BlockingRunner(TaskRunner):
     """A runner whose group cannot write its result, whose name is taken by a folder."""
 
@@ -152,6 +216,7 @@ def test_a_result_that_cannot_be_written_fails_the_task_with_its_reason(
 AGENT = """
 import sys
 from pathlib import Path
+from typing import Any
 import pytest
 from tests.worker.executor.conftest import InMemory, on_cpus
 from tests.worker.executor.test_equal_results import divided

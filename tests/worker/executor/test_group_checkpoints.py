@@ -28,6 +28,8 @@ KILLED_AT = 3
 STEPS = 7
 """The second pass over 33 examples has begun."""
 
+pytestmark = pytest.mark.usefixtures("_whole")
+
 PLAIN = Case("fedavg", config={**VIT, "hidden_dropout_prob": 0.1}, training={"steps": STEPS, "optimizer": "adamw"})
 ENDLESS = replace(PLAIN, examples=10_000, training={"batch_size": 1, "steps": 1_000_000})
 """A task that does not end before its ranks are killed, however fast they are."""

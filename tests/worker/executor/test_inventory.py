@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,11 +17,14 @@ from tessera.worker.data.content import digests_of
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.executor.rank import Rank
+from tessera.worker.faults.disk import is_of_disk
 from tessera.worker.inventory import datasets_of, inventory_of
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.training.progress import Report
+from tests.support.tasks import CPU
 from tests.worker.privacy.test_private_task import task as task_of
 
 
@@ -44,11 +50,11 @@ def run_of(dataset: str, check: Any = lambda: None) -> TaskRun:
 
 
 @pytest.fixture
-def executors(_forked: None) -> Iterator[Any]:
+def executors() -> Iterator[Any]:
     made = []
 
-    def executor(settings: WorkerSettings, ranks: int = 1) -> ProcessExecutor:
-        given = RankSettings(devices=("cpu",) * ranks, threads=1, sources=settings.sources)
+    def executor(settings: WorkerSettings, ranks: int = 1, devices: tuple[str, ...] = ()) -> ProcessExecutor:
+        given = RankSettings(devices=devices or ("cpu",) * ranks, threads=1, sources=settings.sources)
         made.append(ProcessExecutor(given, settings.state_dir))
         return made[-1]
 
@@ -65,7 +71,7 @@ def test_the_agent_learns_of_its_data_sets_what_loading_them_itself_would_show(
     executor = executors(settings, ranks)
     found = executor.inventory()
     loaded = datasets_of(settings.sources)
-    assert found == inventory_of(settings.datasets, loaded)
+    assert found == replace(inventory_of(settings.datasets, loaded), device="2 x cpu" if ranks == 2 else "cpu")
     assert (found.groups, found.datasets["notes"].groups, found.datasets["digits"].groups) == (4, 4, None)
     for name, data in loaded.items():
         digests, expected = executor.digests(run_of(name), name), digests_of(data)
@@ -77,6 +83,30 @@ def test_a_data_set_that_cannot_be_loaded_is_named_as_in_the_settings(tmp_path: 
     settings = settings_of(tmp_path, wards={"kind": "arrays", "file": str(tmp_path / "gone.safetensors")})
     executor = executors(settings)
     with pytest.raises(SettingsError, match=r"^datasets\.wards\.file: "):
+        executor.inventory()
+    assert not executor.folder.exists()
+
+
+def test_a_full_disk_for_the_key_of_held_out_examples_is_no_fault_of_the_settings(
+    tmp_path: Path, executors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    settings = settings_of(tmp_path)
+    executor = executors(settings)
+    executor.folder.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        Rank(executor.folder / "home", [CPU], None, settings.sources).load()
+    with pytest.raises(SettingsError, match=r"held_out_key_file: .*: No space left on device") as refused:
+        executor.inventory()
+    assert is_of_disk(refused.value)
+
+
+def test_a_device_that_is_not_there_is_named_as_in_the_settings(tmp_path: Path, executors: Any) -> None:
+    executor = executors(settings_of(tmp_path), devices=("cuda:7",))
+    with pytest.raises(SettingsError, match="device: there is no cuda:7 here, of 0 CUDA devices"):
         executor.inventory()
     assert not executor.folder.exists()
 

@@ -29,6 +29,7 @@ from tests.support.cli import forked, process
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
+from tests.support.in_process import in_process
 from tests.support.tasks import DIGITS_VIT, untrained
 
 VIT = {**DIGITS_VIT, "num_hidden_layers": 2}
@@ -36,8 +37,8 @@ PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
 
 
 @contextmanager
-def site(coordinator: LiveCoordinator, folder: Path, **source: Any) -> Iterator[None]:
-    """A worker with an eighth of the digits, held under a name of its own."""
+def site(coordinator: LiveCoordinator, folder: Path, *, executes: bool = False, **source: Any) -> Iterator[None]:
+    """A worker with an eighth of the digits, held under a name of its own. It may execute its tasks itself."""
     digits = eighth_of_digits(folder / "data", held_out=0.2) if "part" not in source else {"kind": "digits"}
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "a",
@@ -45,7 +46,8 @@ def site(coordinator: LiveCoordinator, folder: Path, **source: Any) -> Iterator[
         held_out_key_file=key_file(folder / "data"),
     )  # fmt: skip
     stop = Stop()
-    thread = threading.Thread(target=Agent(settings, stop).run)
+    agent = Agent(settings, stop, executor=in_process(settings) if executes else None)
+    thread = threading.Thread(target=agent.run)
     thread.start()
     try:
         yield
@@ -198,7 +200,7 @@ def test_the_noise_is_removed_before_anything_leaves(
     phase, leave = PrivateTask.phase, PrivacyAccount.leave
     monkeypatch.setattr(PrivateTask, "phase", lambda *given: begun.append(checkpoints()) or phase(*given))
     monkeypatch.setattr(PrivacyAccount, "leave", lambda own: leaving.append(checkpoints()) or leave(own))
-    with site(coordinator, tmp_path):
+    with site(coordinator, tmp_path, executes=True):
         run = ended(client, privacy=PRIVACY, rounds=1)
     assert run.state == "completed"
     # The first checkpoint is written with the charge, before the first step.

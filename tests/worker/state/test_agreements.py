@@ -35,6 +35,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator
+from tests.support.in_process import in_process
 from tests.support.secure_sums import Federation, steps_of
 
 FIRST, SECOND = digest_of(b"first"), digest_of(b"second")
@@ -110,13 +111,13 @@ def test_a_worker_without_its_agreements_does_not_start_until_it_has_new_keys(tm
     about = {"senders": FIRST, "key": party.fingerprint}
     audit_of(settings).record("sums.agree", TaskRef("r", "demo", 1, "t", 1), **about)
     with Client(settings.url, "t") as client:
-        runner_of(client, settings)
+        runner_of(client, settings, in_process(settings))
         ChainRows(settings.state_dir, f"agreements {party.fingerprint}").unlink()
         with pytest.raises(SettingsError, match="such as that of round 1 of run r"):
-            runner_of(client, settings)
+            runner_of(client, settings, in_process(settings))
         for path in (settings.state_dir / KEYS_FOLDER).iterdir():
             path.unlink()
-        runner_of(client, settings)
+        runner_of(client, settings, in_process(settings))
 
 
 @dataclass
@@ -173,11 +174,11 @@ def test_a_helper_that_opened_a_set_without_having_signed_it_misses_its_lost_agr
     assert isinstance(opening.refusal(), NotFound)
     assert [entry.action for entry in opening.audit.read()] == ["sums.open"]
     client, settings = opening.env.coordinator, opening.settings
-    runner_of(client, settings)
+    runner_of(client, settings, in_process(settings))
     assert opening.env.sums is not None
     ChainRows(settings.state_dir, f"agreements {opening.env.sums.fingerprint}").unlink()
     with pytest.raises(SettingsError, match="opened sums as a helper, such as that of round 1 of run run-1"):
-        runner_of(client, settings)
+        runner_of(client, settings, in_process(settings))
 
 
 def test_the_sums_that_a_helper_sends_count_among_the_run_s_uploads(opening: Opening) -> None:

@@ -27,6 +27,7 @@ from tessera.worker.state.database import DATABASE_FILE, StateDatabase, StateErr
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import ledger_of, state_id_of
+from tests.support.in_process import in_process
 from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET, spend
 
@@ -240,8 +241,9 @@ def test_the_state_of_an_earlier_format_is_not_taken_for_an_empty_one(tmp_path: 
     path = tmp_path / "state" / file
     path.parent.mkdir(parents=True)
     path.write_text("{}\n")
+    here = settings(tmp_path)
     with pytest.raises(SettingsError, match=r"is of an earlier format.*would count as nothing"):
-        runner_of(cast("Client", None), settings(tmp_path))
+        runner_of(cast("Client", None), here, in_process(here))
     with pytest.raises(StateError, match="earlier format"):
         spend(Ledger(tmp_path / "state"))
 
@@ -267,7 +269,7 @@ def test_a_damaged_database_stops_the_worker_with_the_remedy(tmp_path: Path, dam
     content[at : at + 4096] = b"\xff" * 4096
     file.write_bytes(content)
     with pytest.raises(SettingsError, match=r"is damaged.*put back the newest copy.*tessera worker adopt"):
-        runner_of(cast("Client", None), here)
+        runner_of(cast("Client", None), here, in_process(here))
     (finding,) = _state(here)
     assert (finding.verdict, "put back the newest copy" in str(finding)) == ("fail", True)
 

@@ -38,6 +38,7 @@ from tessera.worker.training.progress import Report
 from tests.support.chain_rows import ChainRows
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
+from tests.support.in_process import in_process
 from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET
 from tests.worker.task.test_hostile_coordinator import Hasty
@@ -195,10 +196,10 @@ def test_a_worker_does_not_start_without_the_ledger_of_a_removed_data_set(tmp_pa
     head = ledger.leaving("clinics")
     assert head
     audit_of(here).record("update.leave", None, **{LEDGER_HEAD: {"clinics": head.model_dump()}})
-    runner_of(cast("Client", None), here)
+    runner_of(cast("Client", None), here, in_process(here))
     file_of(here.state_dir, "clinics").unlink()
     with pytest.raises(SettingsError, match="has 0 entries, and not those 1"):
-        runner_of(cast("Client", None), here)
+        runner_of(cast("Client", None), here, in_process(here))
     config = tmp_path / "worker.toml"
     config.write_text(
         f'url = "{here.url}"\ntoken = "t"\nname = "w"\nstate_dir = "{here.state_dir}"\n'
@@ -207,7 +208,7 @@ def test_a_worker_does_not_start_without_the_ledger_of_a_removed_data_set(tmp_pa
     assert "has 0 entries" in site_of(config).ledger_faults(audit_of(here).read())[0]
     adopted = CliRunner().invoke(app, ["adopt", "--config", str(config), "--json"])
     assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["clinics"], "charged": {}}
-    runner_of(cast("Client", None), here)
+    runner_of(cast("Client", None), here, in_process(here))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -222,14 +223,14 @@ def test_a_renamed_worker_needs_the_ledgers_that_its_audit_knows_unless_other_wo
     assert head
     audit_of(before).record("update.leave", None, **{LEDGER_HEAD: {"wards": head.model_dump()}})
     renamed = settings(tmp_path, name="v", **more)
-    runner_of(cast("Client", None), renamed)
+    runner_of(cast("Client", None), renamed, in_process(renamed))
     file_of(renamed.state_dir).unlink()
     if shared:
         # It may as well be a new worker with a ledger of its own.
-        runner_of(cast("Client", None), renamed)
+        runner_of(cast("Client", None), renamed, in_process(renamed))
         return
     with pytest.raises(SettingsError, match="has 0 entries, and not those 1"):
-        runner_of(cast("Client", None), renamed)
+        runner_of(cast("Client", None), renamed, in_process(renamed))
 
 
 def test_another_branch_of_the_same_length_is_no_substitute(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tessera.worker.task.resumption import key_of
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.chain_rows import audit_in
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.in_process import in_process
 from tests.support.tasks import CPU
 from tests.worker.task.test_checkpoint_key import env, task
 from tests.worker.task.test_external_base import Site, begin, site, snapshot, start
@@ -71,11 +72,13 @@ def test_matrices_are_converted_once_for_all_tasks_of_a_run(
 ) -> None:
     client, model = coordinator.client(), init(snapshot, tmp_path / "whole", "--lora-rank", "2")
     run = begin(client, model, training=QUICK, evaluation=Evaluation(sites=True))
-    agent, packed = Agent(site(**FOUR).settings, Stop()), []
+    settings = site(**FOUR).settings
+    executor, packed = in_process(settings), []
+    agent = Agent(settings, Stop(), executor=executor)
     # The evaluation of the first version, its training, and the evaluation of the second.
     for _ in range(3):
         agent._run_task(until(agent._next))
-        built = agent._runner.executor.cache.models._last
+        built = executor.cache.models._last
         assert built
         packed.append({name: layer.packed.data_ptr() for name, layer in four_bit_layers(built.model).items()})
     agent.close()

@@ -46,6 +46,7 @@ from tests.support.chain_rows import ledger_in
 from tests.support.coordinator import until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
+from tests.support.in_process import in_process
 from tests.support.processes import peak_bytes
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.variants import variants
@@ -132,13 +133,13 @@ class Scene:
             url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=self.state,
             datasets=sets, threads=1, poll_seconds=0, held_out_key_file=key_file(folder), **site.settings,
         )  # fmt: skip
-        self.agent = Agent(settings, self.stop)
-        assert self.agent._runner.executor.sandbox
-        self.agent._runner.executor.sandbox.memory_bytes = 128 * MIB
+        executor = in_process(settings)
+        executor.sandbox.memory_bytes = 128 * MIB
+        self.agent = Agent(settings, self.stop, executor=executor)
         model = instantiate(VIT, "image-classification", seed=1)
         self.model = Model(config=VIT, head="image-classification", blocks=block_table(model))
         # The first call in a process imports for seconds, for which a site may not have the time.
-        self.agent._runner.executor.sandbox.require(self.model, None, lambda: None)
+        executor.sandbox.require(self.model, None, lambda: None)
         start = {block.name: read_block(named_tensors(model), block) for block in self.model.blocks}
         given = {
             "dataset": "digits", "rounds": 20, "training": Training(batch_size=64, learning_rate=0.01),

@@ -24,6 +24,7 @@ from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.in_process import in_process
 from tests.support.tasks import EACH_METHOD, PLAIN, Subject, subject_of
 from tests.worker.test_agent import begin, settings_of, succeed, working
 
@@ -145,7 +146,9 @@ class Site:
 
     def __init__(self, coordinator: LiveCoordinator, folder: Path) -> None:
         self.client = coordinator.client()
-        self.agent = Agent(settings_of(coordinator, folder, poll_seconds=0, audit_key="ab" * 32), Stop())
+        settings = settings_of(coordinator, folder, poll_seconds=0, audit_key="ab" * 32)
+        self.executor = in_process(settings)
+        self.agent = Agent(settings, Stop(), executor=self.executor)
 
     def work(self, run: Run) -> None:
         """Do the next task, of whichever run, and wait until this one's round is merged."""
@@ -155,7 +158,7 @@ class Site:
 
     def trusted(self, run: Run) -> set[str]:
         """The blocks of the last version but one that the kept model still has, by its own account."""
-        built = self.agent._runner.executor.cache.models._last
+        built = self.executor.cache.models._last
         assert built
         tensors = named_tensors(built.model)
         *_, before, _ = self.client.versions(run.id)
@@ -237,7 +240,7 @@ def test_a_worker_that_misses_rounds_starts_from_the_version_of_its_next_one(
     with ExitStack() as stack:
         for name in ("a", "b"):
             token = coordinator.token("site", name)
-            stack.enter_context(working(coordinator, tmp_path / name, token=token, poll_seconds=1))
+            stack.enter_context(working(coordinator, tmp_path / name, executes=True, token=token, poll_seconds=1))
         until(lambda: client.run(run.id).state == "completed")
     assert len({task.worker for made in client.rounds(run.id) for task in made.tasks}) == 2
     require_starts(client, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,6 +23,7 @@ from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from tests.support.in_process import in_process
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
 
@@ -151,7 +153,12 @@ def test_no_odd_example_changes_what_the_coordinator_sees(
 
 
 def measured(
-    coordinator: LiveCoordinator, folder: Path, site: str, odd: tuple[str, float] | None, kind: Kind
+    coordinator: LiveCoordinator,
+    folder: Path,
+    site: str,
+    odd: tuple[str, float] | None,
+    kind: Kind,
+    execute: Callable[[WorkerSettings], Any] = lambda _: None,
 ) -> TaskView:
     """An evaluation on these examples, at a site that requires privacy."""
     given = images(odd) if kind == "images" else texts(odd)
@@ -164,7 +171,7 @@ def measured(
     )  # fmt: skip
     config, head = (VIT, "image-classification") if kind == "images" else (BERT, "text-classification")
     document, start = untrained(config, cast("Head", head), seed=1)
-    agent, client = Agent(settings, Stop()), coordinator.client()
+    agent, client = Agent(settings, Stop(), executor=execute(settings)), coordinator.client()
     cohort = Cohort(sites=(site, "trains"))
     run = start_run(client, document, start, dataset="wards", cohort=cohort, evaluation=Evaluation(dataset="scans"))
     task: Task = until(agent._next)
@@ -198,7 +205,7 @@ def test_a_failed_evaluation_names_no_cause_where_figures_are_rounded(
 
     # A library's error in the midst of an evaluation.
     monkeypatch.setattr("tessera.worker.privacy.bounded_figures.cross_entropy", fails)
-    task = measured(coordinator, tmp_path, "north", None, "images")
+    task = measured(coordinator, tmp_path, "north", None, "images", in_process)
     assert task.state == "failed"
     assert task.problem is not None
     assert task.problem.detail == "no-figures: this site has no figures of the version; its own log has more"
