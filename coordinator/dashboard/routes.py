@@ -12,7 +12,7 @@ from tessera.coordinator.dashboard import approvals, comparison, create_run, log
 from tessera.coordinator.dashboard.security_headers import PREFIX, SecurityHeaders
 from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
 from tessera.coordinator.dashboard.templating import STATIC, environment, show_problem
-from tessera.shared.cli.reference.problems import KINDS, REPEATED, reasons
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.problems import PAGES, NotFound
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -37,26 +37,29 @@ def no_page(path: str, _who: Signed) -> None:
     raise NotFound(f"there is no page {PREFIX}/{path[:200]}", remedy="Go to the overview, and follow its links.")
 
 
+# It needs the client's libraries, and most coordinators are never asked for these pages.
+reference = DeferredModule("tessera.shared.cli.reference.problems")
+
 problems = APIRouter(prefix=PAGES, include_in_schema=False)
 """The pages that the `type` of a problem points to, for all callers: they read neither session nor database."""
 
 
 @problems.get("")
-async def list_problems() -> HTMLResponse:
+def list_problems() -> HTMLResponse:
     return HTMLResponse(_problem_page(None))
 
 
 @problems.get("/{code}")
-async def show_kind(code: str) -> HTMLResponse:
-    if code not in KINDS:
+def show_kind(code: str) -> HTMLResponse:
+    if code not in reference.KINDS:
         raise NotFound(f"there is no problem {code[:64]!r}", remedy=f"GET {PAGES} lists them.")
     return HTMLResponse(_problem_page(code))
 
 
 @cache
 def _problem_page(code: str | None) -> str:
-    shown = {"kind": KINDS[code] if code else None, "kinds": KINDS, "repeated": REPEATED, "reasons": reasons}
-    return environment().get_template("problem_page.html").render(pages=PAGES, **shown)
+    page = environment().get_template("problem_page.html")
+    return page.render(pages=PAGES, reference=reference, kind=reference.KINDS[code] if code else None)
 
 
 def install(app: FastAPI) -> None:

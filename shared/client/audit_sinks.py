@@ -16,7 +16,7 @@ from tessera.shared.api.admin import AuditEntry
 from tessera.shared.client.notice_channels import MAX_PORT, Undelivered, connected, post
 from tessera.shared.version import VERSION
 
-FORMS = "file:///FOLDER/FILE, syslog+tls://HOST[:6514], https://HOST/PATH or otlp+https://HOST[:443][/v1/logs]"
+FORMS = "file:///FOLDER/FILE, syslog+tls://HOST:6514, https://HOST/PATH or otlp+https://HOST:4318/v1/logs"
 _URL = re.compile(r"(syslog\+tls|https|otlp\+https)://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?(/[!-~]*)?")
 
 PRIORITY = 13 * 8 + 6
