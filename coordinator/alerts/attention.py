@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from rich.filesize import decimal
-from sqlalchemy import exists, func, select
+from sqlalchemy import Row, exists, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.audit_sink import backlog
@@ -29,6 +30,7 @@ from tessera.coordinator.domain.workers import LiveWorker, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared.api.runs import Coverage
 
 MAX_RUNS = 20
 """Runs that are looked at in each state, and sites; the latest changed runs first."""
@@ -79,7 +81,7 @@ def alerts(
     """Yield everything that needs a person now. Disk and memory are those of this process, of which only readers of
     all studies learn."""
     live = live_workers(session, now - settings.liveness_seconds)
-    yield from _of_runs(session, live)
+    yield from _of_runs(session, now, live)
     yield from _of_sites(session, now)
     pending = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     waiting = session.scalars(select(EnrolmentRow.id).where(pending).order_by(EnrolmentRow.created_at)).all()
@@ -145,31 +147,41 @@ def alerts(
             yield Alert("certificate", title, f"{found.detail}.", found.remedy, weight=weight, key=found.verdict)
 
 
-def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:
+def _of_runs(session: Session, now: float, live: Sequence[LiveWorker]) -> Iterator[Alert]:
     paused = select(RunRow).where(RunRow.state == "paused").order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
     for row in session.scalars(paused):
         why, remedy = row.reason or "A person paused it.", "Fix what the reason names, then resume the run."
         # Its revision may still change: a merge that has begun ends.
         key = f"{row.id}/{row.resumed_at}"
         yield Alert("run-paused", f"{row.name} is paused", why, remedy, f"/runs/{row.id}", key=key)
-    running = (
-        select(RunRow.id, RunRow.name, RunRow.changes, VersionRow.warnings)
+    latest = (
+        select(RunRow.id, RunRow.name, RunRow.changes, VersionRow.number, VersionRow.scalars, VersionRow.warnings)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
-        .where(RunRow.state == "running")
         .order_by(RunRow.updated_at.desc())
         .limit(MAX_RUNS)
     )
-    for run in session.execute(running):
+    for run in session.execute(latest.where(RunRow.state == "completed", RunRow.updated_at >= now - LATELY_SECONDS)):
+        yield from _low_coverage(run)
+    for run in session.execute(latest.where(RunRow.state == "running")):
         invited, link = terms_of(session, run.id, run.changes), f"/runs/{run.id}"
         if not has_quorum(session, invited, live):
-            able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum
-            detail = (
-                f"{counted(len(able), 'live site')} could train on {invited.spec.dataset}; its quorum is {quorum}."
-            )
+            able = sites_of(candidates(session, invited, live))
+            detail = f"{counted(len(able), 'live site')} could train on {invited.spec.dataset}; "
+            detail += f"{invited.spec.cohort.lack(able)}."
             title, remedy = f"{run.name} waits for workers", "See which sites are silent."
             yield Alert("run-waiting", title, detail, remedy, link, key=run.id, lasting_seconds=AWAY_SECONDS)
+        yield from _low_coverage(run)
         for warning in run.warnings:
             yield Alert("run-warning", f"{run.name} warns", warning, link=link, key=run.id)
+
+
+def _low_coverage(run: Row[Any]) -> Iterator[Alert]:
+    covered = Coverage.of(run.scalars)
+    if covered and covered.low:
+        detail = f"Version {run.number} rests on {covered.words}."
+        remedy = "Its page names the sites that were left out, and why; a longer deadline waits for slow ones."
+        title, link = f"{run.name} rests on few of its sites", f"/runs/{run.id}"
+        yield Alert("run-coverage", title, detail, remedy, link, key=run.id)
 
 
 def _of_sites(session: Session, now: float) -> Iterator[Alert]:

@@ -23,15 +23,17 @@ from tessera.coordinator.api.dependencies import (
 )
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.blobs.portions import Portion
-from tessera.coordinator.db import views
+from tessera.coordinator.db import coverage, views
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
-from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteReport
+from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteCoverage, SiteReport
 from tessera.shared.api.versions import Version
 from tessera.shared.problems import Gone, NotFound, PreconditionRequired
 from tessera.shared.rounds.export import Export
 from tessera.shared.schema import Page
+
+MAX_SITES = 1_000
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
 
@@ -192,6 +194,15 @@ def list_reports(run_id: str, serving: Serving, caller: Viewer) -> Page[SiteRepo
     with serving.reading(caller) as session:
         views.find_run(session, run_id)
         return Page(items=tuple(views.site_reports(session, run_id)))
+
+
+@router.get("/{run_id}/coverage", operation_id="listCoverage")
+def list_coverage(run_id: str, serving: Serving, caller: Viewer) -> Page[SiteCoverage]:
+    """Return each site that may take part and has the data set, with the number of rounds in a row that were merged
+    without it and the reason, the sites with the most examples first; at most a thousand."""
+    live_since = serving.database.now() - serving.settings.liveness_seconds
+    with serving.database.snapshot() as session:
+        return Page(items=tuple(coverage.by_site(session, views.find_run(session, run_id), live_since)[:MAX_SITES]))
 
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")

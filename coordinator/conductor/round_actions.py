@@ -52,7 +52,7 @@ class RoundActions:
         require(base.number + 1 == number, "the run has moved on")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
-        require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
+        require(not spec.cohort.lack(sites_of(willing)), "too few sites are live")
         plans = self._plans(spec, model, state, willing)
         terms = self.secure.terms(run_id, spec, model, state, base, manifest.values, willing, plans)
         with self.database.transaction() as session:
@@ -76,7 +76,7 @@ class RoundActions:
         plans, more = plan_willing(spec, model, state, suited, spec.cohort.quorum)
         refused |= more
         sites = sites_of(worker for worker in willing if worker.name not in refused)
-        if len(sites) < spec.cohort.quorum:
+        if spec.cohort.lack(sites):
             said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
             raise TooFewWilling(f"{len(sites)} sites would do what the round asks: {said}")
         return plans
@@ -104,6 +104,10 @@ class RoundActions:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
             require(run.version_number == base.number, "the round was merged already")
             require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
+            if absent := spec.cohort.absent(worker.partition("/")[0] for worker in made.merged):
+                reason = f"cohort.require names {', '.join(absent)}, whose update was left out: its norm is too large"
+                rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
+                return
             self.blobs.record(session, now, made.blobs)
             news = rounds.commit_round(session, now, run, session.get_one(RoundRow, round_id), made)
         for warning in news:

@@ -26,7 +26,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
     select_tasks,
 )
-from tessera.shared.api.runs import Round, Run
+from tessera.shared.api.runs import Coverage, Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
 from tessera.shared.metrics.convergence import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
@@ -111,6 +111,8 @@ class RoundSum:
     down: int
     moved: TrafficTotals
     """The traffic of all accepted tasks of all attempts at the round."""
+    coverage: Coverage | None
+    """Of the version that it made."""
 
     @property
     def seconds(self) -> float | None:
@@ -137,11 +139,15 @@ def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | 
     )
     by_round = {round_id: map(int, counts) for round_id, *counts in sums}
     moved = moved_by_round(session, run, rounds[-1].number, rounds[0].number) if rounds else {}
+    numbers = [row.number for row in rounds if row.state == "committed"]
+    made = select(VersionRow.number, VersionRow.scalars).where(VersionRow.run_id == run.id)
+    covered = {number: Coverage.of(of) for number, of in session.execute(made.where(VersionRow.number.in_(numbers)))}
     found = []
     for row in rounds:
         asked, taken, up, down = by_round.get(row.id, (0, 0, 0, 0))
         evaluated = moved[row.number].evaluated if row.attempt == 1 else 0
-        found.append(RoundSum(row, asked, taken, up, down + evaluated, moved[row.number]))
+        coverage = covered.get(row.number) if row.state == "committed" else None
+        found.append(RoundSum(row, asked, taken, up, down + evaluated, moved[row.number], coverage))
     return found
 
 

@@ -32,6 +32,7 @@ from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, S
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted, Sorting
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
+from tessera.coordinator.db.coverage import by_site
 from tessera.coordinator.db.helper_tasks import sum_record
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
 from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow, one_of
@@ -188,7 +189,8 @@ def show_run(
     """Show a run: its progress, metrics and traffic."""
     now = serving.database.now()
     with serving.reading(who.principal) as session:
-        run = views.run_view(session, views.find_run(session, run_id))
+        row = views.find_run(session, run_id)
+        run = views.run_view(session, row)
         open_round = _open_round(session, run)
         figures = ChartFigures.of(session, run)
         latest = max((one.version for one in figures.measurements), default=None)
@@ -230,6 +232,7 @@ def show_run(
             absent=list(absent(run, figures.measurements, {panel.ident for panel in charts})),
             rounds=figures.sums[:SHOWN_ROUNDS],
             answers=DataAnswers.of(run, views.site_reports(session, run_id)) if run.spec.describe else None,
+            covered=by_site(session, row, now - serving.settings.liveness_seconds) if run.coverage else (),
             live_settings=_live_settings(run.spec),
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
         )
@@ -381,10 +384,11 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
     live = live_workers(session, now - serving.settings.liveness_seconds)
-    able = len(sites_of(candidates(session, terms_of(session, run.id), live)))
-    quorum = run.spec.cohort.quorum
-    if able < quorum:
-        return f"{able} of the {quorum} sites that it needs are live."
+    able = sites_of(candidates(session, terms_of(session, run.id), live))
+    if len(able) < (quorum := run.spec.cohort.quorum):
+        return f"{len(able)} of the {quorum} sites that it needs are live."
+    if absent := run.spec.cohort.absent(able):
+        return f"{', '.join(absent)} must take part, and no worker there can at the moment."
     if not run.spec.rounds:
         return "It waits for the answers of sites, and for further sites."
     over = run.version.number == run.spec.rounds
@@ -425,6 +429,8 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
         facts.append(("Figures of sites", "rounded" if rounds else "exact, but rounded where a site's rules say so"))
     if spec.cohort.sites:
         facts.append(("Sites", ", ".join(spec.cohort.sites)))
+    if spec.cohort.require:
+        facts.append(("Required sites", ", ".join(spec.cohort.require)))
     return facts
 
 

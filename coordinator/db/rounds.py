@@ -1,6 +1,5 @@
 """The writes that open, close, commit and abandon a round, each within its caller's transaction."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from sqlalchemy import bindparam as given
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.db import audit
+from tessera.coordinator.db import audit, coverage
 from tessera.coordinator.db.helper_tasks import RoundSums, withdraw_helpers
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.tables import (
@@ -22,14 +21,14 @@ from tessera.coordinator.db.tables import (
     new_id,
     select_tasks,
 )
-from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, move_round, move_tasks, new_task
+from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, code_of, move_round, move_tasks, new_task
 from tessera.coordinator.db.versions import ASSIGNED, add_version, note_outcomes
 from tessera.coordinator.domain.eligibility import listed
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import secret_key
-from tessera.shared.problems import Conflict, WorkerFailed
+from tessera.shared.problems import Conflict
 from tessera.shared.rounds.aggregate import NextVersion
 from tessera.shared.rounds.planning import bounds_of, training_seed
 
@@ -109,7 +108,8 @@ def commit_round(session: Session, now: float, run: RunRow, round_: RoundRow, ma
     round_.noise_key = None
     if move_tasks(session, "merge", ASSIGNED, {"run": run.id, "number": version.number}) != len(made.merged):
         raise Conflict("other updates were assigned to the version than were merged")
-    about = made.warnings, made.kept, made.scalars
+    scalars = {**made.scalars, **coverage.of_version(session, run, version.number, made.merged)}
+    about = made.warnings, made.kept, scalars
     news = add_version(session, now, run.id, version, made.manifest, *about)
     if round_.sum_terms:
         withdraw_helpers(session, now, run.id)
@@ -134,11 +134,3 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
     move_tasks(session, "leave_out", _IN_ROUND, {"round": round_.id}, merged_in=None)
     if round_.sum_terms:
         withdraw_helpers(session, now, round_.run_id)
-
-
-def code_of(problem: Mapping[str, Any]) -> str:
-    """Return a problem's code, or that of the worker whose words it has."""
-    if problem["code"] != WorkerFailed.code:
-        return str(problem["code"])
-    code = str(problem["detail"]).partition(":")[0]
-    return code if re.fullmatch(r"[a-z0-9-]{1,64}", code) else WorkerFailed.code

@@ -1,7 +1,7 @@
 """The input of `decide`: a run at one moment, and the workers that could take part."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -13,7 +13,6 @@ from sqlalchemy.orm import Session, load_only
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
-from tessera.coordinator.db.rounds import code_of
 from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -27,6 +26,7 @@ from tessera.coordinator.db.tables import (
     one_of,
     select_tasks,
 )
+from tessera.coordinator.db.transitions import code_of
 from tessera.coordinator.domain.eligibility import RunTerms, objections, withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import (
@@ -174,14 +174,14 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
 
 
 def has_quorum(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> bool:
-    """Return True if `candidates` are of enough sites for a round, from as few of them as possible."""
+    """Return True if `candidates` are of the sites that a round needs, from as few of them as possible."""
     took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
     sites: set[str] = set()
     for worker in in_study(invited.spec.study, live):
         if took_part.get(worker.site, worker.id) == worker.id and worker.site not in sites:
             if not objections(invited, worker.site, worker.declared):
                 sites.add(worker.site)
-            if len(sites) >= invited.spec.cohort.quorum:
+            if not invited.spec.cohort.lack(sites):
                 return True
     return False
 
@@ -264,7 +264,8 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
     about |= {"asks": spec.asks}
     rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
-    tasks, evaluations = _task_snapshots(rows, here)
+    tasks, evaluations = _task_snapshots(rows, here, _required(session, spec))
+    able = set() if round_ else sites_of(candidates(session, invited, live))
     abandoned, because = (0, "") if round_ else _abandoned(session, run)
     return RunSnapshot(
         id=run.id,
@@ -277,7 +278,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         abandoned_because=because,
         # An attempt that does not count as abandoned has a reason all the same.
         goes_on=ended is not None and ended > run.resumed_at and not because,
-        eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
+        eligible=0 if spec.cohort.absent(able) else len(able),
         idle_since=max(run.resumed_at, ended or 0.0, round_.opened_at if round_ else 0.0),
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
@@ -299,14 +300,22 @@ def _round_snapshot(
     return RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks, sums)
 
 
+def _required(session: Session, spec: RunSpec) -> dict[str, str]:
+    """Return the names of the required sites by id."""
+    required = spec.cohort.require
+    rows = session.execute(select(SiteRow.id, SiteRow.name).where(SiteRow.name.in_(required))) if required else ()
+    return dict(iter(rows))
+
+
 def _task_snapshots(
-    rows: Iterable[Row[*tuple[Any, ...]]], here: set[str] | None
+    rows: Iterable[Row[*tuple[Any, ...]]], here: set[str] | None, required: Mapping[str, str]
 ) -> tuple[tuple[TaskSnapshot, ...], tuple[TaskSnapshot, ...]]:
     """Return the tasks of rounds, and the evaluations."""
     found: dict[bool, list[TaskSnapshot]] = {True: [], False: []}
     for id_, site, state, token, attempts, expires_at, worker_id, kind in rows:
         present = here is None or worker_id in here
-        found[kind == "train"].append(TaskSnapshot(id_, site, state, token, attempts, expires_at, present))
+        named = required.get(site, site)
+        found[kind == "train"].append(TaskSnapshot(id_, named, state, token, attempts, expires_at, present))
     return tuple(found[True]), tuple(found[False])
 
 

@@ -11,10 +11,10 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session, aliased
 
 from tessera.coordinator.db.studies import is_present
-from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, one_of
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow, one_of
 from tessera.coordinator.db.views import latest_measurements, total
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
-from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.runs import Coverage, RunSpec
 from tessera.shared.metrics.site_spread import MEANS_OF_SITES, PERSONAL, spreads
 
 MAX_RUNS = 100
@@ -44,6 +44,8 @@ class RunFigures(NamedTuple):
     """The sites with an accepted update: the updates of one site's workers count as one."""
     upload_bytes: int
     download_bytes: int
+    coverage: float
+    """The share of the sites' examples that its latest version rests on."""
     measured: dict[tuple[Place, str], float]
     """By place and name, of the latest version that was measured there; at sites, the mean over their examples."""
 
@@ -87,6 +89,7 @@ def _figures(session: Session, run: RunRow) -> RunFigures:
     # A site's token admits as many workers as the site likes.
     sites = select(func.count(WorkerRow.site_id.distinct())).join(TaskRow, TaskRow.worker_id == WorkerRow.id)
     up, down = func.sum(TaskRow.upload_bytes), total(TaskRow.download_bytes)
+    covered = Coverage.of(session.get_one(VersionRow, (run.id, run.version_number)).scalars)
     assigned = (TaskRow.run_id == run.id) & (TaskRow.merged_in == run.version_number)
     updates, upload_bytes, download_bytes = session.execute(sites.add_columns(up, down).where(assigned)).one()
     return RunFigures(
@@ -98,6 +101,7 @@ def _figures(session: Session, run: RunRow) -> RunFigures:
         updates=updates,
         upload_bytes=int(upload_bytes or 0),
         download_bytes=int(download_bytes or 0),
+        coverage=covered.examples if covered else 0.0,
         measured=_measured(session, run.id, spec),
     )
 

@@ -1,5 +1,6 @@
 """New tasks, and guarded writes: each is one UPDATE that must match a row in a state which its event starts from."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, WorkerRow, 
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle, Move
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.methods.base import Plan
-from tessera.shared.problems import Conflict
+from tessera.shared.problems import Conflict, WorkerFailed
 
 ACTOR = "conductor"
 
@@ -183,3 +184,11 @@ def _statement(table: type[_Movable], move: Move, which: tuple[str, ...]) -> Upd
     counted = {"revision": columns.revision + 1} if table is RunRow else {}
     same = (columns[name] == given(_OLD + name) for name in which)
     return update(table).where(*same, columns.state.in_(move.sources)).values(state=move.target, **counted)
+
+
+def code_of(problem: Mapping[str, Any]) -> str:
+    """Return a problem's code, or that of the worker whose words it has."""
+    if problem["code"] != WorkerFailed.code:
+        return str(problem["code"])
+    code = str(problem["detail"]).partition(":")[0]
+    return code if re.fullmatch(r"[a-z0-9-]{1,64}", code) else WorkerFailed.code

@@ -30,7 +30,7 @@ from tessera.coordinator.db.tables import (
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
 from tessera.shared.api.class_counts import ClassCounts
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec, SiteReport
+from tessera.shared.api.runs import Coverage, Measurement, Round, Run, RunSpec, SiteReport
 from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.json_limits import check_document
@@ -117,16 +117,18 @@ def view_of(model: type[V], row: Table, **others: Any) -> V:
 def run_view(session: Session, row: RunRow) -> Run:
     version = session.get_one(VersionRow, (row.id, row.version_number))
     ref = VersionRef(number=version.number, digest=version.digest)
-    return view_of(Run, row, version=ref, client_epsilon=version.scalars.get(EPSILON))
+    scalars = version.scalars
+    return view_of(Run, row, version=ref, client_epsilon=scalars.get(EPSILON), coverage=Coverage.of(scalars))
 
 
 def for_site(run: Run, site: str) -> Run:
     """Return the view of a run for a site that takes part in it: without the names of other sites, the sizes of
     their data, or what people wrote about the run."""
     cohort = run.spec.cohort
-    own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
-    spec = run.spec.model_copy(update={"cohort": own})
-    return run.model_copy(update={"reason": None, "spec": spec, "bounds": None, "tags": (), "note": ""})
+    named = {"sites": None if cohort.sites is None else (site,), "require": (site,) if site in cohort.require else ()}
+    spec = run.spec.model_copy(update={"cohort": cohort.model_copy(update=named)})
+    hidden = {"reason": None, "bounds": None, "coverage": None, "tags": (), "note": ""}
+    return run.model_copy(update={"spec": spec, **hidden})
 
 
 def find_run(session: Session, run_id: str) -> RunRow:

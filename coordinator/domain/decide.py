@@ -119,17 +119,17 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
     # A site counts once, when an update of one of its workers is accepted.
     came = {task.site for task in round_.tasks if task.state == "accepted"}
     waiting = {task.site for task in round_.tasks if may_report(task, run.cohort.max_task_attempts)}
-    quorum = run.cohort.quorum
-    if run.cohort.target_updates and len(came) >= max(run.cohort.target_updates, quorum):
+    lack = run.cohort.lack(came)
+    if run.cohort.target_updates and len(came) >= run.cohort.target_updates and not lack:
         yield Close(round_.id, f"{len(came)} updates are enough")
-    elif waiting and len(came | waiting) >= quorum and now < round_.deadline_at:
+    elif waiting and not run.cohort.lack(came | waiting) and now < round_.deadline_at:
         return
-    elif len(came) >= quorum:
+    elif not lack:
         yield Close(round_.id, "the deadline came" if waiting else "all tasks ended")
     else:
         cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
         asked = len({task.site for task in round_.tasks})
-        yield Abandon(round_.id, f"{len(came)} of {asked} updates came {cause}; the quorum is {quorum}")
+        yield Abandon(round_.id, f"{len(came)} of {asked} updates came {cause}; {lack}")
 
 
 def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator[Action]:

@@ -73,15 +73,21 @@ def preview(
         )
         for worker in known
     )
-    invited_sites = invited.spec.cohort.sites or ()
+    cohort, invited_sites = invited.spec.cohort, invited.spec.cohort.sites or ()
     sites = {worker.site for worker in known if not found[worker.name]}
+    lacking = cohort.absent(sites)
     return Preview(
-        quorum=invited.spec.cohort.quorum,
+        quorum=cohort.quorum,
         eligible=len(sites),
         awaiting_approval=len({worker.site for worker in known if not _but_for_approval(found[worker.name])} - sites),
         workers=workers,
-        missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
+        lacking=tuple(lacking),
+        missing_sites=tuple(sorted({*invited_sites, *cohort.require} - {worker.site for worker in known})),
         warnings=(
+            *(
+                f"{site} would not take part, and cohort.require names it: no round would be merged"
+                for site in lacking
+            ),
             *_shared_data(invited.spec, known),
             *_other_numbers(invited.spec, model, pool),
             *_other_words(invited.spec, model, pool),

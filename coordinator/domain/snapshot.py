@@ -9,7 +9,7 @@ from tessera.shared.api.runs import Cohort
 class TaskSnapshot:
     id: str
     site: str
-    """Any identifier: sites are only counted."""
+    """Its name if the run requires it, or else any identifier: others are only counted."""
     state: str
     token: int
     attempts: int
@@ -82,7 +82,7 @@ class RunSnapshot:
     abandoned: int
     """Attempts at the next round that were abandoned since the run was last resumed; 0 during a round."""
     eligible: int
-    """Sites with live workers that could take part in the next round; 0 during a round."""
+    """Sites with live workers that could take part in the next round; 0 during a round or without a required site."""
     idle_since: float
     """The instant of the run's last change: its creation, its resumption, or the last opening or end of a round."""
     evaluations: tuple[TaskSnapshot, ...]

@@ -183,6 +183,7 @@ PER_RUN = {
     "updates": "Sites whose update was accepted in it",
     "upload_bytes": "Bytes of these sites' updates",
     "download_bytes": "Bytes that their workers had fetched for it",
+    "coverage": "Share of the eligible sites' examples that a live run's latest version rests on",
 }
 NOTICES = "Notices of needs for a person that were taken, or given up after the last attempt"
 MEASURED = "Metric of the latest measured version of a live run, at the central worker or as a mean over sites"

@@ -1,6 +1,6 @@
 """Runs: their settings, rounds, previews and measurements. No message has a place for a site's own values."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from math import inf
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -88,12 +88,36 @@ class Cohort(Value):
     sites: tuple[Label, ...] | None = Field(
         default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
     )
+    require: tuple[Label, ...] = Field(
+        default=(), description="sites that every round asks, and without whose update none is merged"
+    )
+    min_coverage: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the examples of the sites that have the data set; people are notified of a "
+        "version that rests on less",
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
         if self.size is not None and self.quorum > self.size:
             raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
+        if self.size is not None and len(self.require) > self.size:
+            raise ValueError(f"require names {len(self.require)} sites, and a cohort has {self.size}: raise size")
+        if self.sites is not None and (absent := sorted(set(self.require) - set(self.sites))):
+            raise ValueError(f"require names {', '.join(absent)}: add {'them' if absent[1:] else 'it'} to sites too")
         return self
+
+    def absent(self, sites: Iterable[str]) -> list[str]:
+        """Return the required sites that are not among these."""
+        return sorted(set(self.require).difference(sites))
+
+    def lack(self, sites: Collection[str]) -> str:
+        """Return the rule that keeps a round of these sites from being merged, in words; empty if there is none."""
+        if absent := self.absent(sites):
+            return f"cohort.require names {', '.join(absent)}"
+        return "" if len(sites) >= self.quorum else f"the quorum is {self.quorum}"
 
     @property
     def terms(self) -> CohortTerms:
@@ -394,6 +418,43 @@ class RunSpec(Value):
 _LIMITS = ("max_examples", "max_update_norm", "max_norm_of_median")
 
 
+class Coverage(Message):
+    """The share of the eligible sites, and of their examples, that a version rests on. A site is eligible if it may
+    take part and has declared the data set."""
+
+    PREFIX: ClassVar[str] = "coverage."
+    """Of its members among the metrics of a version."""
+
+    sites: float
+    """The share of the eligible sites whose update was merged."""
+    examples: float
+    """The share of the examples that they declared."""
+    low: bool
+    """Fewer examples than `cohort.min_coverage`, or a site among the largest that was left out of most rounds."""
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Self | None:
+        """Return the coverage of a version with these metrics; None for a version that no round made."""
+        found = {name: metrics.get(cls.PREFIX + name) for name in cls.model_fields}
+        return None if None in found.values() else cls.model_validate(found)
+
+    @property
+    def words(self) -> str:
+        return f"{self.examples:.0%} of the examples, {self.sites:.0%} of the sites"
+
+
+class SiteCoverage(Message):
+    """A site's part in the latest rounds of a run."""
+
+    site: str
+    examples: int
+    """As it declared."""
+    missed: int
+    """Rounds in a row, up to the latest, that were merged without an update of it; at most 100."""
+    reason: str = ""
+    """The reason for the latest of them, in words."""
+
+
 class Run(Message):
     id: str
     state: RunState
@@ -405,6 +466,8 @@ class Run(Message):
     client_epsilon: float | None = None
     """Bound on the information about one site in all versions so far, at the delta of `client_privacy`; None without
     it."""
+    coverage: Coverage | None = None
+    """Of the latest version; None before the first round, and for sites."""
     model_bytes: int
     revision: int
     tags: tuple[str, ...] = ()
@@ -412,6 +475,15 @@ class Run(Message):
     note: str = ""
     created_at: datetime
     updated_at: datetime
+
+    @property
+    def has_low_coverage(self) -> bool:
+        return self.coverage is not None and self.coverage.low
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people, to whom a run that rests on a few of the sites must not look well."""
+        return f"{self.state}, low coverage" if self.has_low_coverage else self.state
 
 
 class Ineligibility(Message):
@@ -461,6 +533,8 @@ class Preview(Message):
     awaiting_approval: int
     """The sites that also would, once a person there has approved the run."""
     workers: tuple[WorkerPreview, ...]
+    lacking: tuple[str, ...] = ()
+    """Required sites (`cohort.require`) that would not take part: no round would be merged."""
     missing_sites: tuple[str, ...] = ()
     """Sites that the run invites and that no worker was ever heard of from."""
     warnings: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tessera.shared import units
-from tessera.shared.api.runs import Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
+from tessera.shared.api.runs import Coverage, Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
 from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import RunNamed, client_of, connect
 from tessera.shared.cli.metrics import metrics
@@ -172,7 +172,8 @@ def preview(
 ) -> None:
     """Show which workers would take part in a run, which not and why, and their first round's work. Starts nothing.
 
-    Uploads the model, as `create` does. Exit code 3 if fewer sites than the quorum would take part.
+    Uploads the model, as `create` does. Exit code 3 if fewer sites than the quorum would take part, or a required
+    site would not.
     """
     client = client_of(ctx)
     spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
@@ -184,7 +185,7 @@ def preview(
         output.out().print(preview_table(found))
         for sentence in preview_notes(found):
             output.note(sentence)
-    if found.eligible < found.quorum:
+    if found.eligible < found.quorum or found.lacking:
         raise typer.Exit(3)
 
 
@@ -225,7 +226,7 @@ def list_runs(
             run.id,
             run.spec.name,
             *([run.spec.study] if several else []),
-            run.state,
+            run.shown_state,
             run.spec.method.name,
             f"{run.version.number}/{run.spec.rounds}",
             units.ago(run.updated_at),
@@ -257,6 +258,7 @@ def show(
     rounds = list(client.rounds(found.id))
     ended = outcomes(rounds, found.spec, measurements, versions)
     best = best_version(measurements)
+    covered = list(client.coverage(found.id))
     converged = History.of(found, rounds, measurements).convergence(reach or ())
     if as_json:
         sites = {
@@ -264,7 +266,7 @@ def show(
         }
         listed = [outcome.as_json() for outcome in ended]
         shown = {"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best}
-        output.print_json({**shown, "convergence": converged})
+        output.print_json({**shown, "convergence": converged, "coverage": covered})
         return
     console = output.out()
     warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))
@@ -273,6 +275,9 @@ def show(
     console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *_held(rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)
     tables = [_round_table(ended, best, main_score(measurements))]
+    if found.coverage and (left_out := [one for one in covered if one.missed]):
+        rows = [(one.site, one.examples, one.missed, one.reason) for one in left_out]
+        tables.append(output.table(("left out", "examples", "rounds in a row", "because"), rows, right=("examples",)))
     if at_sites:
         tables.append(spread_table(at_sites))
     if (spent := epsilon_table(rounds, found.spec.privacy)).row_count:
@@ -299,7 +304,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         *([("study", run.spec.study)] if run.spec.study != DEFAULT_STUDY else []),
-        ("state", run.state + (f": {run.reason}" if run.reason else "")),
+        ("state", run.shown_state + (f": {run.reason}" if run.reason else "")),
         ("method", _with_settings(run.spec.method.name, run.spec.method.settings)),
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
@@ -307,6 +312,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("privacy", privacy.at_workers if privacy else "none"),
         *([("privacy of a site", f"{run.client_epsilon or 0:.3g} spent of {sites.bound}")] if sites else []),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
+        *([("coverage", run.coverage.words)] if run.coverage else []),
         ("round", f"quorum {cohort.quorum}, deadline {output.seconds(cohort.deadline_seconds)}"),
         ("dataset", run.spec.dataset),
         ("model", units.size(run.model_bytes) or ""),
@@ -340,26 +346,27 @@ def _round_table(rounds: list[RoundOutcome], best: BestVersion | None, main: Mai
     over_sites = name_over_sites("macro_f1")
     macro_f1 = over_sites if any(over_sites in outcome.scores for outcome in rounds) else "macro_f1"
     titles = [name.replace("_f1", "-F1").replace("_", " ") for name in (accuracy, macro_f1)]
-    columns = ("round", "stage", "state", "accepted", *titles, "down", "up", "seconds", "")
+    columns = ("round", "stage", "state", "accepted", "coverage", *titles, "down", "up", "seconds", "")
     accuracies = main.values if main and main.name == accuracy else {}
     # An attempt that was abandoned made no version.
     made = [outcome.round.version for outcome in rounds]
     shown = [None if number is None else accuracies.get(number) for number in made]
     scores = [(value, outcome.scores.get(macro_f1)) for value, outcome in zip(shown, rounds, strict=True)]
     rows = [_row(outcome, found, best) for outcome, found in zip(rounds, scores, strict=True)]
-    table = output.table(columns, rows, right=("round", "accepted", *titles, "down", "up", "seconds"))
+    table = output.table(columns, rows, right=("round", "accepted", "coverage", *titles, "down", "up", "seconds"))
     notes = [different_sites([main]) if main else "", MEAN_OF_SITES if macro_f1 == over_sites else ""]
     table.caption, table.caption_justify = "\n".join(f"note: {note}" for note in notes if note) or None, "left"
     return table
 
 
 def _row(outcome: RoundOutcome, scores: Iterable[float | None], best: BestVersion | None) -> tuple[object, ...]:
-    made = outcome.round
+    made, covered = outcome.round, Coverage.of(outcome.scalars)
     return (
         made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",
         made.stage,
         made.state + (f": {made.reason}" if made.state == "abandoned" and made.reason else ""),
         f"{outcome.accepted}/{outcome.asked}",
+        f"{covered.examples:.0%}" if covered else None,
         *map(output.share, scores),
         units.size(outcome.download_bytes),
         units.size(outcome.upload_bytes),
@@ -370,7 +377,7 @@ def _row(outcome: RoundOutcome, scores: Iterable[float | None], best: BestVersio
 
 @app.command()
 def watch(ctx: typer.Context, run: RunNamed, as_json: AsJson = False) -> None:
-    """Follow a run until it ends or pauses. Exit code 0: completed, 1: cancelled, 3: paused.
+    """Follow a run until it ends or pauses. Exit code 0: completed, 1: cancelled, 3: paused, or low coverage.
 
     A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
     Times are estimated from the rounds that have ended and, before that, from the steps of each task.
@@ -381,7 +388,7 @@ def watch(ctx: typer.Context, run: RunNamed, as_json: AsJson = False) -> None:
         _warn_between_rounds(client, found, client.rounds(found.id))
     glimpses = follow(client, found.id)
     last = watch_as_json(glimpses) if as_json else watch_as_text(glimpses)
-    raise typer.Exit(EXIT_CODES[last.state])
+    raise typer.Exit(EXIT_CODES[last.state] or 3 * last.has_low_coverage)
 
 
 @app.command()
@@ -482,6 +489,8 @@ def export(
     else:
         words = f"the best version, {described(best)}," if best else f"version {number}"
         output.out().print(f"{out}: {words} of {found.spec.name}", soft_wrap=True, markup=False)
+    if found.coverage and found.coverage.low:
+        output.note(f"warning: the latest version of {found.spec.name} rests on {found.coverage.words}")
     if out.is_dir() and client.model(found.spec.model).lora:
         output.note(
             f"{out} has LoRA adapters, which from_pretrained ignores: `tessera model merge {out} MERGED` writes a "

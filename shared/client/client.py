@@ -40,7 +40,7 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
-from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteReport
+from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteCoverage, SiteReport
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
@@ -227,6 +227,10 @@ class Client:
     def reports(self, run_id: str) -> list[SiteReport]:
         """Return the report of each site to a run without rounds, with the state of its task."""
         return list(self._pages(f"{_run_path(run_id)}/reports", SiteReport))
+
+    def coverage(self, run_id: str) -> Iterator[SiteCoverage]:
+        """Yield each site that may take part and has the data set, with the rounds that were merged without it."""
+        return self._pages(f"{_run_path(run_id)}/coverage", SiteCoverage)
 
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None

@@ -355,7 +355,7 @@ def _compared(history: History, metric: str | None, shown: str | None, *, at_sit
     return ComparedRun(
         id=run.id,
         name=f"{run.spec.name} ({run.id[:8]})" if twice else run.spec.name,
-        state=run.state,
+        state=run.shown_state,
         version=run.version.number,
         best=best_version(every, metric=metric, at_sites=at_sites),
         metric=main.name if main else None,

@@ -21,7 +21,7 @@ from tessera.shared.api.runs import Run
 from tessera.shared.metrics.rows import MetricRow
 from tessera.shared.problems import Invalid
 
-TAG = "tessera.run"
+TAG, COVERAGE_TAG = "tessera.run", "tessera.coverage"
 STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 # Limits of one request to a tracking server.
@@ -60,7 +60,11 @@ def _write(rows: Sequence[MetricRow], run: Run, uri: str, experiment: str) -> st
     news = [metric for metric in found if known.get(metric.key, {}).get(metric.step) != metric.value]
     for start in range(0, len(news), BATCH):
         client.log_batch(made_id, metrics=news[start : start + BATCH])
-    client.update_run(made_id, status=STATUS.get(run.state, "RUNNING"))
+    # FINISHED is shown as a success.
+    status = "FAILED" if run.state == "completed" and run.has_low_coverage else STATUS.get(run.state, "RUNNING")
+    client.update_run(made_id, status=status)
+    if run.coverage:
+        client.set_tag(made_id, COVERAGE_TAG, ("low: " if run.coverage.low else "") + run.coverage.words)
     return made_id
 
 

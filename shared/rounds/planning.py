@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tessera.shared.aggregation.robust import FEW_SENDERS
-from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.runs import Bounds, Cohort, RunSpec
 from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef
@@ -393,7 +393,7 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     number = state.round + 1
     rng = Random(derive_seed(spec.seed, "cohort", number))  # noqa: S311 (no secret: reproducible)
     of_sites = by_site(willing)
-    drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
+    drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort, rng)]
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
     plans = plans_of(coordinator_half(spec.method, run_facts(spec, model)), state, cohort, rng)
     _require_blocks(model, plans.values())
@@ -579,7 +579,12 @@ def _of_rule(spec: RunSpec, state: State) -> list[str]:
     return [f"{few}: {FEW_SENDERS} of the version says how many"]
 
 
-def choose(eligible: Sequence[str], size: int | None, rng: Random) -> list[str]:
-    """Return `size` sites drawn at random, or all of them, sorted by name; independent of their order here."""
-    names = sorted(eligible)
-    return names if size is None or size >= len(names) else sorted(rng.sample(names, size))
+def choose(eligible: Sequence[str], cohort: Cohort, rng: Random) -> list[str]:
+    """Return the sites of a round, sorted by name and independent of their order here: the required ones, and others
+    drawn at random."""
+    size = cohort.size
+    if size is None or size >= len(eligible):
+        return sorted(eligible)
+    required = {*cohort.require}.intersection(eligible)
+    others = sorted({*eligible} - required)
+    return sorted([*required, *rng.sample(others, size - len(required))])

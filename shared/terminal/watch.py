@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from tessera.shared import units
-from tessera.shared.api.runs import Round, Run
+from tessera.shared.api.runs import Coverage, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import RoundOutcome, RunProgress
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, name_over_sites
@@ -83,6 +83,8 @@ def watch_as_text(glimpses: Iterable[RunProgress], clock: Callable[[], datetime]
     console.print(
         escape(f"{run.spec.name} is {run.state}" + (f": {run.reason}" if run.reason else "")), soft_wrap=True
     )
+    if run.coverage and run.coverage.low:
+        console.print(f"[yellow]warning:[/] low coverage: {run.coverage.words}", soft_wrap=True)
     return run
 
 
@@ -134,6 +136,8 @@ def _line(outcome: RoundOutcome) -> str:
         scores += f", {OWN} {own.weighted_mean:.3f} over {own.sites} site{'s' if own.sites > 1 else ''}"
     if spread := own or outcome.spreads.get("accuracy"):
         scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
+    covered = Coverage.of(outcome.scalars)
+    scores += f", {covered.words}" if covered and covered.sites < 1 else ""
     moved = f"{units.size(outcome.download_bytes)} down, {units.size(outcome.upload_bytes)} up"
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
 

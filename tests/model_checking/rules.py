@@ -251,7 +251,7 @@ class Rules:
         here = [worker for worker, at in self.seen.items() if at >= self.now - LIVE]
         if run.live or run.state != "running" or number != len(run.versions) or len(here) < run.cohort.quorum:
             raise Overtaken
-        chosen = choose(here, run.cohort.size, Random(derive_seed(run.seed, "cohort", number)))
+        chosen = choose(here, run.cohort, Random(derive_seed(run.seed, "cohort", number)))
         name = f"{self.runs}-{len(run.attempts)}"
         tasks = [Task(f"{name}-{worker}", worker, number) for worker in chosen]
         run.attempts.append(Round(name, number, self.now, self.now + run.cohort.deadline_seconds, tasks))

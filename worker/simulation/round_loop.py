@@ -202,9 +202,8 @@ class Simulation:
     def _orders(self, attempt: int) -> list[Order]:
         number = self.latest.number + 1
         there = self._there(number)
-        quorum = self.spec.cohort.quorum
-        if len(there) < quorum:
-            raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and the quorum is {quorum}")
+        if lack := self.spec.cohort.lack(there):
+            raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and {lack}")
         state = self.states.load(self.model, self._manifest, self.latest.number)
         plans = plan_round(
             self.spec, self.model, state, [self.population.participant(site, number) for site in there]
@@ -295,7 +294,12 @@ class Simulation:
         cohort = self.spec.cohort
         if not cohort.target_updates:
             return None
-        return max(0, max(cohort.target_updates, cohort.quorum) - sum(view.state == "accepted" for view in views))
+        came = self._came(views)
+        return max(len(cohort.absent(came)), max(cohort.target_updates, cohort.quorum) - len(came))
+
+    def _came(self, views: Iterable[TaskView]) -> set[str]:
+        """Return the sites whose updates were accepted."""
+        return {self.population.site_of(view.worker) for view in views if view.state == "accepted"}
 
     def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
         """Return the orders as their answers arrive: shuffled if the round needs only the first of them."""
@@ -305,20 +309,19 @@ class Simulation:
         return rng.sample(orders, len(orders))
 
     def _closed(self, orders: Sequence[Order], attempt: int, opened_at: datetime, views: Sequence[TaskView]) -> Round:
-        number, quorum = orders[0].number, self.spec.cohort.quorum
-        accepted = sum(view.state == "accepted" for view in views)
-        came = accepted >= quorum
+        number, accepted = orders[0].number, self._came(views)
+        lack = self.spec.cohort.lack(accepted)
         return Round(
             run=RUN,
             number=number,
             attempt=attempt,
-            state="committed" if came else "abandoned",
+            state="abandoned" if lack else "committed",
             stage=orders[0].plan.stage,
             opened_at=opened_at,
             deadline_at=opened_at + timedelta(seconds=self.spec.cohort.deadline_seconds),
             closed_at=datetime.now(UTC),
-            reason="all tasks ended" if came else f"{accepted} of {len(views)} updates came; the quorum is {quorum}",
-            version=number if came else None,
+            reason=f"{len(accepted)} of {len(views)} updates came; {lack}" if lack else "all tasks ended",
+            version=None if lack else number,
             tasks=tuple(views),
         )
 

@@ -72,6 +72,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("GET", "/v1/runs/{run_id}/versions"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/versions/{number}/export"): Case(READ, READ, 403, 403),
     ("GET", "/v1/runs/{run_id}/versions/{number}/difference"): Case(READ, READ, 403, OWN),
+    ("GET", "/v1/runs/{run_id}/coverage"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/metrics"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/reports"): Case(READ, READ, READ, 403),
     # Tasks: a site's own.

@@ -142,7 +142,7 @@ def gone(*of_task: str, **facts: Any) -> TaskSnapshot:
     return replace(task(*of_task, **facts), present=False)
 
 
-def cohort(quorum: int = 2, **facts: int) -> dict[str, Cohort]:
+def cohort(quorum: int = 2, **facts: Any) -> dict[str, Cohort]:
     return {"cohort": Cohort(quorum=quorum, **facts)}
 
 
@@ -196,6 +196,17 @@ RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
      {0: [Close("r", "2 updates are enough")]}),
     ("enough never undercuts the quorum",
      run(**cohort(3, size=4, target_updates=1), round=a_round("accepted", "accepted", "leased", "leased")), {0: []}),
+    ("a round waits for a required site, even beyond enough updates",
+     run(**cohort(1, target_updates=1, require=("t1",)), round=a_round("accepted", "leased")), {0: []}),
+    ("a round closes once its required site is in",
+     run(**cohort(1, target_updates=2, require=("t1",)), round=a_round("accepted", "accepted", "leased")),
+     {0: [Close("r", "2 updates are enough")]}),
+    ("a round whose required site failed ends at once, without a version",
+     run(**cohort(1, require=("t1",)), round=a_round("accepted", "failed", "leased")),
+     {0: [Abandon("r", "1 of 3 updates came and no more can come; cohort.require names t1")]}),
+    ("and at its deadline, whoever else is there",
+     run(**cohort(1, require=("t1",)), round=a_round("accepted", "leased", deadline_at=NOW)),
+     {-0.001: [], 0: [Abandon("r", "1 of 2 updates came by the deadline; cohort.require names t1")]}),
     ("many updates of one site are no quorum",
      of_sites(("a", "accepted"), ("a", "accepted"), ("a", "accepted"), ("b", "failed")),
      {0: [Abandon("r", TOO_FEW.format(1, 2, 2))]}),

@@ -93,8 +93,8 @@ def test_a_run_s_measurements_are_comma_separated_values_on_stdout(scene: Scene)
     assert list(rows[0]) == list(MetricRow._fields)
     by_stage = {stage: sum(row["stage"] == stage for row in rows) for stage in ("central", "sites", "version")}
     # Three versions: two numbers, examples and bytes centrally, one number and these at each of two sites; one
-    # number each of the two versions that were merged.
-    assert by_stage == {"central": 12, "sites": 18, "version": 2}
+    # number and three of coverage each of the two versions that were merged.
+    assert by_stage == {"central": 12, "sites": 18, "version": 8}
     worst = [(row["version"], row["site"], row["value"]) for row in rows if row["metric"] == "accuracy.worst"]
     assert worst == [(str(number), "b", "0.25") for number in range(3)]
 
@@ -171,7 +171,7 @@ def test_a_run_is_shown_as_json_with_all_of_that(scene: Scene) -> None:
     assert [version["warnings"] for version in shown["versions"]] == [[], [], [STILL]]
     first, second = shown["rounds"]
     # The score is the central one.
-    assert (first["scores"], first["scalars"]) == ({"accuracy": 0.5, "macro_f1": 0.5}, {"moved": 1.0})
+    assert (first["scores"], first["scalars"]["moved"]) == ({"accuracy": 0.5, "macro_f1": 0.5}, 1.0)
     assert second["sites"]["accuracy"]["worst_site"] == "b"
     assert shown["sites"]["0"]["accuracy"]["deviation"] == 0.25
 

@@ -7,6 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.shared.api.runs import Cohort
 from tessera.shared.rounds.planning import choose
 from tessera.shared.tensors.hashing import derive_seed
 
@@ -33,23 +34,31 @@ def test_each_argument_of_the_dice_matters() -> None:
     assert len(thrown) == 4
 
 
-@given(names=NAMES, seed=st.integers(0, 2**53 - 1), size=st.none() | st.integers(1, 14), shuffle=st.randoms())
-def test_the_choice_does_not_depend_on_the_order_of_the_names(
-    names: list[str], seed: int, size: int | None, shuffle: Random
+@given(
+    names=NAMES,
+    seed=st.integers(0, 2**53 - 1),
+    size=st.none() | st.integers(1, 14),
+    shuffle=st.randoms(),
+    data=st.data(),
+)
+def test_the_choice_has_the_required_sites_and_does_not_depend_on_the_order_of_the_names(
+    names: list[str], seed: int, size: int | None, shuffle: Random, data: st.DataObject
 ) -> None:
     shuffled = list(names)
     shuffle.shuffle(shuffled)
-    chosen = choose(names, size, rng(seed))
-    assert choose(shuffled, size, rng(seed)) == chosen
+    required = tuple(data.draw(st.lists(st.sampled_from([*names, "away"]), unique=True, max_size=size)))
+    cohort = Cohort.model_construct(size=size, require=required)
+    chosen = choose(names, cohort, rng(seed))
+    assert choose(shuffled, cohort, rng(seed)) == chosen
     assert chosen == sorted(set(chosen))
-    assert set(chosen) <= set(names)
+    assert {*required} & {*names} <= set(chosen) <= set(names)
     assert len(chosen) == (len(names) if size is None else min(size, len(names)))
 
 
 def test_every_worker_is_chosen_about_as_often_as_any_other() -> None:
     counts = dict.fromkeys("abcd", 0)
     for number in range(4000):
-        for name in choose("abcd", 2, rng(derive_seed(0, "cohort", number))):
+        for name in choose("abcd", Cohort(size=2), rng(derive_seed(0, "cohort", number))):
             counts[name] += 1
     # Each of four is in a cohort of two half of the time: 2000, with a standard deviation of about 32.
     assert all(abs(count - 2000) < 5 * 32 for count in counts.values())
