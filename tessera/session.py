@@ -18,6 +18,7 @@ from tessera.shared.client.round_outcomes import follow, outcomes
 from tessera.shared.client.run_comparison import compare_runs
 from tessera.shared.client.run_file import check_spec, read_spec, settings_of
 from tessera.shared.client.run_versions import Wanted, described, export_version, new_run
+from tessera.shared.metrics.classification import group_figures
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
 from tessera.shared.metrics.comparison import RunComparison as ComparisonRecord
 from tessera.shared.metrics.convergence import Convergence
@@ -216,10 +217,19 @@ class Run:
         """Return a pandas table with every metric of every site, worker and version, one value a row."""
         frames = extra("data_frames")
         record = self.refresh().record
-        measurements = list(self._client.measurements(self.id))
+        measurements = list(self._client.measurements(self.id, counts=True))
         return frames.metrics_table(
             rows_of(record, self._client.rounds(self.id), self._client.versions(self.id), measurements)
         )
+
+    def figures(self, version: int | None = None) -> pd.DataFrame:
+        """Return a pandas table with the figures of a classifier and their 95 % intervals: of a version, by default
+        the latest with counts; of all sites and each, all examples and each subgroup, and each class."""
+        frames = extra("data_frames")
+        evaluation, counted = self.record.spec.evaluation, self._client.measurements(self.id, counts=True)
+        wanted = [one for one in counted if one.subgroup_counts and version in (None, one.version)]
+        latest = [one for one in wanted if one.version == wanted[-1].version]
+        return frames.figures_table(group_figures(latest, evaluation.specificity if evaluation else ()))
 
     def best(self) -> BestVersion | None:
         """Return the version with the best main score; None if no version has been evaluated."""

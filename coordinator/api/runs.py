@@ -1,5 +1,6 @@
 """Endpoints for orchestrators: runs, their rounds, versions and measurements."""
 
+from functools import partial
 from typing import Annotated
 
 from anyio import to_thread
@@ -207,11 +208,19 @@ def list_coverage(run_id: str, serving: Serving, caller: Viewer) -> Page[SiteCov
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")
 def list_measurements(
-    run_id: str, serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None, since: Since = 0
+    run_id: str,
+    serving: Serving,
+    caller: Viewer,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    since: Since = 0,
+    counts: Annotated[bool, Query(description="also the counts by subgroup, which are long")] = False,
 ) -> Page[Measurement]:
     """Return each version's evaluations, on the central data set and on sites' held-out data."""
     with serving.reading(caller) as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
-        query = views.EVALUATIONS.where(TaskRow.run_id == run_id, TaskRow.version_number >= since)
+        rows = views.WITH_COUNTS if counts else views.EVALUATIONS
+        query = rows.where(TaskRow.run_id == run_id, TaskRow.version_number >= since)
         keys = (TaskRow.version_number, TaskRow.id)
-        return views.page(session, query, keys, lambda row: views.measurement_view(row, spec), limit, cursor)
+        view = partial(views.measurement_view, spec=spec, counts=counts)
+        return views.page(session, query, keys, view, limit, cursor)

@@ -40,10 +40,11 @@ from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.operations.runs import etag, patch_run, require_owner
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import Measurement, Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics import svg_charts
+from tessera.shared.metrics.classification import FigureTables, group_figures
 from tessera.shared.metrics.comparison import (
     MAIN_SCORES,
     PAIRWISE,
@@ -54,8 +55,9 @@ from tessera.shared.metrics.comparison import (
 )
 from tessera.shared.metrics.data_comparison import DataAnswers
 from tessera.shared.metrics.rows import rows_of, write_csv
-from tessera.shared.metrics.site_spread import PERSONAL, is_better_low, spreads
+from tessera.shared.metrics.site_spread import PERSONAL, SiteScores, is_better_low, spreads
 from tessera.shared.metrics.svg_charts import Interval, svg_file
+from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
@@ -200,8 +202,9 @@ def show_run(
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
-        converged = figures.curve.convergence(reach or ()) if figures.curve else None
+        converged = figures.curve.convergence(reach or ()) if figures.curve and run.spec.rounds else None
         facts = facts_of(run.spec, run)
+        counted = _counted_figures(session, serving, run, of_latest)
         until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(
             request,
@@ -230,6 +233,7 @@ def show_run(
             x=x,
             axes=AXES,
             absent=list(absent(run, figures.measurements, {panel.ident for panel in charts})),
+            figures=counted,
             rounds=figures.sums[:SHOWN_ROUNDS],
             answers=DataAnswers.of(run, views.site_reports(session, run_id)) if run.spec.describe else None,
             covered=by_site(session, row, now - serving.settings.liveness_seconds) if run.coverage else (),
@@ -270,7 +274,7 @@ def download_metrics(
             run,
             [views.round_view(row) for row in rounds],
             [views.view_of(Version, row) for row in versions],
-            views.measurements(session, run.id, run.spec),
+            views.counted_measurements(session, run.id, run.spec),
             reach or (),
         )
         if kind == "csv":
@@ -380,6 +384,31 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
     past = past_seconds(session, run.id, stage or "")
     after = max(0, run.spec.rounds - run.version.number - 1)
     return max(0.0, end.timestamp() - now) + after * fmean(past)
+
+
+_FIGURES: dict[tuple[object, ...], FigureTables | None] = {}
+"""The tables of versions that pages showed lately, by run, version and the workers that measured it: an accepted
+evaluation does not change, and intervals take a second or more."""
+
+MAX_FIGURES = 64
+
+
+def _counted_figures(
+    session: Session, serving: Services, run: Run, latest: Sequence[Measurement | SiteScores]
+) -> FigureTables | None:
+    """Return the figures of the latest measured version that follow from its sites' counts."""
+    evaluation, workers = run.spec.evaluation, sorted(one.worker for one in latest if one.class_counts)
+    if evaluation is None or not workers:
+        return None
+    known = (run.id, latest[0].version, *workers)
+    if known not in _FIGURES:
+        counted = views.counted_measurements(session, run.id, run.spec, latest[0].version)
+        found = list(group_figures(counted, evaluation.specificity))
+        names = class_names(serving.states.model(run.spec.model))
+        if len(_FIGURES) >= MAX_FIGURES:
+            _FIGURES.clear()
+        _FIGURES[known] = FigureTables.of(found, evaluation.subgroups, names)
+    return _FIGURES[known]
 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:

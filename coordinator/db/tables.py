@@ -407,6 +407,8 @@ class TaskRow(Table):
     class_counts: Mapped[dict[str, Any] | None]
     # The description of a site's data.
     report: Mapped[dict[str, Any] | None]
+    # Confusion matrices and binned scores by subgroup, likewise. They are long: only what shows them loads them.
+    subgroup_counts: Mapped[dict[str, Any] | None]
     # Progress that the worker reports under the current lease.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Layers of the accepted update's blocks.

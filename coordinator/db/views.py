@@ -199,11 +199,13 @@ _MEASURED = (
 )
 EVALUATIONS = _evaluations(TaskRow, WORKER_NAME).options(load_only(*_MEASURED))
 """Accepted evaluations, for `measurement_view`, without their plans, which are slow to decode."""
+WITH_COUNTS = _evaluations(TaskRow, WORKER_NAME).options(load_only(*_MEASURED, TaskRow.subgroup_counts))
+"""The same with counts by subgroup, which are long."""
 _MEASUREMENTS = _evaluations(*_MEASURED, WORKER_NAME).order_by(TaskRow.version_number, TaskRow.id)
 
 
-def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
-    """Return an evaluation of a run with these settings."""
+def measurement_view(row: Row[TaskRow, str], spec: RunSpec, *, counts: bool = False) -> Measurement:
+    """Return an evaluation of a run with these settings, from a row of `WITH_COUNTS` also with `counts`."""
     task, worker = row
     dataset, examples = dataset_of(spec, "evaluate", held_out=task.held_out), task.examples or 0
     return Measurement(
@@ -214,6 +216,7 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
         examples=examples,
         metrics=task.metrics,
         class_counts=class_counts_of(task.class_counts),
+        subgroup_counts=(task.subgroup_counts or {}) if counts else {},
         download_bytes=task.download_bytes,
     )
 
@@ -241,6 +244,15 @@ def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnEle
         )
         for version, held_out, examples, metrics, counts, downloaded, worker in found.all()
     ]
+
+
+def counted_measurements(
+    session: Session, run_id: str, spec: RunSpec, version: int | None = None
+) -> list[Measurement]:
+    """Return a run's evaluations, of one version or of all, with counts by subgroup."""
+    which = [TaskRow.run_id == run_id, *([] if version is None else [TaskRow.version_number == version])]
+    rows = session.execute(WITH_COUNTS.where(*which).order_by(TaskRow.version_number, TaskRow.id))
+    return [measurement_view(row, spec, counts=True) for row in rows]
 
 
 def latest_measurements(

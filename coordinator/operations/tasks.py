@@ -325,6 +325,8 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
         tasks.require_report(record, report, "evaluate")
     counts = report.class_counts and report.class_counts.model_dump(mode="json")
     columns = _accepted(report, dict(report.metrics)) | {"class_counts": counts}
+    if report.subgroup_counts:
+        columns["subgroup_counts"] = report.model_dump(mode="json", include={"subgroup_counts"})["subgroup_counts"]
     return _accept(services, caller, record, columns)
 
 
@@ -417,7 +419,8 @@ def _accept(
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         if not tasks.was_accepted(record, token, digest):
-            nbytes = len(json.dumps([columns.get(name) for name in ("metrics", "class_counts", "report")]))
+            counted = ("metrics", "class_counts", "subgroup_counts", "report")
+            nbytes = len(json.dumps([columns.get(name) for name in counted]))
             if stored:
                 services.uploads.enter(session, now, caller.owner, stored, site_id=site_id, more_bytes=nbytes)
             else:

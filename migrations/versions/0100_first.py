@@ -290,6 +290,7 @@ def upgrade() -> None:
         sa.Column("metrics", sa.JSON(), nullable=False),
         sa.Column("class_counts", sa.JSON()),
         sa.Column("report", sa.JSON()),
+        sa.Column("subgroup_counts", sa.JSON()),
         sa.Column("progress", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("layers", sa.JSON(), server_default="[]", nullable=False),
         sa.Column("merged_in", sa.BigInteger()),

@@ -1,18 +1,31 @@
 """Counts of predictions that add up over sites, and the scores that follow from their sums."""
 
 from collections.abc import Sequence
+from math import exp
 from statistics import fmean
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from tessera.shared.schema import Message
+from tessera.shared.schema import Label, Message
 
 BINS = 15
 """Bins of confidence of equal width, open below and closed above."""
 
 MAX_CLASSES = 1_000
 """The most classes whose counts leave a site: a vocabulary has more, and its counts would be counts of words."""
+
+MAX_MATRIX = 20
+"""The most classes whose confusion matrix and score histograms leave a site."""
+
+MAX_SUBGROUPS = 16
+"""The most values of a subgroup column."""
+
+SCORE_EDGES = tuple(1 / (1 + exp(-x / 4)) for x in range(-31, 32))
+"""The edges of the bins of scores: probabilities whose logits are a quarter apart, from -7.75 to 7.75. Bins of equal
+width would put most scores of a confident model into two of them."""
+
+SCORE_BINS = len(SCORE_EDGES) + 1
 
 ROUNDING = 1e-3
 """Relative error of a sum of three digits, and more."""
@@ -75,6 +88,53 @@ class ClassCounts(Message):
             **({"macro_f1": fmean(f1)} if f1 else {}),
             "calibration_error": sum(gaps) / self.total,
         }
+
+
+ByPrediction = Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_MATRIX)]
+ByScore = Annotated[tuple[Count, ...], Field(min_length=SCORE_BINS, max_length=SCORE_BINS)]
+
+
+class ScoreCounts(Message):
+    """Counts of the scored labels of one group of examples, of which all figures of a classifier follow."""
+
+    confusion: Annotated[tuple[ByPrediction, ...], Field(min_length=2, max_length=MAX_MATRIX)]
+    """[true class][predicted class]."""
+    positives: Annotated[tuple[ByScore, ...], Field(min_length=2, max_length=MAX_MATRIX)]
+    """[class][bin]: the labels of the class, by the probability that the model gives the class."""
+    negatives: Annotated[tuple[ByScore, ...], Field(min_length=2, max_length=MAX_MATRIX)]
+    """[class][bin]: all other labels, likewise."""
+
+    @model_validator(mode="after")
+    def _are_of_the_same_labels(self) -> Self:
+        of_class = [sum(row) for row in self.confusion]
+        if {len(row) for row in (*self.confusion, self.positives, self.negatives)} != {len(of_class)}:
+            raise ValueError("the confusion matrix and the histograms are of different numbers of classes")
+        others = [sum(of_class) - labels for labels in of_class]
+        if [*map(sum, self.positives)] != of_class or [*map(sum, self.negatives)] != others:
+            raise ValueError("the histograms and the confusion matrix are of different labels")
+        return self
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The number of labels of each class."""
+        return tuple(map(sum, self.confusion))
+
+
+SubgroupCounts = Annotated[dict[Label, ScoreCounts], Field(max_length=MAX_SUBGROUPS + 1)]
+"""Counts by the value of a subgroup column; of a run without one, all under `ALL`."""
+
+ALL, OTHER = "all", "other"
+"""The names of all examples, and of those whose value of the subgroup column the site's settings do not name."""
+
+
+def sum_of(counts: Sequence[ScoreCounts]) -> ScoreCounts:
+    """Return the sum of counts of the same classes."""
+
+    def added(name: str) -> tuple[tuple[int, ...], ...]:
+        rows = zip(*(getattr(each, name) for each in counts), strict=True)
+        return tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows)
+
+    return ScoreCounts.model_construct(None, **{name: added(name) for name in ScoreCounts.model_fields})
 
 
 def can_pool(counts: Sequence[ClassCounts | None]) -> bool:

@@ -17,7 +17,7 @@ from pydantic import (
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
-from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
+from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.secure_sums import SecureSums
@@ -139,6 +139,18 @@ class Evaluation(Value):
         default=(),
         max_length=MAX_CLASSES,
         description='classes of the model that macro F1 leaves out, such as ["O"] for tokens of no entity',
+    )
+
+    subgroups: Label | None = Field(
+        default=None,
+        description="column of the sites' data sets, such as sex: figures of a classifier also for each of its "
+        "values that a site's settings name",
+        exclude_if=lambda column: column is None,
+    )
+    specificity: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
+        default=(0.9,),
+        max_length=4,
+        description="specificities at which the sensitivity to each class is reported",
     )
 
     @model_validator(mode="after")
@@ -617,6 +629,7 @@ class Measurement(Message):
     examples: int
     metrics: dict[str, float]
     class_counts: ClassCounts | None = None
+    subgroup_counts: SubgroupCounts = {}
     download_bytes: int = 0
 
     @property

@@ -28,7 +28,7 @@ from pydantic import (
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
-from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
+from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
 from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
@@ -416,6 +416,8 @@ class Task(Message):
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
     ignore: tuple[ClassName, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The classes that the macro F1 of an evaluation leaves out."""
+    subgroups: Label | None = Field(default=None, exclude_if=lambda column: column is None)
+    """The column by whose values an evaluation counts."""
     training: Training
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
@@ -533,7 +535,9 @@ class EvaluationResult(Message):
     metrics: Evaluated
     """With the number of scored labels where it is not that of the examples, as `labels`."""
     class_counts: ClassCounts | None = None
-    """Of a site that permits them, on its held-out examples."""
+    """Of a site that permits them."""
+    subgroup_counts: SubgroupCounts = {}
+    """Likewise, by the value of the run's subgroup column."""
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None
@@ -551,6 +555,10 @@ class EvaluationResult(Message):
         scored = self.metrics.get(SCORED_LABELS, self.examples)
         if self.class_counts and self.class_counts.total != scored:
             raise ValueError(f"class_counts has {self.class_counts.total} labels, of {scored:g} that were scored")
+        if len(sizes := {len(each.labels) for each in self.subgroup_counts.values()}) > 1:
+            raise ValueError(f"subgroup_counts are of different numbers of classes: {sorted(sizes)}")
+        if sum(sum(each.labels) for each in self.subgroup_counts.values()) > scored:
+            raise ValueError(f"subgroup_counts has more labels than the {scored:g} that were scored")
         return self
 
 

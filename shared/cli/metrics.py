@@ -31,9 +31,8 @@ def metrics(
     """Write all metrics of a run, one value per row; to stdout as comma-separated values by default."""
     client = client_of(ctx)
     found = find_run(client, run)
-    rows = list(
-        rows_of(found, client.rounds(found.id), client.versions(found.id), client.measurements(found.id), reach or ())
-    )
+    measurements = client.measurements(found.id, counts=True)
+    rows = list(rows_of(found, client.rounds(found.id), client.versions(found.id), measurements, reach or ()))
     written = _write(found, rows, csv, parquet, mlflow, experiment)
     if as_json:
         output.print_json({"run": found.id, **(written or {"rows": [row._asdict() for row in rows]})})

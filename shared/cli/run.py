@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tessera.shared import units
-from tessera.shared.api.runs import Coverage, Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
+from tessera.shared.api.runs import Coverage, Measurement, Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
 from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import RunNamed, client_of, connect
 from tessera.shared.cli.metrics import metrics
@@ -25,6 +25,7 @@ from tessera.shared.client.previews import preview_notes, previewed
 from tessera.shared.client.round_outcomes import RoundOutcome, follow, outcomes
 from tessera.shared.client.run_file import installed_method, live_changes, read_spec
 from tessera.shared.client.run_versions import described, export_version, new_run, parse_version
+from tessera.shared.metrics.classification import FigureTables, GroupFigures, group_figures
 from tessera.shared.metrics.comparison import (
     BestVersion,
     History,
@@ -35,11 +36,18 @@ from tessera.shared.metrics.comparison import (
     setting_text,
 )
 from tessera.shared.metrics.site_spread import PERSONAL, name_over_sites, spreads
+from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Invalid, validated
 from tessera.shared.schema import DEFAULT_STUDY, Label, RunState
 from tessera.shared.terminal import output
 from tessera.shared.terminal.failures import MAX_SHOWN, print_failures
-from tessera.shared.terminal.metric_tables import epsilon_table, number_table, score_table, spread_table
+from tessera.shared.terminal.metric_tables import (
+    epsilon_table,
+    figure_tables,
+    number_table,
+    score_table,
+    spread_table,
+)
 from tessera.shared.terminal.output import AsJson, Reach
 from tessera.shared.terminal.watch import watch_as_json, watch_as_text
 from tessera.shared.updates.model_folder import ModelFolder
@@ -260,18 +268,20 @@ def show(
     best = best_version(measurements)
     covered = list(client.coverage(found.id))
     converged = History.of(found, rounds, measurements).convergence(reach or ())
+    figures = _figures(client, found, measurements)
     if as_json:
         sites = {
             number: {name: asdict(spread) for name, spread in names.items()} for number, names in at_sites.items()
         }
         listed = [outcome.as_json() for outcome in ended]
         shown = {"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best}
-        output.print_json({**shown, "convergence": converged, "coverage": covered})
+        told = [one.as_json() for one in figures]
+        output.print_json({**shown, "convergence": converged, "coverage": covered, "figures": told})
         return
     console = output.out()
     warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))
     facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
-    facts += converged.facts() if converged else ()
+    facts += converged.facts() if converged and found.spec.rounds else ()
     console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *_held(rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)
     tables = [_round_table(ended, best, main_score(measurements))]
@@ -280,6 +290,9 @@ def show(
         tables.append(output.table(("left out", "examples", "rounds in a row", "because"), rows, right=("examples",)))
     if at_sites:
         tables.append(spread_table(at_sites))
+    column = found.spec.evaluation.subgroups if found.spec.evaluation else None
+    if figures and (listed_figures := FigureTables.of(figures, column, _class_names(client, found))):
+        tables += figure_tables(listed_figures)
     if (spent := epsilon_table(rounds, found.spec.privacy)).row_count:
         tables.append(spent)
     if numbers:
@@ -290,6 +303,19 @@ def show(
         console.print()
         console.print(table)
     print_failures(console, rounds)
+
+
+def _figures(client: Client, run: Run, measurements: Sequence[Measurement]) -> list[GroupFigures]:
+    """Return the figures of the latest version whose sites sent counts of their predictions."""
+    latest = max((one.version for one in measurements if one.class_counts), default=None)
+    if latest is None or run.spec.evaluation is None:
+        return []
+    counted = [one for one in client.measurements(run.id, latest, counts=True) if one.version == latest]
+    return list(group_figures(counted, run.spec.evaluation.specificity))
+
+
+def _class_names(client: Client, run: Run) -> list[str]:
+    return class_names(client.model(run.spec.model))
 
 
 def _warn_between_rounds(client: Client, run: Run, rounds: Iterable[Round]) -> None:

@@ -220,9 +220,11 @@ class Client:
                     yield
             yield
 
-    def measurements(self, run_id: str, since: int = 0) -> Iterator[Measurement]:
-        """Yield the central and sites' metrics of every version from the number `since` on."""
-        return self._pages(f"{_run_path(run_id)}/metrics", Measurement, since=since)
+    def measurements(self, run_id: str, since: int = 0, *, counts: bool = False) -> Iterator[Measurement]:
+        """Yield the central and sites' metrics of every version from the number `since` on, with `counts` also the
+        counts by subgroup."""
+        asked: dict[str, int | str] = {"since": since, **({"counts": "true"} if counts else {})}
+        return self._pages(f"{_run_path(run_id)}/metrics", Measurement, **asked)
 
     def reports(self, run_id: str) -> list[SiteReport]:
         """Return the report of each site to a run without rounds, with the state of its task."""

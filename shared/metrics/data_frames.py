@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from tessera.shared.metrics.classification import Figure, GroupFigures
 from tessera.shared.metrics.comparison import RunComparison
 from tessera.shared.metrics.rows import MetricRow
 
@@ -17,6 +18,20 @@ def rounds_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def metrics_table(rows: Iterable[MetricRow]) -> pd.DataFrame:
     """Return all metrics in long form: one value a row."""
     return pd.DataFrame(rows, columns=MetricRow._fields)
+
+
+def figures_table(found: Iterable[GroupFigures]) -> pd.DataFrame:
+    """Return a row for each figure of a classifier. Figures of all classes together have no class."""
+    rows = [
+        (one.version, one.site, one.subgroup, k, name, *figure)
+        for one in found
+        for k, figures in [
+            (None, one.found.figures),
+            *((k, each.figures) for k, each in enumerate(one.found.classes)),
+        ]
+        for name, figure in figures.items()
+    ]
+    return pd.DataFrame(rows, columns=["version", "site", "subgroup", "class", "figure", *Figure._fields])
 
 
 def comparison_table(found: RunComparison) -> pd.DataFrame:

@@ -105,4 +105,5 @@ def _name(row: MetricRow) -> str:
     """`accuracy` of the central data set is `central/accuracy`, that of a site `sites/accuracy/north/w1`."""
     kind = row.stage if row.round is None else "round" if row.worker is None else "train"
     whose = [row.site or "", row.worker or ""] if kind in ("sites", "train") else []
+    whose += [row.site] if kind == "figures" and row.site else []
     return _FORBIDDEN.sub("_", "/".join([kind, _OF_PATHS.sub("_", row.metric), *whose]))[:MAX_NAME_LENGTH]

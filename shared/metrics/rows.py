@@ -6,9 +6,11 @@ from dataclasses import asdict
 from functools import cache
 from typing import NamedTuple, TextIO
 
-from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.class_counts import ALL
+from tessera.shared.api.runs import Evaluation, Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
+from tessera.shared.metrics.classification import flat, group_figures
 from tessera.shared.metrics.comparison import History
 from tessera.shared.metrics.convergence import Clock
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
@@ -21,8 +23,8 @@ class MetricRow(NamedTuple):
     """One value. Fields that do not apply to it are None.
 
     `stage` is the kind of the row: the plan's stage for results of workers and rounds, `central` and `sites` for
-    evaluations, `fairness` for statistics over sites (`worst` names its site), and `version` for the method's
-    metrics.
+    evaluations, `figures` for those that follow from counts, `fairness` for statistics over sites (`worst` names its
+    site), and `version` for the method's metrics.
     `convergence` are rounds, time and bytes until scores, and jitter.
     """
 
@@ -59,6 +61,8 @@ def rows_of(
         yield from _round(run, round_, evaluated[round_.number, round_.attempt], chosen)
     for one in found:
         yield from _measured(run, one)
+    if evaluation := run.spec.evaluation:
+        yield from _figures(run, evaluation, found)
     for number, by_name in spreads(found).items():
         yield from _fairness(run, number, by_name)
     for version in versions:
@@ -102,6 +106,14 @@ def _measured(run: Run, one: Measurement) -> Iterator[MetricRow]:
     cost = {"examples": float(one.examples), "download_bytes": float(one.download_bytes)}
     for name, value in {**one.metrics, **cost}.items():
         yield MetricRow(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
+
+
+def _figures(run: Run, evaluation: Evaluation, found: Sequence[Measurement]) -> Iterator[MetricRow]:
+    for one in group_figures(found, evaluation.specificity, quick=True):
+        subgroup = "" if one.subgroup == ALL else f"{evaluation.subgroups}/{one.subgroup}/"
+        for name, value in flat(one.found):
+            where = (run.id, one.version, None, None, "figures", run.spec.dataset, one.site, None)
+            yield MetricRow(*where, subgroup + name, value)
 
 
 def _fairness(run: Run, version: int, by_name: Mapping[str, Spread]) -> Iterator[MetricRow]:

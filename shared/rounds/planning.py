@@ -517,6 +517,7 @@ def task_of(
         dataset=dataset_of(spec, kind, held_out=held_out),
         held_out=held_out,
         ignore=spec.evaluation.ignore if spec.evaluation and kind == "evaluate" else (),
+        subgroups=spec.evaluation.subgroups if spec.evaluation and kind == "evaluate" else None,
         training=spec.training,
         privacy=spec.privacy,
         client_privacy=spec.shared_client_privacy or spec.client_privacy,

@@ -1,11 +1,12 @@
 """Tables of a run's metrics: over sites, of its method, of outliers, and of privacy spent."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.table import Table
 
 from tessera.shared.api.runs import Round
 from tessera.shared.api.versions import Version
+from tessera.shared.metrics.classification import FigureTables
 from tessera.shared.metrics.site_spread import Spread, headlines
 from tessera.shared.rounds.outliers import ABSENT, COSINE, DISTANCE, LEFT_OUT, NORM
 from tessera.shared.run_settings import Privacy, with_meaning
@@ -15,6 +16,8 @@ from tessera.shared.terminal import output
 SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "where", "deviation", "worst tenth")
 SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")
 EPSILON_COLUMNS = ("worker", "epsilon", "delta", "unit", "round")
+MAX_SHOWN_CLASSES = 10
+"""The most classes whose confusion matrix a terminal shows."""
 NUMBER_COLUMNS = ("version", "number", "value")
 
 
@@ -72,6 +75,16 @@ def score_table(rounds: Iterable[Round]) -> Table:
     if any(None in row for row in rows):
         table.caption, table.caption_justify = ABSENT, "left"
     return table
+
+
+def figure_tables(found: FigureTables) -> Iterator[Table]:
+    """Yield the tables of a version's figures: by class, by subgroup and site, and its confusion matrix."""
+    for titles, *rows in (found.classes, found.parts):
+        columns = [str(title).replace("_", " ") for title in titles]
+        yield output.table(columns, rows, right=columns[1:])
+    if len(found.names) <= MAX_SHOWN_CLASSES:
+        matrix = [(name, *row) for name, row in zip(found.names, found.confusion, strict=True)]
+        yield output.table(("true class, predicted", *found.names), matrix, right=found.names)
 
 
 def _score(value: float | None) -> str | None:

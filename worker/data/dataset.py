@@ -18,7 +18,7 @@ from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema, TensorSch
 from tessera.shared.schema import Value
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset_info import DatasetInfo, Pixels
-from tessera.worker.data.groups import Groups, UngroupedExamples, is_unnamed
+from tessera.worker.data.groups import Groups, Subgroups, UngroupedExamples, is_unnamed
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.normalization import PixelNormalization
 from tessera.worker.data.prepared import PreparedFolder
@@ -192,7 +192,8 @@ class Dataset:
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
     examples too (texts are padded to the longest), or digests, uint8 [examples, bytes]. Examples with equal `groups`
-    are held out together, and those whose group is missing one by one. `padding` pads texts to their maximal length.
+    are held out together, and those whose group is missing one by one. `subgroups` have a place for each example.
+    `padding` pads texts to their maximal length.
     `texts` are still to be converted to tensors. `report` is for people at the site. `schema` is sent to the
     coordinator, so it must not depend on the examples.
 
@@ -207,6 +208,7 @@ class Dataset:
     sources: Sequence[bytes] | NDArray[np.uint8] | None = None
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
+    subgroups: Mapping[str, Subgroups] = field(default_factory=dict)
     texts: RawTexts | None = None
     report: LoadReport = field(default_factory=LoadReport)
     schema: DatasetSchema = field(default_factory=DatasetSchema)
@@ -236,7 +238,9 @@ class Dataset:
             raise DataError(f"domain: {domains.dtype} {list(domains.shape)} is not one integer for each example")
         if twice := sorted(self.inputs.keys() & self.common.keys()):
             raise DataError(f"{', '.join(twice)}: given both for each example and as common to all")
-        for what, given in (("sources", self.sources), ("groups", self.groups), ("sides", self.sides)):
+        columns = ((f"subgroups: {name}", column.places) for name, column in self.subgroups.items())
+        given_each = (("sources", self.sources), ("groups", self.groups), ("sides", self.sides), *columns)
+        for what, given in given_each:
             if given is not None and len(given) != self.examples:
                 raise DataError(f"{what}: there are {len(given)} for {self.examples} examples; give one for each")
 
@@ -357,6 +361,7 @@ class Dataset:
             padding=self.padding,
             groups=_chosen(self.groups, index),
             sides=_chosen(self.sides, index),
+            subgroups={name: column.rows(index) for name, column in self.subgroups.items()},
             texts=self.texts and self.texts.rows(index),
             report=self.report,
             schema=self.schema,

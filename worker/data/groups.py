@@ -1,18 +1,23 @@
-"""The groups of a data set's examples, such as those of one patient, and the members that a step uses of each."""
+"""The groups of a data set's examples, such as those of one patient, the members that a step uses of each, and the
+subgroups by which figures are counted."""
 
 import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
+from tessera.shared.api.class_counts import ALL, MAX_SUBGROUPS, OTHER
 from tessera.shared.near_names import composed
+from tessera.shared.schema import Label
 from tessera.shared.tensors.hashing import derive_seed
 
 UNNAMED = frozenset({b"", b"nan", b"none", b"null", b"na", b"n/a", b"<na>", b"nat", b"\\n"})
@@ -92,6 +97,51 @@ def person_of(pattern: str, path: str) -> bytes:
     """Return the match of a pattern's group in an image's path; empty if the pattern does not match."""
     found = re.search(pattern, composed(path))
     return group_name(found[1] or "") if found else b""
+
+
+def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    if len({*values, ALL, OTHER}) < len(values) + 2:
+        raise ValueError(f"name each value once, and none {ALL!r} or {OTHER!r}")
+    return values
+
+
+SubgroupValues = Annotated[
+    tuple[Label, ...], Field(min_length=1, max_length=MAX_SUBGROUPS), AfterValidator(_distinct)
+]
+SUBGROUPS = (
+    "columns by whose values figures may be counted, each with its values, as in {sex = ['F', 'M']}; every other "
+    "value counts as 'other'"
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Subgroups:
+    """The values of one column, by which figures may be counted."""
+
+    names: tuple[str, ...]
+    """The values that the site's settings name, and `OTHER`."""
+    places: Tensor
+    """The place of each example's value among the names, int64 [examples]."""
+
+    @classmethod
+    def of(cls, values: tuple[str, ...], cells: Iterable[object]) -> "Subgroups":
+        number = {value: place for place, value in enumerate(values)}
+        places = [number.get(str(cell).strip(), len(values)) for cell in cells]
+        return cls((*values, OTHER), torch.tensor(places))
+
+    def rows(self, index: Tensor) -> "Subgroups":
+        """Return the values of the examples at these places."""
+        return replace(self, places=self.places[index])
+
+
+def numbered_subjects(groups: Iterable[bytes]) -> tuple[NDArray[np.int64], list[bytes | int]]:
+    """Return the number of each example's subject, int64 [examples], and each subject's name: the examples' group, or
+    the place of an example whose group is missing, which is a subject of its own."""
+    numbers: dict[bytes | int, int] = {}
+    found = [
+        numbers.setdefault(place if is_unnamed(name) else name, len(numbers)) for place, name in enumerate(groups)
+    ]
+    return np.array(found, np.int64), list(numbers)
 
 
 class UngroupedExamples(ValueError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tessera.shared.schema import DEFAULT_STUDY, MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
-from tessera.worker.governance.run_history import TaskStatement
+from tessera.worker.governance.run_history import OF_EVALUATIONS, TaskStatement
 from tessera.worker.state.database import StateDatabase, StateError
 
 REASON_CHARACTERS = 200
@@ -240,7 +240,8 @@ def terms_digest(snapshot: TaskStatement, kind: TaskKind | None = None) -> str:
     """Return the digest that an approval covers: the run's terms, its data set and its kind of task."""
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Only evaluations state it: a run that trains and measures is approved once.
-    terms.pop("ignore", None)
+    for name in OF_EVALUATIONS:
+        terms.pop(name, None)
     if terms.get("study") == DEFAULT_STUDY:
         # Approvals without it are of runs of this study.
         del terms["study"]

@@ -124,7 +124,8 @@ def _figures(detail: Mapping[str, JsonValue]) -> str:
     if not isinstance(figures, dict):
         return ""
     said = [f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float)]
-    return ", ".join([*said, *(["counts by class"] if detail.get("class_counts") else [])])
+    counts = {"class_counts": "counts by class", "subgroup_counts": "a confusion matrix and binned scores"}
+    return ", ".join([*said, *(words for name, words in counts.items() if detail.get(name))])
 
 
 def _whole(value: JsonValue) -> int | None:

@@ -150,8 +150,12 @@ def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str
     if task.kind == "train" and (probes := probe_examples(task.method)):
         least = max(probes, policy.min_evaluation_examples if policy else 0)
         yield f"Each round the method also measures the model on the first {least} examples."
-    if policy and policy.send_class_counts and (task.held_out or task.kind == "train"):
-        yield "With figures of held-out examples, their numbers of labels, predictions and hits by class leave."
+    if policy and policy.send_class_counts:
+        by = f", also by the values of `{task.subgroups}` that the settings name," if task.subgroups else ""
+        yield (
+            f"With figures, counts by class{by} leave: predictions by true class, and binned scores. The evaluation "
+            f"is without classes and subgroups of fewer than {policy.min_subjects} subjects."
+        )
 
 
 def _kept(task: Task, model: Model, policy: Policy | None) -> Iterator[str]:
@@ -339,7 +343,10 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         else "Figures leave exact, but rounded in private runs, in secure sums and on data sets with a budget."
     )
     if policy.send_class_counts:
-        yield "With exact figures, counts by class leave: labels, predictions and hits."
+        yield (
+            "With exact figures, counts by class and subgroup leave: predictions by true class, and binned scores. "
+            f"The evaluation is without classes and subgroups of fewer than {policy.min_subjects} subjects."
+        )
     yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
     when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"
     most = f", {policy.max_minutes_per_day:g} minutes a day at most" if policy.max_minutes_per_day else ""

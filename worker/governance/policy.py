@@ -333,8 +333,9 @@ class Policy(Value):
         default=LEAST_SUBJECTS,
         ge=LEAST_SUBJECTS,
         le=MAX_NUMBER_OF_SUBJECTS,
-        description="fewest subjects (groups, or examples without one) of a count in a description; fewer are sent "
-        "as none",
+        description="fewest subjects (groups, or examples without one) of a count in a description, where fewer are "
+        "sent as none, and of a class, or a class in a subgroup, in an evaluation with `send_class_counts`, which is "
+        "without the others",
     )
     count_step: int = Field(
         default=LEAST_STEP,
@@ -358,9 +359,8 @@ class Policy(Value):
     )
     send_class_counts: bool = Field(
         default=False,
-        description="whether counts leave with an evaluation on held-out examples: of each class the labels, "
-        "predictions and hits, and of each bin of confidence the predictions, hits and sum of confidences; never "
-        "under privacy",
+        description="whether counts leave with an evaluation: of each class and each bin of confidence, the "
+        "confusion matrix and binned scores, also by the subgroups that a run names; never under privacy",
     )
     max_model_bytes: Bytes = Field(
         default_factory=lambda: available_bytes() // 2,

@@ -34,11 +34,15 @@ run gets at most four times the updates that its rounds and attempts allow."""
 
 TERMS = (
     "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", *MERGING,
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
+    *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
-send the update that earlier ones hid, or have it opened by other helpers. Without `ignore`, which only evaluations
-state, two measurements of a version could differ by a class, and so show its score."""
+send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which
+only evaluations state, two measurements of a version could differ by a class, and so show its score."""
+
+OF_EVALUATIONS = ("ignore", "subgroups")
+"""Terms that only evaluations state."""
 
 LIVE_TERMS = ("quorum", "deadline_seconds")
 """Rules of cohorts that may change while a run lives, as the number of rounds may."""
@@ -97,10 +101,10 @@ class TaskStatement:
 
     @classmethod
     def of(cls, task: Task) -> TaskStatement:
-        fields = {"study": task.study} | task.model_dump(mode="json", include=set(TERMS))
+        fields = {"subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
-        omitted = ({"dataset"} if central else set()) | ({"ignore"} if task.kind != "evaluate" else set())
+        omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())
         terms = {name: fields[name] for name in TERMS if name not in omitted}
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)

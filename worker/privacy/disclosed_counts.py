@@ -9,7 +9,7 @@ no difference between two tables shows it. Then each count is rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -67,17 +67,25 @@ def disclosed_counts(subjects: Array, tables: Mapping[T, CellTable], rule: Discl
     """Return the counts of each table that may leave, int64 [cells]. `subjects`, int64 [examples], is the number of
     each example's subject.
 
+    """
+    kept = kept_examples(subjects, tables.values(), rule.minimum)
+    return {name: rule.shown(table.counts(subjects, kept)) for name, table in tables.items()}
+
+
+def kept_examples(subjects: Array, tables: Collection[CellTable], minimum: int) -> Array:
+    """Return the mask of the examples without those in a cell of a table with fewer subjects, bool [examples].
+
     Leaving examples out of a table can only lower the counts of others, so the order does not matter.
     """
     kept = np.ones(len(subjects), bool)
     while True:
         before = np.count_nonzero(kept)
-        for table in tables.values():
+        for table in tables:
             counts = table.counts(subjects, kept)
-            small = (counts > 0) & (counts < rule.minimum)
+            small = (counts > 0) & (counts < minimum)
             kept[table.examples[small[table.cells]]] = False
         if np.count_nonzero(kept) == before:
-            return {name: rule.shown(table.counts(subjects, kept)) for name, table in tables.items()}
+            return kept
 
 
 def noisy_counts(

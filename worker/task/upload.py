@@ -204,7 +204,10 @@ class Egress:
         if env.history:
             env.history.add(self.run.snapshot, env.policy)
         self.run.wait_for_quantum(self.run.check)
-        counts = self.run.report.class_counts
+        counts, by_subgroup = self.run.report.class_counts, self.run.report.subgroup_counts
+        counted: dict[str, JsonValue] = {"class_counts": counts.model_dump(mode="json")} if counts else {}
+        if by_subgroup:
+            counted["subgroup_counts"] = {name: each.model_dump(mode="json") for name, each in by_subgroup.items()}
         if (privacy := env.privacy_of_figures(task)) is None:
             self.run.journal.note_exact(examples, "evaluation")
         head = self.run.journal.note(
@@ -212,7 +215,7 @@ class Egress:
             dataset=task.dataset,
             examples=examples,
             figures=_finite(metrics),
-            **({"class_counts": counts.model_dump(mode="json")} if counts else {}),
+            **counted,
             **({"epsilon": privacy.epsilon} if privacy else {}),
             ledger=self.run.journal.ledger_head(),
         )
@@ -222,6 +225,7 @@ class Egress:
             examples=examples,
             metrics=metrics,
             class_counts=counts,
+            subgroup_counts=by_subgroup,
             download_bytes=self.run.report.download_bytes,
             audit_head=head,
             progress=self.run.report.progress(),

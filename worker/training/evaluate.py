@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tessera.shared.api.class_counts import BINS, ClassCounts
+from tessera.shared.api.class_counts import (
+    BINS,
+    MAX_MATRIX,
+    SCORE_BINS,
+    SCORE_EDGES,
+    ClassCounts,
+    ScoreCounts,
+)
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.spec import Head
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.data.groups import Subgroups
 from tessera.worker.errors import NoFiniteLoss
 from tessera.worker.model.forward import IGNORED, forward
 from tessera.worker.training.batches import Batches
@@ -29,7 +37,13 @@ NO_LABELS = ": no example has a label that counts"
 class PredictionCounts:
     """Counts of predictions, which add up over batches and over ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, subgroups: Subgroups | None = None) -> None:
+        self.subgroups = subgroups
+        """The subgroups of the data set by which scores are counted; None counts no scores."""
+        self.confusion = torch.zeros(0, dtype=torch.int64)
+        """[subgroups, true class, predicted class]; of no element for more than `MAX_MATRIX` classes."""
+        self.scores = torch.zeros(0, dtype=torch.int64)
+        """[subgroups, class, is the label of another class, bin of the class's probability]."""
         self.counts = torch.zeros(3, 0, dtype=torch.int64)
         """Of each class, [3, classes]: its right predictions, its predictions and its true labels."""
         self.bins = torch.zeros(3, BINS, dtype=torch.float64)
@@ -49,12 +63,44 @@ class PredictionCounts:
         of_each = torch.stack([torch.ones_like(confidence), correct, confidence]).double()
         self.bins.index_add_(1, bins, of_each)
 
+    def add_scores(self, probabilities: Tensor, predicted: Tensor, true: Tensor, subgroup: Tensor) -> None:
+        """Count the probabilities [labels, classes] of labels whose subgroups are at these places [labels]."""
+        classes = probabilities.shape[1]
+        self._make_room(classes)
+        places = torch.arange(classes).expand_as(probabilities)
+        bins = torch.bucketize(probabilities.double(), torch.tensor(SCORE_EDGES, dtype=torch.float64), right=True)
+        self.confusion.index_put_((subgroup, true, predicted), torch.tensor(1), accumulate=True)
+        at = (subgroup[:, None].expand_as(places), places, (places != true[:, None]).long(), bins)
+        self.scores.index_put_(at, torch.tensor(1), accumulate=True)
+
+    def _make_room(self, classes: int) -> None:
+        if self.subgroups and classes <= MAX_MATRIX and not self.confusion.numel():
+            count = len(self.subgroups.names)
+            self.confusion = torch.zeros(count, classes, classes, dtype=torch.int64)
+            self.scores = torch.zeros(count, classes, 2, SCORE_BINS, dtype=torch.int64)
+
+    def by_subgroup(self) -> dict[str, ScoreCounts]:
+        """Return the counts of each subgroup with a label."""
+        found = {}
+        for name, confusion, scores in zip(
+            self.subgroups.names if self.subgroups else (),
+            self.confusion.tolist(),
+            self.scores.tolist(),
+            strict=False,
+        ):
+            if any(map(any, confusion)):
+                positives, negatives = zip(*scores, strict=True)
+                found[name] = ScoreCounts(confusion=confusion, positives=positives, negatives=negatives)
+        return found
+
     def sum_over(self, ranks: Ranks) -> None:
         """Add the counts of all ranks. Rank 0 has a row of each batch, and so knows the number of classes."""
         classes = ranks.same(lambda: self.counts.shape[1])
         if not self.counts.numel():
             self.counts = torch.zeros(3, classes, dtype=torch.int64)
         self.counts, self.bins = ranks.total(self.counts), ranks.total(self.bins)
+        self._make_room(classes)
+        self.confusion, self.scores = ranks.total(self.confusion), ranks.total(self.scores)
 
     def by_class(self, ignored: tuple[int, ...] = ()) -> ClassCounts | None:
         """Return the counts; None without any scored label. `ignored` are places that macro F1 leaves out."""
@@ -94,7 +140,8 @@ def evaluate(
     model.train(mode=False)
     scores, loss_sum, weight = scores or PredictionCounts(), 0.0, 0
     with torch.inference_mode(), texts_once(model, head, batches.dataset, ranks) as start_batch:
-        for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
+        share = ranks.share_of(batches.dataset)
+        for batch, rows in zip(replace(batches, dataset=share), share.order(batches.size), strict=False):
             check()
             start_batch()
             labels = batch[LABELS]
@@ -103,7 +150,7 @@ def evaluate(
                 ranks.take_part(model, head, batches.dataset)
                 continue
             output = forward(model, head, batch)
-            count = _count(scores, output.logits, labels, head)
+            count = _count(scores, output.logits, labels, head, rows)
             if count:
                 loss_sum += float(output.loss) * count
                 weight += count
@@ -155,9 +202,9 @@ def texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Rank
         del tower.forward
 
 
-def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head: Head) -> int:
-    """Add the predictions for the scored labels to the scores. Return the number of these labels, or of the examples
-    if there are no classes to predict."""
+def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head: Head, rows: Tensor) -> int:
+    """Add the predictions for the scored labels of the examples at the places `rows` to the scores. Return the number
+    of these labels, or of the examples if there are no classes to predict."""
     if logits is None or logits.shape[-1] < 2 or labels.is_floating_point():
         return len(labels)
     highest, predicted = logits.max(dim=-1)  # [examples] or [examples, positions]
@@ -170,6 +217,12 @@ def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head
     counts = labels != IGNORED
     true = labels[counts].cpu()
     scores.add(predicted[counts].cpu(), true, confidence[counts].cpu(), logits.shape[-1])
+    if scores.subgroups and logits.shape[-1] <= MAX_MATRIX:
+        whose = scores.subgroups.places[rows].view(-1, *[1] * (labels.ndim - 1)).expand(labels.shape)
+        shown = logits[:, :-1] if head == "causal-lm" else logits
+        scores.add_scores(
+            shown[counts].float().softmax(dim=-1).cpu(), predicted[counts].cpu(), true, whose[counts.cpu()]
+        )
     return len(true)
 
 

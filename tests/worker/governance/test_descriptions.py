@@ -215,7 +215,9 @@ def test_a_person_reads_whether_figures_are_exact_or_rounded() -> None:
         summary(task(held_out=True, kind="evaluate", plan=Plan()), MODEL, 300, policy, rounds_figures=rounds)
         for rounds in (False, True)
     )
-    assert "Figures are exact, to three digits. With figures of held-out examples, their numbers of labels" in exact
+    assert (
+        "Figures are exact, to three digits. With figures, counts by class leave: predictions by true class" in exact
+    )
     assert "rounded sums, each of which one example moves by at most one step" in rounded
     assert "a step hides no example" in rounded
     assert "by class" not in rounded

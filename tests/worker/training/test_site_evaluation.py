@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, RunPatch, Training
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.metrics.classification import group_figures
+from tessera.shared.metrics.rows import rows_of
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.spec import Prompts
 from tessera.shared.run_settings import Budget, rho_of
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Subgroups
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.errors import TrainingDiverged
 from tessera.worker.governance.departures import departures
@@ -246,7 +250,8 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it_and_s
     coordinator: LiveCoordinator, tmp_path: Path, policy: Policy, send_class_counts: bool
 ) -> None:
     is_open = policy == Policy()
-    policy = policy.model_copy(update={"send_class_counts": send_class_counts})
+    # Of ten classes, a site with so few examples has no more than a few of each.
+    policy = policy.model_copy(update={"send_class_counts": send_class_counts, "min_subjects": 1})
     data = datasets_of(settings(coordinator, tmp_path / "state").sources)
     worker = ScriptedWorker(
         coordinator.client("site", "a"),
@@ -484,3 +489,49 @@ def test_training_that_diverges_leaves_no_scale_for_the_next_round(
         runner.run(worker.take(), lambda: None, Report())
     assert run.id not in runner.executor.cache.scalers
     assert not runner.vault.load_scale(run.id)
+
+
+def of_two_classes(counts: dict[tuple[int, int], int]) -> Dataset:
+    """Images with so many examples of each class and sex."""
+    cells = [cell for cell, count in counts.items() for _ in range(count)]
+    classes, sexes = (torch.tensor(each) for each in zip(*cells, strict=True))
+    images = torch.rand(len(cells), 1, 8, 8, generator=torch.Generator().manual_seed(len(cells)))
+    columns = {"sex": Subgroups.of(("f", "m"), ["fm?"[sex] for sex in sexes.tolist()])}
+    return Dataset({"pixel_values": images, "labels": classes}, subgroups=columns)
+
+
+@pytest.mark.parametrize("hidden", [0, 9])
+def test_a_subgroup_of_few_looks_like_one_of_none(coordinator: LiveCoordinator, tmp_path: Path, hidden: int) -> None:
+    held_out = of_two_classes({(0, 0): 12, (0, 1): 15, (1, 0): 11, (1, 1): hidden, (2, 2): hidden})
+    data = replace(of_two_classes({(0, 0): 40}), held_out=held_out)
+    worker = ScriptedWorker(
+        coordinator.client("site", "a"), kinds=("evaluate",), datasets={"digits": 40}, held_out={"digits": 56}
+    )
+    audit = Audit(tmp_path, "w")
+    runner = task_runner(
+        worker.client, {"digits": data}, TrainingSetup(CPU), Vault(tmp_path / "vault"),
+        Cache(tmp_path / "cache", 1 << 24), tmp_path, policy=Policy(send_class_counts=True), audit=audit,
+    )  # fmt: skip
+    worker.enrol()
+    client = coordinator.client()
+    document, start = untrained(VIT, "image-classification", seed=0)
+    evaluation = Evaluation(sites=True, subgroups="sex", specificity=(0.5,))
+    run = start_run(client, document, start, dataset="digits", rounds=0, evaluation=evaluation)
+    runner.run(worker.take(), lambda: None, Report())
+    (found,) = client.measurements(run.id, counts=True)
+    labels = {name: counts.labels[:3] for name, counts in found.subgroup_counts.items()}
+    assert (found.examples, labels) == (38, {"f": (12, 11, 0), "m": (15, 0, 0)})
+    assert found.class_counts is not None
+    assert found.class_counts.labels[:3] == (27, 11, 0)
+    # Every figure is of these counts, to three digits.
+    (whole, *_) = group_figures([found])
+    assert found.metrics["accuracy"] == pytest.approx(whole.found.figures["accuracy"].value, abs=1e-3)
+    (left,) = departures(audit.read(), None, None)
+    assert "a confusion matrix and binned scores" in left.figures
+    # Without being asked, no list of measurements has them.
+    (plain,) = client.measurements(run.id)
+    assert plain.subgroup_counts == {}
+    until(lambda: client.run(run.id).state == "completed")
+    rows = {row.metric: row.value for row in rows_of(run, [], [], [found]) if row.stage == "figures" and not row.site}
+    assert rows["accuracy"] == whole.found.figures["accuracy"].value
+    assert {"sex/f/recall.1", "sex/f/recall.1.low", "auroc.1.error", "sensitivity_at_0.5.0"} <= rows.keys()

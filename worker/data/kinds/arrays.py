@@ -2,7 +2,8 @@
 
 The simplest format for prepared data: images as `pixel_values`, text as `input_ids` and `attention_mask`. An integer
 tensor `domain` is the origin of each example, for partitions by domain. Examples with the same value in an integer
-tensor `group`, such as those of one patient, are held out together.
+tensor `group`, such as those of one patient, are held out together. Integer tensors that `subgroups` names are
+columns by which figures may be counted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema
+from tessera.shared.schema import Label
 from tessera.worker.data.dataset import LABELS, Adapter, Dataset, Options, schema_of
+from tessera.worker.data.groups import SUBGROUPS, Subgroups, SubgroupValues
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.readers.class_labels import MAX_CLASSES
 from tessera.worker.errors import DataError
@@ -28,6 +31,7 @@ GROUP = "group"
 
 class ArraysOptions(Options):
     file: Path = Field(description="a safetensors file of the model's inputs and `labels`")
+    subgroups: dict[Label, SubgroupValues] = Field(default={}, description=SUBGROUPS)
 
 
 def arrays(options: ArraysOptions) -> Dataset:
@@ -38,6 +42,7 @@ def arrays(options: ArraysOptions) -> Dataset:
     try:
         tensors = load_file(options.file)
         domains, groups = tensors.pop(DOMAIN, None), tensors.pop(GROUP, None)
+        columns = {name: _names(name, tensors.pop(name, None)) for name in options.subgroups}
         if PIXELS in tensors:
             _require_floating_point(tensors[PIXELS])
         if LABELS in tensors and not tensors[LABELS].is_floating_point():
@@ -45,7 +50,8 @@ def arrays(options: ArraysOptions) -> Dataset:
         return Dataset(
             tensors,
             domains=domains,
-            groups=None if groups is None else _groups(groups),
+            groups=None if groups is None else [name.encode() for name in _names("group", groups)],
+            subgroups={name: Subgroups.of(options.subgroups[name], cells) for name, cells in columns.items()},
             schema=_schema(tensors),
             report=LoadReport(
                 unusable=list(_unusable(tensors)), largest_pixel=_largest(tensors[PIXELS]) if PIXELS in tensors else 0
@@ -107,10 +113,12 @@ def _schema(tensors: Mapping[str, Tensor]) -> DatasetSchema:
         return DatasetSchema()
 
 
-def _groups(groups: Tensor) -> list[bytes]:
-    if groups.ndim != 1 or groups.is_floating_point():
-        raise DataError(f"group: {groups.dtype} {list(groups.shape)} is not one integer for each example")
-    return [str(group).encode() for group in groups.tolist()]
+def _names(tensor: str, values: Tensor | None) -> list[str]:
+    if values is None:
+        raise DataError(f"subgroups: there is no tensor {tensor!r}")
+    if values.ndim != 1 or values.is_floating_point():
+        raise DataError(f"{tensor}: {values.dtype} {list(values.shape)} is not one integer for each example")
+    return list(map(str, values.tolist()))
 
 
 ADAPTER = Adapter("arrays", ArraysOptions, arrays)

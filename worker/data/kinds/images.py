@@ -10,7 +10,7 @@ processor = "/models/vit"
 import importlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -32,6 +32,7 @@ from tessera.worker.data.groups import (
     PATIENT,
     PERSON_IN_PATH,
     RepeatedName,
+    Subgroups,
     in_paths,
     is_unnamed,
     person_of,
@@ -56,7 +57,7 @@ from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 from tessera.worker.errors import DataError
 
-OF_TABLES = frozenset({"image", "label", "domain", "split", "separator"})
+OF_TABLES = frozenset({"image", "label", "domain", "split", "separator", "subgroups"})
 """The options that only a table has."""
 
 
@@ -129,6 +130,7 @@ def images(options: ImagesOptions, prepared: PreparedFolder = NOT_KEPT) -> Datas
         sources=inputs.digests,
         groups=groups,
         sides=inputs.sides,
+        subgroups={name: column.rows(places) for name, column in listed.subgroups.items()},
         report=replace(
             listed.report,
             unreadable=inputs.unreadable,
@@ -156,6 +158,7 @@ class _Listed:
     names: Sequence[str] | None
     domains: Tensor | None
     groups: Cells[bytes] | None
+    subgroups: Mapping[str, Subgroups]
     report: LoadReport
     """The findings about the folder or the table."""
 
@@ -184,6 +187,7 @@ def _in_table(options: ImagesOptions, prepared: PreparedFolder) -> _Listed:
         options.labels or table.class_names(options.label),
         table.domains(options.domain),
         table.groups(options.group),
+        table.subgroups(options.subgroups),
         LoadReport(
             ignored_files=by_suffix(ignored),
             passed_over=table.passed_over,
@@ -300,6 +304,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
         options.labels,
         domains,
         _groups_of_paths(folder, files, options.group) if options.group and not options.keyword else None,
+        {},
         LoadReport(ignored_files=others, passed_over=passed_over),
     )
 

@@ -99,6 +99,7 @@ def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
         domains=table.domains(options.domain),
         sources=_sources(options, table),
         groups=table.groups(options.group),
+        subgroups=table.subgroups(options.subgroups),
         texts=texts,
         pack=options.pack,
         report=LoadReport(
@@ -139,7 +140,7 @@ def _over_in_words(texts: RawTexts, most: int) -> Truncation:
 
 def _tokens_name(options: TextOptions, table: DataTable) -> str:
     """Return the beginning of the names of files with the texts of a table as tokens."""
-    others = {"file", "split", "separator", "tokenizer", "in_memory", "pack", "domain", "group"}
+    others = {"file", "split", "separator", "tokenizer", "in_memory", "pack", "domain", "group", "subgroups"}
     return f"tokens-{digest_of([FORMAT, table.digest, options.model_dump(mode='json', exclude=others)])}"
 
 

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from tessera.shared.near_names import absent
+from tessera.shared.schema import Label
 from tessera.worker.data.dataset import Options
+from tessera.worker.data.groups import SUBGROUPS, SubgroupValues
 from tessera.worker.data.readers.class_labels import Absent, Names
 from tessera.worker.data.readers.data_folders import foreign
 from tessera.worker.errors import DataError
@@ -43,6 +45,7 @@ class TableOptions(Options):
     )
     domain: str | None = Field(default=None, description="column: the example's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
+    subgroups: dict[Label, SubgroupValues] = Field(default={}, description=SUBGROUPS)
 
 
 def is_saved(folder: Path) -> bool:

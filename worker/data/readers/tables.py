@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tessera.shared.near_names import composed, nearest
 from tessera.worker.data.cells import ByteCells, Cells
-from tessera.worker.data.groups import RepeatedName, group_name, is_identifier, is_unnamed, repeated
+from tessera.worker.data.groups import RepeatedName, Subgroups, group_name, is_identifier, is_unnamed, repeated
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder, mapped
 from tessera.worker.data.readers.arrow_rows import ArrowRows, write_rows, written_rows
 from tessera.worker.data.readers.byte_cells import byte_cells
@@ -410,6 +410,10 @@ class DataTable:
             # A row without a group is refused now.
             pass
         return texts.mapped(group_name)
+
+    def subgroups(self, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Subgroups]:
+        """Return the columns that the option `subgroups` names, with the values that it names."""
+        return {name: Subgroups.of(values, self.cells("subgroups", name)) for name, values in wanted.items()}
 
     def without_group(self, name: str | None) -> int:
         """Return the number of rows whose group is missing."""

@@ -15,7 +15,7 @@ from tessera.shared.api.descriptions import BINS, UNKNOWN_SHARES, TableName
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset, RawTexts
-from tessera.worker.data.groups import is_unnamed
+from tessera.worker.data.groups import numbered_subjects
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.privacy.disclosed_counts import CellTable, SubjectTables
 
@@ -35,14 +35,11 @@ def subject_tables(dataset: Dataset, check: Callable[[], None] = lambda: None) -
     parts = [part for part in (dataset, dataset.held_out) if part]
     contents = [content for part in parts for content in _contents(part, check)]
     names = [name for part in parts for name in part.groups or [b""] * part.examples]
-    numbers: dict[bytes | int, int] = {}
-    subjects = np.empty(len(names), np.int64)
-    for example, name in enumerate(names):
-        subjects[example] = numbers.setdefault(example if is_unnamed(name) else name, len(numbers))
+    subjects, distinct = numbered_subjects(names)
     unknown = dataset.report.unknown_tokens
     return SubjectTables(
         subjects,
-        _digests(list(numbers), subjects, contents),
+        _digests(distinct, subjects, contents),
         dict(_tables(parts, check)),
         None if unknown is None else max(share for share in UNKNOWN_SHARES if share <= unknown),
     )

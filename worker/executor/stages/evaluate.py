@@ -4,17 +4,23 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 
-from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
+import torch
+from torch import Tensor
+
+from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, ClassCounts
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Subgroups, numbered_subjects
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.tokenize import require_apart
 from tessera.worker.executor.stages.train import loss_scaler
+from tessera.worker.governance.policy import Policy
 from tessera.worker.privacy.bounded_figures import FigureNoise, bounded_sums
+from tessera.worker.privacy.disclosed_counts import CellTable, kept_examples
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import PredictionCounts
 from tessera.worker.training.evaluate import evaluate as measure
@@ -38,8 +44,11 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     rules.policy.check_measured(measured.examples)
     require_apart(local, loaded.context, measured)
     local.records.measure()
-    report.examples = measured.examples
     ranks, rounds, privacy = local.setup.ranks, rules.rounds_figures(task), rules.privacy_of_figures(task)
+    counts = rules.policy.send_class_counts and not rounds
+    if counts and not rules.full_precision:
+        measured, counts = _countable(measured, rules.policy)
+    report.examples = measured.examples
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: local.piece_size.of_batches(task.training.batch_size, ranks.size))
     size = ranks.size if rounds else size
@@ -71,11 +80,10 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
         with autocast(task.training, local.device), once as data:
             return measure(context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored)
 
-    scores = PredictionCounts()
+    scores = PredictionCounts(_subgroups(measured, task.subgroups) if counts and not rules.full_precision else None)
     found = metrics(counted, scores)
-    # Over a central data set the scores are those of its examples already.
-    if task.held_out and rules.policy.send_class_counts and not rounds:
-        report.class_counts = _leaving(scores.by_class(ignored))
+    if counts:
+        report.class_counts, report.subgroup_counts = _leaving(scores.by_class(ignored)), scores.by_subgroup()
     if task.held_out and _personalise(local, loaded, dataset):
         own = metrics(local.check)
         found |= {PERSONAL + name: value for name, value in own.items() if name != SCORED_LABELS}
@@ -85,6 +93,36 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     report.metrics |= loaded.built.metrics
     local.check()
     return measured.examples
+
+
+def countable(measured: Dataset, least: int) -> Tensor:
+    """Return the places of the examples of the classes, and in each column of the classes within a subgroup, that
+    have `least` subjects or more.
+
+    They depend on the data set and the site's settings alone, so that no two runs differ by those left out.
+    """
+    subjects, _ = numbered_subjects(measured.groups or [b""] * measured.examples)
+    classes = torch.zeros(measured.examples, dtype=torch.int64) if measured.classes is None else measured.classes
+    columns = [(column.places, len(column.names)) for column in measured.subgroups.values()]
+    cells = [(classes * count + places).numpy() for places, count in [(torch.zeros_like(classes), 1), *columns]]
+    tables = [CellTable.of(of_each, int(of_each.max()) + 1) for of_each in cells]
+    return torch.from_numpy(kept_examples(subjects, tables, least).nonzero()[0])
+
+
+def _countable(measured: Dataset, policy: Policy) -> tuple[Dataset, bool]:
+    """Return the examples that are measured, and True if counts of them may leave. If too few may be counted, return
+    all of them, and False."""
+    places = countable(measured, policy.min_subjects)
+    if len(places) < policy.min_evaluation_examples:
+        return measured, False
+    return (measured if len(places) == measured.examples else measured.rows(places)), True
+
+
+def _subgroups(measured: Dataset, column: str | None) -> Subgroups:
+    """Return the subgroups of a column; where the run names none, one of all examples, and where the site's settings
+    do not have it, `OTHER`."""
+    everyone = Subgroups((OTHER if column else ALL,), torch.zeros(measured.examples, dtype=torch.int64))
+    return measured.subgroups.get(column or "", everyone)
 
 
 def _leaving(counts: ClassCounts | None) -> ClassCounts | None:

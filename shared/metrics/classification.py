@@ -1,0 +1,314 @@
+"""Figures of a classifier with 95 % intervals, all computed from the counts that sites send.
+
+Labels count as independent: where a patient has several, the intervals are too narrow. A class is compared with all
+others together. Scores are known up to their bin, so that the AUROC and the AUPRC are known up to the `error` of
+their figures.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera.shared.api.class_counts import ALL, SCORE_EDGES, ScoreCounts, sum_of
+from tessera.shared.api.runs import Measurement
+
+Z = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+
+DRAWS = 400
+"""Draws of the bootstrap."""
+
+MERGED = 4
+"""Bins of scores that calibration takes together: single ones have too few labels."""
+
+Array = NDArray[Any]
+
+
+class Figure(NamedTuple):
+    """A figure, with its interval if it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    error: float = 0.0
+    """The most by which the binning of scores moves the value."""
+
+    def __str__(self) -> str:
+        """Return the value, and its interval in parentheses."""
+        ends = f" ({self.low:.3f} to {self.high:.3f})" if self.low is not None else ""
+        return f"{self.value:.3f}{ends}"
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """The figures of one class against all others; those without labels to compute them from are left out."""
+
+    labels: int
+    figures: Mapping[str, Figure]
+
+
+@dataclass(frozen=True)
+class ClassifierFigures:
+    """The figures of a classifier on some labels."""
+
+    labels: int
+    figures: Mapping[str, Figure]
+    classes: tuple[ClassFigures, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    """[true class][predicted class]."""
+
+
+def share(count: float, of: float) -> Figure:
+    """Return a share with its score interval (Wilson 1927, JASA 22:209)."""
+    p, spread = count / of, Z * Z / of
+    middle, half = p + spread / 2, Z * math.sqrt(p * (1 - p) / of + spread / of / 4)
+    return Figure(p, max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
+
+
+def auroc(positives: Array, negatives: Array) -> Figure:
+    """Return the area under the ROC curve, by trapezoids over the bins: a pair of labels in one bin counts half.
+
+    The interval is method 5 of Newcombe (2006, Stat Med 25:559), which inverts the variance of Hanley and McNeil
+    (1982, Radiology 143:29) and so has a width where the area is 1 too.
+    """
+    m, n = float(positives.sum()), float(negatives.sum())
+    below = negatives.cumsum() - negatives
+    area = float((positives / m) @ ((below + negatives / 2) / n))
+
+    def deviates(at: float) -> bool:
+        more = ((m + n) / 2 - 1) * ((1 - at) / (2 - at) + at / (1 + at))
+        return abs(area - at) > Z * math.sqrt(at * (1 - at) * (1 + more) / (m * n))
+
+    low, high = _edge(area, 0.0, deviates), _edge(area, 1.0, deviates)
+    return Figure(area, low, high, float((positives / m) @ (negatives / n)) / 2)
+
+
+def _edge(near: float, far: float, deviates: Callable[[float], bool]) -> float:
+    """Return the edge, between a point inside an interval and one that may be outside of it, by bisection."""
+    for _ in range(50):
+        middle = (near + far) / 2
+        near, far = (near, middle) if deviates(middle) else (middle, far)
+    return near
+
+
+def auprc(positives: Array, negatives: Array) -> tuple[Array, Array]:
+    """Return the average precision and its error by binning, of counts [..., bins].
+
+    Ordered within each bin with the positives first, it is the largest possible; with the negatives first, the
+    smallest. The value is the middle.
+    """
+    p, n = positives[..., ::-1].astype(float), negatives[..., ::-1].astype(float)
+    hits, false = p.cumsum(-1) - p, n.cumsum(-1) - n
+    most, least = (
+        (p - others * (_harmonic(hits + others + p) - _harmonic(hits + others))).sum(-1) / p.sum(-1)
+        for others in (false, false + n)
+    )
+    return (most + least) / 2, (most - least) / 2
+
+
+def _harmonic(n: Array) -> Array:
+    """Return the harmonic numbers of whole numbers, up to the same constant, with an error below 1e-9."""
+    x = n + 16.0
+    series = np.log(x) + 1 / (2 * x) - 1 / (12 * x**2) + 1 / (120 * x**4)
+    return series - sum(1 / (n + k) for k in range(1, 17))
+
+
+def _sensitivity(positives: Array, negatives: Array, specificity: float) -> Figure:
+    """Return the sensitivity at the lowest edge of a bin at which the specificity is at least this: both are
+    attained by a threshold, in any order of scores within bins."""
+    kept = negatives.cumsum() / negatives.sum() >= specificity - 1e-12
+    edge = int(kept.argmax()) + 1
+    return share(float(positives[edge:].sum()), float(positives.sum()))
+
+
+def _calibration(positives: Array, negatives: Array) -> Figure:
+    """Return the gap between the probability that the model gives a class and the class's share, weighted over bins
+    (class-wise calibration error; Kull et al. 2019, arXiv 1910.12656). A score counts as the middle of its bin."""
+    edges = np.array([0.0, *SCORE_EDGES, 1.0])
+    labels, middle, half = positives + negatives, (edges[1:] + edges[:-1]) / 2, np.diff(edges) / 2
+    gaps = (labels * middle - positives).reshape(-1, MERGED).sum(1)
+    return Figure(float(abs(gaps).sum() / labels.sum()), error=float(labels @ half / labels.sum()))
+
+
+def _f1(confusion: Array) -> Array:
+    """Return the F1 of each class, [..., classes], of confusion matrices; nan where it neither occurs nor is
+    predicted."""
+    hits = np.diagonal(confusion, axis1=-2, axis2=-1)
+    made = confusion.sum(-1) + confusion.sum(-2)
+    f1: Array = np.divide(2 * hits, made, out=np.full(hits.shape, np.nan), where=made > 0)
+    return f1
+
+
+def _interval(value: float, draws: Array, error: float = 0.0) -> Figure:
+    """Return a figure with the percentiles of its bootstrap draws (Efron 1979, Ann Stat 7:1), if there are any."""
+    drawn = draws[~np.isnan(draws)]
+    low, high = map(float, np.percentile(drawn, [2.5, 97.5])) if len(drawn) else (None, None)
+    return Figure(value, low, high, error)
+
+
+def figures_of(
+    counts: ScoreCounts, ignored: Collection[int] = (), specificity: Sequence[float] = (), draws: int = DRAWS
+) -> ClassifierFigures:
+    """Return the figures of counts. Macro F1 leaves out the classes at the places `ignored`. Without `draws`, F1 and
+    AUPRC have no intervals, which take most of the time."""
+    confusion = np.array(counts.confusion, dtype=np.int64)  # [true class, predicted class]
+    of_class, total = confusion.sum(1), int(confusion.sum())
+    if not total:
+        return ClassifierFigures(0, {}, tuple(ClassFigures(0, {}) for _ in of_class), counts.confusion)
+    # A fixed seed: the same counts have the same intervals everywhere.
+    random = np.random.default_rng(0)
+    drawn = random.multinomial(total, confusion.flatten() / total, draws).reshape(draws, *confusion.shape)
+    f1, f1_drawn = _f1(confusion), _f1(drawn)
+    counted = [k for k in range(len(of_class)) if k not in ignored and not math.isnan(f1[k])]
+    overall = {"accuracy": share(int(confusion.trace()), total)}
+    if counted:
+        # In a draw without one of these classes, the others count.
+        there = ~np.isnan(f1_drawn[:, counted])
+        means = np.nansum(f1_drawn[:, counted], axis=1) / np.maximum(there.sum(axis=1), 1)
+        overall["macro_f1"] = _interval(float(f1[counted].mean()), means)
+    classes = [
+        ClassFigures(labels, _of_class(counts, k, confusion, (f1, f1_drawn), specificity, random))
+        for k, labels in enumerate(of_class.tolist())
+    ]
+    for name in ("auroc", "auprc"):
+        if values := [each.figures[name].value for each in classes if name in each.figures]:
+            overall[f"macro_{name}"] = Figure(fmean(values))
+    return ClassifierFigures(total, overall, tuple(classes), counts.confusion)
+
+
+def _of_class(
+    counts: ScoreCounts,
+    k: int,
+    confusion: Array,
+    f1: tuple[Array, Array],
+    specificity: Sequence[float],
+    random: np.random.Generator,
+) -> dict[str, Figure]:
+    """Return the figures of one class; `f1` has the F1 of all classes, and those of the bootstrap's draws."""
+    total, labels, made, hits = map(
+        int, (confusion.sum(), confusion[k].sum(), confusion[:, k].sum(), confusion[k, k])
+    )
+    found: dict[str, Figure] = {}
+    if made:
+        found["precision"] = share(hits, made)
+    if labels:
+        found["recall"] = share(hits, labels)
+    if labels < total:
+        found["specificity"] = share(total - labels - made + hits, total - labels)
+    if labels or made:
+        found["f1"] = _interval(float(f1[0][k]), f1[1][:, k])
+    if 0 < labels < total:
+        scores = np.array(counts.positives[k]), np.array(counts.negatives[k])
+        found |= _ranked(*scores, specificity, random, len(f1[1]))
+    return found
+
+
+def _ranked(
+    positives: Array, negatives: Array, specificity: Sequence[float], random: np.random.Generator, draws: int
+) -> dict[str, Figure]:
+    """Return the figures of a class that follow from the order of scores."""
+    m, n = int(positives.sum()), int(negatives.sum())
+    value, error = auprc(positives, negatives)
+    drawn, _ = auprc(random.multinomial(m, positives / m, draws), random.multinomial(n, negatives / n, draws))
+    return {
+        "calibration_error": _calibration(positives, negatives),
+        "auroc": auroc(positives, negatives),
+        "auprc": _interval(float(value), drawn, float(error)),
+        **{f"sensitivity_at_{level:g}": _sensitivity(positives, negatives, level) for level in specificity},
+    }
+
+
+class GroupFigures(NamedTuple):
+    """The figures of a version on the labels of one site, or of all, and of one subgroup, or of all."""
+
+    version: int
+    site: str | None
+    subgroup: str
+    found: ClassifierFigures
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as a JSON object, each with its interval and error."""
+        whole = asdict(self.found)
+        for part in (whole, *whole["classes"]):
+            part["figures"] = {name: figure._asdict() for name, figure in part["figures"].items()}
+        return {**self._asdict(), "found": whole}
+
+
+def group_figures(
+    measurements: Iterable[Measurement], specificity: Sequence[float] = (), *, quick: bool = False
+) -> Iterator[GroupFigures]:
+    """Yield the figures of each version: of all sites together and of each, over all subgroups and of each.
+
+    Sums are of the counts that were sent. Where sites have other numbers of classes, there are none of all together.
+    A central data set counts as a site of its own, and alone. `quick`: without intervals that take long.
+    """
+    found: dict[tuple[int, bool, str | None], list[Measurement]] = {}
+    for one in sorted(measurements, key=lambda one: (one.version, not one.held_out, one.site)):
+        if one.subgroup_counts:
+            for site in (None, one.site) if one.held_out else (one.site,):
+                found.setdefault((one.version, one.held_out, site), []).append(one)
+    for (version, _, site), ones in found.items():
+        groups: dict[str, list[ScoreCounts]] = {}
+        for one in ones:
+            for name, counts in one.subgroup_counts.items():
+                groups.setdefault(name, []).append(counts)
+        whole = [each for given in groups.values() for each in given]
+        if len({len(each.labels) for each in whole}) > 1:
+            continue
+        ignored = next((one.class_counts.ignored for one in ones if one.class_counts), ())
+        shown = {ALL: whole} | ({} if set(groups) == {ALL} else dict(sorted(groups.items())))
+        for name, given in shown.items():
+            of = figures_of(sum_of(given), ignored, specificity, 0 if quick else DRAWS)
+            yield GroupFigures(version, site, name, of)
+
+
+@dataclass(frozen=True)
+class FigureTables:
+    """The figures of one version as tables of text, each with a row of titles first."""
+
+    classes: Sequence[Sequence[object]]
+    parts: Sequence[Sequence[object]]
+    """All labels together, and those of each subgroup and each site."""
+    confusion: Sequence[Sequence[int]]
+    """[true class][predicted class]."""
+    names: Sequence[str]
+    """Of the classes."""
+
+    @classmethod
+    def of(cls, found: Sequence[GroupFigures], column: str | None, names: Sequence[str]) -> "FigureTables | None":
+        """Return the tables of the figures of one version, by the subgroups of a column; None if there are none."""
+        if not found:
+            return None
+        whole = found[0].found
+        numbered = [names[k] if k < len(names) else str(k) for k in range(len(whole.classes))]
+        of_classes = [{"labels": each.labels, **each.figures} for each in whole.classes]
+        parts: dict[str, Mapping[str, object]] = {}
+        for one in found:
+            where = [one.site or "", "" if one.subgroup == ALL else f"{column} {one.subgroup}"]
+            parts[", ".join(filter(None, where)) or "all"] = {"labels": one.found.labels, **one.found.figures}
+        return cls(
+            _table("class", dict(zip(numbered, of_classes, strict=True))),
+            _table("", parts),
+            whole.confusion,
+            numbered,
+        )
+
+
+def _table(corner: str, rows: Mapping[str, Mapping[str, object]]) -> list[list[object]]:
+    titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
+    return [[corner, *titles], *([name, *(cells.get(title) for title in titles)] for name, cells in rows.items())]
+
+
+def flat(found: ClassifierFigures) -> Iterator[tuple[str, float]]:
+    """Yield each figure and the ends of its interval under names such as `recall.2.low`, for tables of numbers."""
+    of_classes = [(f".{k}", each.figures) for k, each in enumerate(found.classes)]
+    for suffix, figures in [("", found.figures), *of_classes]:
+        for name, figure in figures.items():
+            yield name + suffix, figure.value
+            ends = {"low": figure.low, "high": figure.high, "error": figure.error or None}
+            yield from ((f"{name}{suffix}.{end}", value) for end, value in ends.items() if value is not None)
