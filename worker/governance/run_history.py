@@ -101,7 +101,7 @@ class TaskStatement:
 
     @classmethod
     def of(cls, task: Task) -> TaskStatement:
-        fields = {"subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
+        fields = {"study": task.study, "subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
         omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())
