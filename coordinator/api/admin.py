@@ -8,7 +8,7 @@ from sqlalchemy import Row, select
 from tessera.coordinator.alerts.status import status
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
-from tessera.coordinator.db import views
+from tessera.coordinator.db import audit, views
 from tessera.coordinator.db.tables import AuditRow, SiteRow, TokenRow
 from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
@@ -53,6 +53,13 @@ def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Curs
     """Return every change of state, oldest first, each chained to the previous one."""
     with serving.database.snapshot() as session:
         return views.page(session, select(AuditRow), (AuditRow.seq,), lambda r: views.audit_view(r[0]), limit, cursor)
+
+
+@router.get("/v1/admin/audit/names", operation_id="listAuditNames")
+def list_audit_names(serving: Serving, caller: Admin) -> dict[str, str]:
+    """Return the name behind each pseudonym of the audit. A site that has withdrawn has none."""
+    with serving.database.snapshot() as session:
+        return audit.names_of(session)
 
 
 @router.get("/v1/admin/status", operation_id="getStatus")

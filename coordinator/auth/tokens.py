@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.studies import join
-from tessera.coordinator.db.tables import SiteRow, TokenRow, find, new_id
+from tessera.coordinator.db.tables import AuditKeyRow, SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
@@ -40,11 +40,15 @@ def principal_for_token(session: Session, now: float, token_id: str) -> Principa
 
 
 # Every request asks: built once, and without rows for the session.
-_TOKEN, _SITE = TokenRow.__table__.c, SiteRow.__table__.c
+_TOKEN, _SITE, _KEY = TokenRow.__table__.c, SiteRow.__table__.c, AuditKeyRow.__table__.c
 _TOKENS = select(
     *(_TOKEN.id, _TOKEN.name, _TOKEN.role, _TOKEN.site_id, _TOKEN.revoked_at, _TOKEN.expires_at, _TOKEN.uses_left),
-    *(_SITE.name.label("site"), _SITE.suspended_at),
-).select_from(TokenRow.__table__.outerjoin(SiteRow.__table__, _SITE.id == _TOKEN.site_id))
+    *(_SITE.name.label("site"), _SITE.suspended_at, _KEY.key),
+).select_from(
+    TokenRow.__table__.outerjoin(SiteRow.__table__, _SITE.id == _TOKEN.site_id).outerjoin(
+        AuditKeyRow.__table__, _KEY.name == _SITE.name
+    )
+)
 _BY_ID = _TOKENS.where(_TOKEN.id == given("id"))
 _BY_SECRET = _TOKENS.where(_TOKEN.secret_hash == given("shown"))
 _BY_PREVIOUS_SECRET = _TOKENS.where(_TOKEN.previous_hash == given("shown"), _TOKEN.previous_until > given("now"))
@@ -67,7 +71,7 @@ def _admitted(session: Session, queries: Sequence[Executable], shown: Mapping[st
         raise Unauthenticated("this enrolment token was used up", remedy=ANOTHER)
     if token.suspended_at is not None:
         raise SiteSuspended(f"site {token.site} is suspended", retry_after_seconds=SUSPENDED_SECONDS)
-    return Principal(token.id, token.name, token.role, token.site_id)
+    return Principal(token.id, token.name, token.role, token.site_id, token.key and audit.pseudonym(token.key))
 
 
 def require_free_name(session: Session, now: float, name: str) -> None:
@@ -115,7 +119,8 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
         uses_left=spec.uses,
     )
     session.add(row)
-    about: dict[str, Any] = {"name": spec.name, "role": spec.role, "site": spec.site}
+    shown = audit.pseudonym_of(session, spec.site, spec.name) if spec.site else spec.name
+    about: dict[str, Any] = {"name": shown, "role": spec.role, "site": spec.site}
     if spec.role in ("orchestrator", "viewer"):
         studies = spec.studies or (DEFAULT_STUDY,)
         join(session, "token", row.id, studies)
@@ -162,7 +167,9 @@ def rotate_token(
     if is_known(session, fresh_hash):
         raise Conflict("this secret is or was another token's", remedy="Make another.")
     row.previous_hash, row.previous_until, row.secret_hash = row.secret_hash, now + grace, fresh_hash
-    audit.record(session, now, actor, "token.rotate", row.id, name=row.name)
+    site = session.get(SiteRow, row.site_id) if row.site_id else None
+    name = audit.pseudonym_of(session, site.name, row.name) if site else row.name
+    audit.record(session, now, actor, "token.rotate", row.id, name=name)
 
 
 def is_known(session: Session, secret_hash: str) -> bool:

@@ -21,7 +21,7 @@ from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.sorting import Sorted
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.dashboard.workers import containing
-from tessera.coordinator.db import views
+from tessera.coordinator.db import audit, views
 from tessera.coordinator.db.studies import reads_all
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -245,12 +245,13 @@ def download_audit(serving: Serving, who: Signed, filters: Filtered) -> Response
 
 
 def _entries(session: Session, filters: Filters, most: int, *which: ColumnElement[bool]) -> list[AuditEntry]:
-    """Return entries under these conditions, newest first, with the names of sites in place of their ids."""
-    sites = {f"site:{row_id}": f"site:{name}" for row_id, name in session.execute(select(SiteRow.id, SiteRow.name))}
+    """Return entries under these conditions, newest first, with the names of sites in place of their pseudonyms."""
+    names = audit.names_of(session)
+    sites = {f"{role}:{alias}": f"{role}:{name}" for alias, name in names.items() for role in ("site", "enrolment")}
     query = select(AuditRow).where(*which, *filters.within(AuditRow.at)).order_by(AuditRow.seq.desc()).limit(most)
     if filters.who:
         named = [actor for actor, name in sites.items() if filters.who.lower() in name.lower()]
-        # The id of a site is not its name.
+        # The pseudonym of a site is not its name.
         other = containing(AuditRow.actor, filters.who) & AuditRow.actor.not_in(sites)
         query = query.where(AuditRow.actor.in_(named) | other)
     if filters.what:
@@ -258,7 +259,7 @@ def _entries(session: Session, filters: Filters, most: int, *which: ColumnElemen
     if filters.run:
         query = query.where(AuditRow.run_id == filters.run)
     entries = map(views.audit_view, session.scalars(query))
-    return [one.model_copy(update={"actor": sites.get(one.actor, one.actor)}) for one in entries]
+    return [named(names, one) for one in entries]
 
 
 ACTIONS = {
@@ -306,7 +307,7 @@ def _subjects(session: Session, entries: Sequence[AuditEntry]) -> dict[str, str]
     workers = select(WorkerRow.id, WORKER_NAME).join_from(WorkerRow, SiteRow).where(WorkerRow.id.in_(ids))
     names |= dict(session.execute(workers).all())
     asked = (one for one in entries if one.action.startswith("enrolment."))
-    names |= {one.subject: f"{one.detail['site']}/{one.detail['worker']}" for one in asked}
+    names |= {one.subject: str(one.detail["worker"]) for one in asked}
     of_runs = ids | {one.run for one in entries if one.run}
     for table, wanted in ((RunRow, of_runs), (SiteRow, ids), (TokenRow, ids)):
         names |= dict(session.execute(select(table.id, table.name).where(table.id.in_(wanted))).all())

@@ -535,6 +535,16 @@ class NoticeRow(Table):
     due_at: Mapped[float | None]
 
 
+class AuditKeyRow(Table):
+    """The key of the pseudonyms by which the audit names a site; erased when the site withdraws."""
+
+    __tablename__ = "audit_keys"
+
+    # A name of a site, which a run or a declined enrolment may give before there is such a site.
+    name: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[bytes]
+
+
 class AuditRow(Table):
     """Every change of state, chained: each entry's digest covers the entry before."""
 

@@ -73,6 +73,7 @@ def create_site(
     row = SiteRow(id=new_id(), name=name, created_at=now)
     session.add(row)
     join(session, "site", row.id, studies)
+    audit.reserve(session, [name])
     audit.record(session, now, actor, "site.create", row.id, name=name, studies=[*studies])
     return row
 
@@ -140,7 +141,8 @@ def enrol(
     row.declared = declaration
     row.last_seen_at = now
     # The chain is kept forever, and declarations may be long: it contains their digest.
-    audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
+    actor = f"site:{audit.pseudonym_of(session, session.get_one(SiteRow, site_id).name)}"
+    audit.record(session, now, actor, "worker.enrol", row.id, declared=row.declared_digest)
     return row.id, length
 
 

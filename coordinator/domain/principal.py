@@ -17,6 +17,8 @@ class Principal:
     name: str
     role: TokenRole
     site_id: str | None
+    pseudonym: str | None = None
+    """The audit's name of the caller's site."""
 
     @property
     def owner(self) -> str:
@@ -33,5 +35,5 @@ class Principal:
 
     @property
     def actor(self) -> str:
-        """The caller's name in the audit chain."""
-        return f"{self.role}:{self.name}"
+        """The caller's name in the audit chain: a site by its pseudonym, others by name."""
+        return f"{self.role}:{self.pseudonym or self.name}"

@@ -104,7 +104,7 @@ def approve(services: Services, caller: Principal, enrolment_id: str, approval: 
         if site is None:
             site = create_site(session, now, actor, approval.site, approval.studies)
         _end(session, now, row, "approved", site.name)
-        audit.record(session, now, actor, "enrolment.approve", row.id, **_told(row))
+        audit.record(session, now, actor, "enrolment.approve", row.id, **_told(session, row))
         _admit(session, now, actor, row, site, services.settings.liveness_seconds)
         return views.enrolment_view(row, now)
 
@@ -115,7 +115,7 @@ def decline(services: Services, caller: Principal, enrolment_id: str) -> Enrolme
         now = services.database.now()
         row = _pending(session, now, enrolment_id)
         _end(session, now, row, "declined", row.site)
-        audit.record(session, now, caller.actor, "enrolment.decline", row.id, **_told(row))
+        audit.record(session, now, caller.actor, "enrolment.decline", row.id, **_told(session, row))
         return views.enrolment_view(row, now)
 
 
@@ -201,7 +201,7 @@ def _redeem(
     if waiting:
         _end(session, now, waiting, "approved", site.name)
     row = waiting or _added(session, now, spec, site.name, address, "approved")
-    audit.record(session, now, caller.actor, "enrolment.redeem", row.id, **_told(row))
+    audit.record(session, now, caller.actor, "enrolment.redeem", row.id, **_told(session, row))
     _admit(session, now, caller.actor, row, site, liveness_seconds)
     return row
 
@@ -242,9 +242,8 @@ def _admit(
         id=new_id(), name=name, role="site", secret_hash=row.secret_hash, site_id=site.id, created_at=now
     )
     session.add(token)
-    audit.record(
-        session, now, actor, "token.issue", token.id, name=name, role="site", site=site.name, enrolment=row.id
-    )
+    about = {"name": audit.pseudonym_of(session, site.name, name), "role": "site", "site": site.name}
+    audit.record(session, now, actor, "token.issue", token.id, **about, enrolment=row.id)
 
 
 def _added(session: Session, now: float, spec: EnrolmentSpec, site: str, address: str, state: str) -> EnrolmentRow:
@@ -277,5 +276,6 @@ def _free_code(session: Session) -> str:
             return code
 
 
-def _told(row: EnrolmentRow) -> dict[str, str]:
-    return {"site": row.site, "worker": row.worker, "device": row.device, "address": row.address}
+def _told(session: Session, row: EnrolmentRow) -> dict[str, str]:
+    worker, address = (audit.pseudonym_of(session, row.site, what) for what in (row.worker, row.address))
+    return {"site": row.site, "worker": worker, "device": row.device, "address": address}

@@ -14,6 +14,12 @@ depends_on = None
 
 def upgrade() -> None:
     op.create_table(
+        "audit_keys",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("key", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_audit_keys"),
+    )
+    op.create_table(
         "audit",
         sa.Column("seq", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("at", sa.Double(), nullable=False),

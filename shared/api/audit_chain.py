@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tessera.shared.api.admin import AuditEntry
@@ -15,6 +16,26 @@ def link(previous: str, entry: dict[str, Any]) -> str:
     """Return the digest of an entry behind the entry whose digest is `previous`."""
     text = json.dumps([previous, entry], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def mapped(change: Callable[[str], str], value: Any) -> Any:
+    """Return a JSON document with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: mapped(change, each) for name, each in value.items()}
+    return [mapped(change, each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def named(names: Mapping[str, str], entry: AuditEntry) -> AuditEntry:
+    """Return an entry for people, with the names behind its pseudonyms. Only the entry itself fits into the chain."""
+    actor, detail = mapped(
+        lambda text: _PSEUDONYM.sub(lambda match: names.get(match[0], match[0]), text), [entry.actor, entry.detail]
+    )
+    return entry.model_copy(update={"actor": actor, "detail": detail})
+
+
+_PSEUDONYM = re.compile(r"site-[0-9a-f]{16}(?:/[0-9a-f]{12})?")
 
 
 def first_broken(entries: Iterable[AuditEntry]) -> int | None:

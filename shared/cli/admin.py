@@ -30,6 +30,7 @@ from tessera.shared.api.admin import (
     TokenSpec,
     WorkerView,
 )
+from tessera.shared.api.audit_chain import named
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.cli import studies
 from tessera.shared.cli.connection import checked_label, client_of, connect
@@ -133,8 +134,12 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, help="Number of entries, counted from the latest.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show the latest entries of the audit log, oldest first."""
-    found = deque(client_of(ctx).audit(), maxlen=limit)
+    """Show the latest entries of the audit log, oldest first, with the names behind the sites' pseudonyms.
+
+    With --json, entries are as the chain has them.
+    """
+    client = client_of(ctx)
+    found, names = deque(client.audit(), maxlen=limit), client.audit_names()
     rows = [
         (
             entry.seq,
@@ -144,7 +149,7 @@ def audit(
             entry.subject,
             ", ".join(f"{name} {value}" for name, value in entry.detail.items() if value is not None),
         )
-        for entry in found
+        for entry in (named(names, each) for each in found)
     ]
     columns = ("seq", "at", "actor", "action", "subject", "detail")
     output.show(list(found), output.table(columns, rows, right=("seq",)), as_json=as_json)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from tessera.shared.api.admin import (
     About,
@@ -483,6 +483,10 @@ class Client:
     def audit(self) -> Iterator[AuditEntry]:
         """Yield the audit log, oldest entry first; each entry holds the digest of the previous one."""
         return self._pages("/v1/admin/audit", AuditEntry)
+
+    def audit_names(self) -> dict[str, str]:
+        """Return the name behind each pseudonym of a site in the audit log."""
+        return self._get("/v1/admin/audit/names", RootModel[dict[str, str]]).root
 
     def status(self) -> Status:
         return self._get("/v1/admin/status", Status)
