@@ -9,7 +9,8 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.studies import is_present
 from tessera.coordinator.db.tables import SiteRow, WorkerRow
 from tessera.coordinator.operations import sites
-from tessera.shared.api.admin import Site, SiteSpec, WorkerView
+from tessera.coordinator.operations.withdrawal import withdraw
+from tessera.shared.api.admin import Site, SiteSpec, Withdrawal, WorkerView
 from tessera.shared.schema import Page
 
 router = APIRouter(prefix="/v1", tags=["sites"], route_class=BoundedRoute)
@@ -43,6 +44,13 @@ def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Accept a suspended site's tokens again."""
     return sites.set_suspended(serving, caller, site_id, suspended=False)
+
+
+@router.post("/sites/{site_id}/withdraw", operation_id="withdrawSite")
+def withdraw_site(site_id: str, serving: Serving, caller: Admin) -> Withdrawal:
+    """Revoke a site's tokens for good, cancel its tasks, and erase its updates, figures, declarations and names. The
+    versions into which its updates were merged stay."""
+    return withdraw(serving, caller, site_id)
 
 
 @router.get("/workers", operation_id="listWorkers")

@@ -42,6 +42,7 @@ from tessera.coordinator.db.tables import (
 from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import AuditEntry
+from tessera.shared.api.audit_chain import named
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.problems import Fault, Invalid
@@ -250,10 +251,10 @@ def _entries(session: Session, filters: Filters, most: int, *which: ColumnElemen
     sites = {f"{role}:{alias}": f"{role}:{name}" for alias, name in names.items() for role in ("site", "enrolment")}
     query = select(AuditRow).where(*which, *filters.within(AuditRow.at)).order_by(AuditRow.seq.desc()).limit(most)
     if filters.who:
-        named = [actor for actor, name in sites.items() if filters.who.lower() in name.lower()]
+        theirs = [actor for actor, name in sites.items() if filters.who.lower() in name.lower()]
         # The pseudonym of a site is not its name.
         other = containing(AuditRow.actor, filters.who) & AuditRow.actor.not_in(sites)
-        query = query.where(AuditRow.actor.in_(named) | other)
+        query = query.where(AuditRow.actor.in_(theirs) | other)
     if filters.what:
         query = query.where(containing(AuditRow.action, filters.what))
     if filters.run:
@@ -276,6 +277,7 @@ ACTIONS = {
     "task.fail": "could not do the task", "task.withhold": "withheld the task", "task.cancel": "cancelled the task",
     "token.issue": "issued the token", "token.revoke": "revoked the token", "token.rotate": "rotated the token",
     "site.create": "created the site", "site.suspend": "suspended the site", "site.resume": "resumed the site",
+    "site.withdraw": "withdrew the site",
     "worker.enrol": "declared its offer", "session.begin": "signed in", "session.end": "signed out",
     "enrolment.approve": "admitted the worker", "enrolment.decline": "declined the worker",
     "study.create": "created the study", "study.add": "added a member to the study",

@@ -16,7 +16,7 @@ from tessera.coordinator.alerts.failures import FAULTS
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import AdminSender, PageRoute, Signed
+from tessera.coordinator.dashboard.session import AdminSender, Fields, PageRoute, Signed
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
@@ -25,10 +25,11 @@ from tessera.coordinator.db.tables import IS_LEASED, AuditRow, RunRow, SiteRow, 
 from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS
 from tessera.coordinator.domain.eligibility import policy_of
 from tessera.coordinator.operations import sites, studies
-from tessera.shared.api.admin import Site, Token, WorkerView
+from tessera.coordinator.operations.withdrawal import withdraw
+from tessera.shared.api.admin import WITHDRAWAL, Site, Token, WorkerView
 from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
 from tessera.shared.api.token_format import hash_of, new_secret
-from tessera.shared.problems import Conflict, NotFound
+from tessera.shared.problems import Conflict, Invalid, NotFound
 from tessera.shared.rounds.outliers import ABSENT, DISTANCE, NORM
 from tessera.shared.run_settings import UnitBudget
 from tessera.shared.schema import ACCEPTED
@@ -355,10 +356,11 @@ def list_studies(request: Request, serving: Serving, who: Signed) -> Response:
     return render(request, "studies.html", who, studies=shown)
 
 
+SiteAction = Literal["suspend", "resume", "withdraw"]
+
+
 @router.get("/sites/{site_id}/{action}")
-def confirm_site(
-    site_id: str, action: Literal["suspend", "resume"], request: Request, serving: Serving, who: Signed
-) -> Response:
+def confirm_site(site_id: str, action: SiteAction, request: Request, serving: Serving, who: Signed) -> Response:
     require_role(who.principal, "admin")
     with serving.reading(who.principal) as session:
         name = find(session, SiteRow, site_id).name
@@ -367,18 +369,26 @@ def confirm_site(
         "suspend": "The coordinator refuses all tokens of the site from now on and gives its workers no task. Tasks "
         "that they hold are lost. Nothing is deleted: you can resume the site.",
         "resume": "The coordinator accepts the tokens of the site again, and gives its workers tasks.",
+        "withdraw": WITHDRAWAL,
     }[action]
     question = f"{action.capitalize()} {name}?"
     detail = f"It has {plural(workers, 'worker')}. {told}"
     return render(
         request, "confirm.html", who, question=question, detail=detail, action=f"{PREFIX}/sites/{site_id}/{action}",
-        fields={}, label=f"{action.capitalize()} the site", dangerous=action == "suspend", keep="Go back",
-        back=f"{PREFIX}/sites",
+        fields={}, label=f"{action.capitalize()} the site", dangerous=action != "resume", keep="Go back",
+        back=f"{PREFIX}/sites", typed=name if action == "withdraw" else None,
     )  # fmt: skip
 
 
 @router.post("/sites/{site_id}/{action}")
-def set_site(site_id: str, action: Literal["suspend", "resume"], serving: Serving, who: AdminSender) -> Response:
+def set_site(site_id: str, action: SiteAction, serving: Serving, who: AdminSender, fields: Fields) -> Response:
+    if action == "withdraw":
+        with serving.database.snapshot() as session:
+            name = find(session, SiteRow, site_id).name
+        if fields.get("name") != name:
+            raise Invalid("the name that you typed is not the site's", remedy=f"Type {name} to withdraw it.")
+        withdraw(serving, who.principal, site_id)
+        return RedirectResponse(f"{PREFIX}/sites", status_code=303)
     sites.set_suspended(serving, who.principal, site_id, suspended=action == "suspend")
     return RedirectResponse(f"{PREFIX}/sites", status_code=303)
 

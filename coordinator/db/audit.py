@@ -1,7 +1,7 @@
 """The audit chain: every change of state, in the transaction that makes it (invariant I15).
 
-Entries are never rewritten, so they name sites by pseudonyms under a key for each site. Whoever has the key finds the
-name; once it is erased, nobody does.
+Entries are never rewritten, so they name sites by pseudonyms under a key for each site. A reader finds the names
+through the keys; without a site's key, its pseudonym stands for no name.
 """
 
 import hmac

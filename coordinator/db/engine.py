@@ -40,6 +40,8 @@ DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
 _DAMAGED = {sqlite3.SQLITE_CORRUPT}
 _POSTGRES_DAMAGED = {"XX001", "XX002"}
 
+TRUNCATIONS, TRUNCATION_SECONDS = 50, 0.1
+"""Attempts to empty SQLite's log, which readers of the moment prevent, and the time between two."""
 CHECK_SECONDS = 60.0
 """Time after which a check of SQLite's file gives up: it reads all of it."""
 
@@ -256,6 +258,22 @@ class Database:
     def snapshot_for(self, kind: type[S]) -> S:
         """Return such a session of another class."""
         return kind(self._reading)
+
+    def vacuum(self) -> None:
+        """Rewrite an SQLite file without the bytes of rows that were deleted or changed; PostgreSQL's administrator
+        decides when to do so there."""
+        if not self.is_sqlite:
+            return
+        with self._turn(), self.engine.connect() as pooled:
+            # Outside of any transaction, which SQLAlchemy would begin.
+            connection: Any = pooled.connection.dbapi_connection
+            connection.execute("VACUUM")
+            for _ in range(TRUNCATIONS):
+                busy, *_ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                if not busy:
+                    return
+                time.sleep(TRUNCATION_SECONDS)
+        structlog.get_logger().warning("database.log_not_truncated", remedy="Restart the coordinator.")
 
     def permit_idling(self, snapshot: Session) -> None:
         """Keep a snapshot open however long its reader pauses: it blocks no writer."""

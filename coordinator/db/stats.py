@@ -67,7 +67,7 @@ def silences(session: Session, now: float) -> list[tuple[str, float]]:
     rows = session.execute(
         select(SiteRow.name, seen)
         .join(WorkerRow, WorkerRow.site_id == SiteRow.id)
-        .where(is_present(session))
+        .where(is_present(session), SiteRow.withdrawn_at.is_(None))
         .group_by(SiteRow.name)
         .order_by(seen)
         .limit(MAX_SITES)

@@ -89,6 +89,8 @@ class SiteRow(Table):
     created_at: Mapped[float]
     # From this instant on its tokens are refused and its workers are not selected.
     suspended_at: Mapped[float | None]
+    # From this instant on it has no name, token or figure here, and is never resumed.
+    withdrawn_at: Mapped[float | None]
 
 
 class StudyRow(Table):

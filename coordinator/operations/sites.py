@@ -27,6 +27,8 @@ def set_suspended(services: Services, caller: Principal, site_id: str, *, suspen
     Repeating it changes nothing. Raise NotFound."""
     with services.database.transaction() as session:
         now, row = services.database.now(), find(session, SiteRow, site_id)
+        if row.withdrawn_at is not None:
+            raise Conflict(f"site {row.name} has withdrawn, which is final", remedy="Create a site for it.")
         if suspended != (row.suspended_at is not None):
             row.suspended_at = now if suspended else None
             action = "site.suspend" if suspended else "site.resume"

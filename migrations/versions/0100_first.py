@@ -141,6 +141,7 @@ def upgrade() -> None:
         sa.Column("name", sa.String(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("suspended_at", sa.Double()),
+        sa.Column("withdrawn_at", sa.Double()),
         sa.PrimaryKeyConstraint("id", name="pk_sites"),
         sa.UniqueConstraint("name", name="uq_sites_name"),
     )

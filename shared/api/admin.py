@@ -64,6 +64,31 @@ class Site(Message):
     name: str
     created_at: datetime
     suspended_at: datetime | None = None
+    withdrawn_at: datetime | None = None
+
+
+WITHDRAWAL = (
+    "A withdrawal is final. It ends the site's tasks, refuses its tokens for good, and erases here its updates, "
+    "figures, declarations and names. It does not undo training: versions into which its updates were merged keep "
+    "their influence, and so do copies of them. Earlier backups and audit sinks keep the site's entries and names."
+)
+"""The effect of a withdrawal and its limits, for people who decide on one."""
+
+
+class InfluencedRun(Message):
+    """A run with versions into which an update of a withdrawn site was merged."""
+
+    run: str
+    name: str
+    first_version: int
+
+
+class Withdrawal(Message):
+    """A site that has withdrawn, under the name that remains of it, and the runs that still contain its influence."""
+
+    id: str
+    name: str
+    runs: list[InfluencedRun]
 
 
 class WorkerView(Message):

@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from tessera.shared import units
 from tessera.shared.api.admin import (
+    WITHDRAWAL,
     Approval,
     Enrolment,
     FailureGroup,
@@ -192,6 +193,34 @@ def resume(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
     """Accept a suspended site's tokens again."""
     client = client_of(ctx)
     _print_site(client.resume_site(find_site(client, name).id), as_json=as_json)
+
+
+@site_app.command(help=WITHDRAWAL)
+def withdraw(
+    ctx: typer.Context,
+    name: SiteName,
+    sure: Annotated[bool, typer.Option("--yes", help="Do not ask for the site's name again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    client = client_of(ctx)
+    site = find_site(client, name)
+    if not sure:
+        if not sys.stdin.isatty():
+            raise Invalid(
+                f"withdrawing {site.name} is final, and there is no terminal to confirm it", remedy="Add --yes."
+            )
+        output.note(WITHDRAWAL)
+        if typer.prompt("Type the site's name to withdraw it", err=True) != site.name:
+            raise Invalid(f"this is not the name {site.name!r}; nothing was changed", remedy="Repeat the command.")
+    done = client.withdraw_site(site.id)
+    output.show(
+        done, f"site {site.name} has withdrawn; what remains here of it is called {done.name}", as_json=as_json
+    )
+    for run in done.runs:
+        output.note(
+            f"versions {run.first_version} and later of {run.name} keep its influence. To begin before them: "
+            f"tessera run create --from {run.run} --without {done.name}"
+        )
 
 
 def _print_site(site: Site, *, as_json: bool) -> None:

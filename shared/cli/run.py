@@ -92,6 +92,14 @@ StartFrom = Annotated[
 StudyName = Annotated[
     str | None, typer.Option("--study", metavar="STUDY", help="The run's study: the same as --set study=STUDY.")
 ]
+Without = Annotated[
+    str | None,
+    typer.Option(
+        "--without",
+        metavar="SITE",
+        help="With --from: leave this site out, and start from the last version before its first merged update.",
+    ),
+]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. cohort.quorum=2.")
 ]
@@ -145,6 +153,7 @@ def create(
     model: ModelFolderIn = None,
     start_from: StartFrom = None,
     study: StudyName = None,
+    without: Without = None,
     settings: Changes = None,
     key: Annotated[
         str | None,
@@ -158,7 +167,7 @@ def create(
 ) -> None:
     """Start a run from a model folder or from a version of another run, and print its id."""
     client = client_of(ctx)
-    spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, study, settings, without, as_json=as_json)
     _warn_if_too_few(client, spec)
     run = client.create_run(spec, key=key or uuid.uuid4().hex)
     if as_json:
@@ -175,6 +184,7 @@ def preview(
     model: ModelFolderIn = None,
     start_from: StartFrom = None,
     study: StudyName = None,
+    without: Without = None,
     settings: Changes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -184,7 +194,7 @@ def preview(
     site would not.
     """
     client = client_of(ctx)
-    spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, study, settings, without, as_json=as_json)
     found = client.preview_run(spec)
     if as_json:
         output.print_json(found)
@@ -204,6 +214,7 @@ def _spec(
     start_from: str | None,
     study: str | None,
     settings: list[str] | None,
+    without: str | None = None,
     *,
     as_json: bool,
 ) -> tuple[RunSpec, str]:
@@ -215,7 +226,7 @@ def _spec(
         def progress_of(folder: ModelFolder) -> Callable[[int], None]:
             return partial(bar.advance, bar.add_task("model", total=folder.model.stored_bytes))
 
-        return new_run(client, given, model, start_from, settings, progress_of, output.note)
+        return new_run(client, given, model, start_from, settings, progress_of, output.note, without)
 
 
 @app.command("list")

@@ -37,6 +37,7 @@ from tessera.shared.api.admin import (
     StudySpec,
     Token,
     TokenSpec,
+    Withdrawal,
     WorkerView,
 )
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
@@ -441,6 +442,10 @@ class Client:
 
     def resume_site(self, site_id: str) -> Site:
         return self._post(f"/v1/sites/{site_id}/resume", None, Site)
+
+    def withdraw_site(self, site_id: str) -> Withdrawal:
+        """Withdraw a site for good: end its tasks, and erase its updates and figures."""
+        return self._post(f"/v1/sites/{site_id}/withdraw", None, Withdrawal)
 
     def workers(self) -> Iterator[WorkerView]:
         return self._pages("/v1/workers", WorkerView)

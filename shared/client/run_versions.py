@@ -11,6 +11,7 @@ from tessera.shared.client.export import export_file, export_folder
 from tessera.shared.client.lookup import find_run
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.run_file import changed, settings_of
+from tessera.shared.client.without_site import clean_start, settings_without
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.problems import Gone, Invalid, NotFound
 from tessera.shared.units import size
@@ -123,12 +124,16 @@ def new_run(
     changes: Iterable[str] = (),
     progress_of: Callable[[ModelFolder], Callable[[int], None]] = lambda _: lambda _: None,
     note: Callable[[str], None] = lambda _: None,
+    without: str | None = None,
 ) -> tuple[RunSpec, str]:
     """Return the spec of a run with a note of its start: the bytes of a model folder that were sent, or a version.
 
-    Without `given`, the settings are those of the run that `start_from` names, with `KEY=VALUE` changes. Raises
-    Invalid, and as `find_start` does.
+    Without `given`, the settings are those of the run that `start_from` names, with `KEY=VALUE` changes. The site
+    `without` takes no part, and the run starts from a version without its influence. Raises Invalid, and as
+    `find_start` does.
     """
+    if without is not None and start_from is None:
+        raise Invalid("--without is for a run that starts from another", remedy="Give --from RUN too.")
     if (model is None) == (start_from is None):
         raise Invalid(
             "a run starts either from a model folder or from a version of another run",
@@ -137,8 +142,15 @@ def new_run(
     if start_from is not None:
         run, version, best = find_start(client, start_from)
         settings = changed(settings_of(run), changes, note) if given is None else given
-        start = {"model": run.spec.model, "version": version.digest}
         words = f"the best version, {described(best)}," if best else f"version {version.number}"
+        if without is not None:
+            settings = settings_without(client, settings, without)
+            clean = clean_start(client, run, version.number, without)
+            run, (version, _) = clean.run, find_version(client, clean.run, clean.number)
+            words = f"version {version.number}, {version.digest},"
+            if clean.first:
+                words += f" before the first merged update of {without}, {clean.first.digest},"
+        start = {"model": run.spec.model, "version": version.digest}
         return RunSpec.model_validate({**settings, **start}), f"starts from {words} of {run.spec.name}"
     if given is None or model is None:
         remedy = "Give it: `tessera run create run.toml`; in Python a mapping is possible too."

@@ -111,6 +111,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/sites"): Case(422, 403, 403, 403, json={}),
     ("POST", "/v1/sites/{site_id}/suspend"): Case(READ, 403, 403, 403),
     ("POST", "/v1/sites/{site_id}/resume"): Case(READ, 403, 403, 403),
+    ("POST", "/v1/sites/{site_id}/withdraw"): Case(READ, 403, 403, 403),
     ("GET", "/v1/workers"): Case(200, 200, 200, 200),
     ("POST", "/v1/studies"): Case(422, 403, 403, 403, json={}),
     ("GET", "/v1/studies"): Case(200, 200, 200, 403),
@@ -132,6 +133,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("DELETE", "/v1/admin/tokens/{token_id}"): Case((204, 204, 404), 403, 403, 403),
     ("POST", "/v1/admin/tokens/{token_id}/rotate"): Case(422, 403, 403, 403, json={}),
     ("GET", "/v1/admin/audit"): Case(200, 403, 403, 403),
+    ("GET", "/v1/admin/audit/names"): Case(200, 403, 403, 403),
     ("GET", "/v1/admin/status"): Case(200, 200, 200, 403),
     ("GET", "/metrics"): Case(200, 200, 200, 403),
     ("GET", "/healthz/live"): everybody(204),
@@ -195,7 +197,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         secrets = {role: live.token(role) for role in ("admin", "orchestrator", "viewer")}  # type: ignore[arg-type]
         secrets["site"] = live.token("site", "a")
         spare = admin.create_site("spare")
-        one_time = TokenSpec(name="t", role="enrolment", site="spare", uses=1, expires_in_days=1)
+        admin.create_site("joining")
+        one_time = TokenSpec(name="t", role="enrolment", site="joining", uses=1, expires_in_days=1)
         secrets["enrolment"] = admin.issue_token(one_time).secret
         creator = Client(live.url, secrets["orchestrator"], verify=False)
         site = Client(live.url, secrets["site"], verify=False)

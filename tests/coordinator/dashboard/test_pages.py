@@ -496,13 +496,15 @@ def test_audit_and_failures_are_filtered_and_downloaded(coordinator: LiveCoordin
 
     every = audited()
     assert [int(row[0]) for row in every] == list(range(len(every), 0, -1))
-    assert {(row[2], row[3]) for row in audited(who="SITE:A")} == {("site:a", "worker.enrol")}
-    assert {row[3] for row in audited(who="test-site", what="task.f", run=run)} == {"task.fail"}
+    assert {(row[2], row[3]) for row in audited(who="SITE:A")} == {
+        ("site:a", action) for action in ("worker.enrol", "task.lease", "task.accept")
+    }
+    assert {row[3] for row in audited(who="site:b", what="task.f", run=run)} == {"task.fail"}
     assert audited(who="100%_") == audited(until="1970-01-02T00:00") == audited(run="none") == []
     assert audited(since="1970-01-02T00:00", until="2999-01-01T00:00") == every
-    shown = admin.see("/audit?what=task.fail&who=test")
+    shown = admin.see("/audit?what=task.fail&who=site")
     assert [row[3] for row in shown.rows[1:]] == ["could not do the task"]
-    assert "/page/audit.csv?who=test&what=task.fail&" in shown.links
+    assert "/page/audit.csv?who=site&what=task.fail&" in shown.links
     assert admin.see("/audit?who=nothing").rows == []
     for path in ("/page/audit", "/page/failures.csv"):
         assert admin.http.get(f"{path}?since=yesterday").status_code == 422

@@ -1,0 +1,169 @@
+"""Withdrawal of a site: its tasks stop, and what it sent is erased. Versions keep what was merged of it.
+
+All rows change in one transaction, and files are removed after it. Repeating the request removes those that a killed
+one left.
+"""
+
+import math
+import re
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from sqlalchemy import Text, cast, delete, exists, func, select, update
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from tessera.coordinator.db import audit, rounds, workers
+from tessera.coordinator.db.tables import (
+    AnnouncedRow,
+    AuditKeyRow,
+    BlobRow,
+    DifferenceRow,
+    EnrolmentRow,
+    IdempotencyRow,
+    NoticeRow,
+    RoundRow,
+    RunBlobRow,
+    RunRow,
+    SessionRow,
+    SiteRow,
+    TaskRow,
+    TokenRow,
+    UploadRow,
+    VersionRow,
+    WorkerRow,
+    find,
+    one_of,
+)
+from tessera.coordinator.db.transitions import cancel_tasks, move_task
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.admin import InfluencedRun, Withdrawal
+from tessera.shared.api.audit_chain import mapped
+
+ERASED: dict[str, Any] = {
+    "examples": None,
+    "metrics": {},
+    "class_counts": None,
+    "progress": {},
+    "layers": [],
+    "unmerged": [],
+    "sums": None,
+    "statement": None,
+    "problem": None,
+    "audit_head": None,
+    "instance": None,
+}
+"""The columns of a task that came from its site. The others say into which version it was merged."""
+
+AT_A_TIME = 500
+"""Digests in one statement."""
+
+UNDECLARED = {"kinds": [], "datasets": {}, "device": ""}
+
+TEXTS = (RunRow.spec, RunRow.reason, RoundRow.reason, VersionRow.warnings, TaskRow.problem)
+"""Columns with texts about sites."""
+
+
+def withdraw(services: Services, caller: Principal, site_id: str) -> Withdrawal:
+    """Withdraw a site: cancel its tasks, revoke its tokens, and erase its updates, figures, declarations and names,
+    and the key of its pseudonyms in the audit. Repeating it changes nothing. Raise NotFound."""
+    with services.database.transaction() as session:
+        now, site = services.database.now(), find(session, SiteRow, site_id)
+        theirs, uploaded = workers.workers_of(session, site_id), list[str]()
+        if site.withdrawn_at is None:
+            audit.record(session, now, caller.actor, "site.withdraw", site.id, name=site.name)
+            _stop(session, now, caller.actor, site, theirs)
+            uploaded = _erase(session, site, theirs)
+            site.withdrawn_at = now
+        left = _forgotten_blobs(session, theirs, uploaded)
+        influenced = _influenced(session, theirs)
+        name = site.name
+    services.wake_workers(theirs)
+    services.wake_conductor()
+    for digest in left:
+        services.blobs.discard(digest, math.inf)
+    services.uploads.sweep(math.inf)
+    services.database.vacuum()
+    return Withdrawal(id=site_id, name=name, runs=influenced)
+
+
+def _stop(session: Session, now: float, actor: str, site: SiteRow, theirs: list[str]) -> None:
+    """Revoke the site's tokens, cancel its open tasks, and leave its update out of each live round."""
+    site.suspended_at = site.suspended_at or now
+    tokens = list(session.scalars(select(TokenRow).where(TokenRow.site_id == site.id)))
+    for token in tokens:
+        token.revoked_at, token.previous_hash = token.revoked_at or now, None
+        token.name = f"withdrawn-{token.id[:8]}"
+    session.execute(delete(SessionRow).where(SessionRow.token_id.in_([token.id for token in tokens])))
+    own = TaskRow.worker_id.in_(theirs)
+    live = select(RoundRow).where(one_of(RoundRow.state, *LIVE_ROUND))
+    for round_ in session.scalars(live).all():
+        tasks = session.scalars(select(TaskRow).where(own, TaskRow.round_id == round_.id)).all()
+        accepted = [task for task in tasks if task.state == "accepted"]
+        # A merge in progress, and a secure sum, have the update already.
+        if (accepted and round_.state == "merging") or (tasks and round_.sum_terms):
+            rounds.abandon_round(session, now, round_, "a site of it has withdrawn")
+        else:
+            for task in accepted:
+                move_task(session, now, actor, task, "leave_out")
+    cancel_tasks(session, now, own, {})
+
+
+def _erase(session: Session, site: SiteRow, theirs: list[str]) -> list[str]:
+    """Delete or blank the rows that came from the site or name it. Return the digests of its uploads."""
+    own, alias = TaskRow.worker_id.in_(theirs), f"withdrawn-{site.id[:8]}"
+    session.execute(delete(TaskRow).where(own, TaskRow.kind == "evaluate"))
+    session.execute(update(TaskRow).where(own).values(ERASED))
+    owner = f"site:{site.id}"
+    uploads = delete(UploadRow).where(UploadRow.owner == owner).returning(UploadRow.digest)
+    uploaded = list(session.scalars(uploads))
+    answers = (IdempotencyRow.owner == owner) | _mentions(IdempotencyRow.body, site.name)
+    session.execute(delete(IdempotencyRow).where(answers))
+    session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site.id))
+    session.execute(delete(EnrolmentRow).where(EnrolmentRow.site == site.name))
+    session.execute(delete(AuditKeyRow).where(AuditKeyRow.name == site.name))
+    for worker in session.scalars(select(WorkerRow).where(WorkerRow.id.in_(theirs))):
+        worker.name, worker.declared, worker.live_values = worker.id[:8], UNDECLARED, {}
+        worker.audit_head, worker.seen_hours = None, 0
+    # A notice of a condition that is still there is written again, without the site.
+    session.execute(delete(NoticeRow).where(_mentions(NoticeRow.content, site.name)))
+    word = re.compile(rf"(?<![A-Za-z0-9._-]){re.escape(site.name)}(?![A-Za-z0-9_-]|\.[A-Za-z0-9_-])(?:/[\w.-]*\w)?")
+    for column in TEXTS:
+        for row in session.scalars(select(column.class_).where(_mentions(column, site.name))).all():
+            setattr(row, column.key, mapped(partial(word.sub, alias), getattr(row, column.key)))
+            if isinstance(row, RunRow):
+                row.changes += 1
+    site.name = alias
+    session.flush()
+    return uploaded
+
+
+def _mentions(column: InstrumentedAttribute[Any], name: str) -> Any:
+    return cast(column, Text).contains(name, autoescape=True)
+
+
+def _forgotten_blobs(session: Session, theirs: list[str], uploaded: list[str]) -> list[str]:
+    """Delete the rows of blobs that only these workers sent; return the digests of all of theirs without a row."""
+    own = TaskRow.worker_id.in_(theirs)
+    others = (TaskRow.update_digest == BlobRow.digest) & ~own
+    unused = ~exists().where(others)
+    for table in (RunBlobRow, DifferenceRow, UploadRow):
+        unused &= ~exists().where(table.digest == BlobRow.digest)
+    sent = {*uploaded, *session.scalars(select(TaskRow.update_digest).where(own, TaskRow.update_digest.is_not(None)))}
+    left = set[str]()
+    digests = iter(sorted(sent))
+    while some := list(islice(digests, AT_A_TIME)):
+        these = BlobRow.digest.in_(some)
+        session.execute(delete(BlobRow).where(these, unused).execution_options(synchronize_session=False))
+        left |= {*some} - {*session.scalars(select(BlobRow.digest).where(these))}
+    return sorted(left)
+
+
+def _influenced(session: Session, theirs: list[str]) -> list[InfluencedRun]:
+    """Return the runs into whose versions an update of these workers was merged, with the first such version."""
+    merged = (TaskRow.worker_id.in_(theirs)) & (TaskRow.state == "merged")
+    first = select(RunRow.id, RunRow.name, func.min(TaskRow.merged_in)).join(TaskRow, TaskRow.run_id == RunRow.id)
+    rows = session.execute(first.where(merged).group_by(RunRow.id, RunRow.name).order_by(RunRow.id))
+    return [InfluencedRun(run=run, name=name, first_version=number) for run, name, number in rows]
