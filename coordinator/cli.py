@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tessera.coordinator.blobs import store
     from tessera.coordinator.conductor import child_process
     from tessera.coordinator.db import engine
-    from tessera.coordinator.maintenance import backup
+    from tessera.coordinator.maintenance import backup, remerge
     from tessera.coordinator.notify import wakeup
     from tessera.shared.api import admin
     from tessera.shared.methods import registry
@@ -49,6 +49,7 @@ else:
     child_process = DeferredModule("tessera.coordinator.conductor.child_process")
     engine = DeferredModule("tessera.coordinator.db.engine")
     backup = DeferredModule("tessera.coordinator.maintenance.backup")
+    remerge = DeferredModule("tessera.coordinator.maintenance.remerge")
     wakeup = DeferredModule("tessera.coordinator.notify.wakeup")
     admin = DeferredModule("tessera.shared.api.admin")
     registry = DeferredModule("tessera.shared.methods.registry")
@@ -163,6 +164,31 @@ def gc(as_json: AsJson = False) -> None:
         f"removed {freed.blobs} blobs of {freed.bytes} bytes, {freed.updates} of them updates, "
         f"{freed.uploads} unfinished uploads and {freed.strays} stray files; retired {freed.versions} versions"
     )
+
+
+@app.command("remerge")
+def merge_again(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")],
+    without: Annotated[str | None, typer.Option(metavar="SITE", help="The site to leave out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Merge a run's rounds again from the updates that it kept (`keep_updates = "run"`), without a site.
+
+    Each update is decoded against the version that it started from. The result is a new run, paused or completed.
+    Without --without, nothing is created, and the digests are compared. Exit code 1: they differ, or merging again
+    is not possible.
+    """
+    try:
+        found = remerge.remerge(_assembled(), run, without)
+    except Problem as problem:
+        raise _exit(f"{problem.detail}. {problem.advice}", 1) from None
+    if as_json:
+        print_json(asdict(found))
+    elif found.run:
+        typer.echo(f"run {found.run}: versions {found.first} and later are merged again without {without}")
+    else:
+        typer.echo(f"{len(found.digests)} versions have {'the same' if found.same else 'other'} digests")
+    raise typer.Exit(0 if found.run or found.same else 1)
 
 
 @app.command()

@@ -265,7 +265,7 @@ def _entries(session: Session, filters: Filters, most: int, *which: ColumnElemen
 
 ACTIONS = {
     "run.create": "created the run", "run.annotate": "changed the run's tags or note", "run.pause": "paused the run",
-    "run.change": "changed the run's settings",
+    "run.change": "changed the run's settings", "run.remerge": "merged the run again",
     "run.resume": "resumed the run", "run.cancel": "cancelled the run", "run.complete": "completed the run",
     "round.open": "opened the round", "round.close": "closed the round", "round.commit": "committed the round",
     "round.abandon": "abandoned the round", "task.evaluate": "asked for an evaluation",

@@ -45,6 +45,11 @@ ANSWERS_SECONDS = 7 * 86_400.0
 UNMERGED = (TaskRow.kind == "train") & (TaskRow.state == "accepted")
 """Updates that are neither merged nor left out yet."""
 
+_KEPT = TaskRow.state.in_(("merged", "left_out")) & exists().where(
+    RunRow.id == TaskRow.run_id, RunRow.spec["keep_updates"].as_string() == "run"
+)
+"""Updates that a run keeps for merging again."""
+
 log = structlog.get_logger()
 
 
@@ -256,4 +261,4 @@ def _over(before: float) -> ColumnElement[bool]:
     of_round = (RoundRow.run_id == TaskRow.run_id) & (RoundRow.number == TaskRow.version_number + 1)
     live = exists().where(of_round, ~ended)
     opened = (TaskRow.kind == "open") & exists().where(of_round, ended) & ~live
-    return ~UNMERGED & (exists().where(RoundRow.id == TaskRow.round_id, ended) | opened)
+    return ~UNMERGED & ~_KEPT & (exists().where(RoundRow.id == TaskRow.round_id, ended) | opened)

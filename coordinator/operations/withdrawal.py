@@ -1,4 +1,4 @@
-"""Withdrawal of a site: its tasks stop, and what it sent is erased. Versions keep what was merged of it.
+"""Withdrawal of a site: its tasks stop, and its updates, figures and names are erased. Versions stay.
 
 All rows change in one transaction, and files are removed after it. Repeating the request removes those that a killed
 one left.
@@ -41,6 +41,7 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import InfluencedRun, Withdrawal
 from tessera.shared.api.audit_chain import mapped
+from tessera.shared.api.secure_sums import HELPER_KINDS
 
 ERASED: dict[str, Any] = {
     "examples": None,
@@ -114,7 +115,7 @@ def _stop(session: Session, now: float, actor: str, site: SiteRow, theirs: list[
 def _erase(session: Session, site: SiteRow, theirs: list[str]) -> list[str]:
     """Delete or blank the rows that came from the site or name it. Return the digests of its uploads."""
     own, alias = TaskRow.worker_id.in_(theirs), f"withdrawn-{site.id[:8]}"
-    session.execute(delete(TaskRow).where(own, TaskRow.kind == "evaluate"))
+    session.execute(delete(TaskRow).where(own, TaskRow.kind.not_in(("train", *HELPER_KINDS))))
     session.execute(update(TaskRow).where(own).values(ERASED))
     owner = f"site:{site.id}"
     uploads = delete(UploadRow).where(UploadRow.owner == owner).returning(UploadRow.digest)

@@ -208,7 +208,7 @@ class RunSpec(Value):
             (
                 "privacy", "client_privacy", "secure_sums", "signals", "codec", "upload_budget",
                 "upload_seconds", "download_codec", "normalization", "robust", "server_optimizer", "max_examples",
-                "max_update_norm", "max_norm_of_median",
+                "max_update_norm", "max_norm_of_median", "keep_updates",
             ),
             lambda run: run.rounds > 0,
             "rounds to 1 or more",
@@ -283,6 +283,11 @@ class RunSpec(Value):
         description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
         "the eligible sites' numbers when the first round opens, and no limit in a simulation",
     )
+    keep_updates: Literal["round", "run"] = Field(
+        default="round",
+        description="how long the coordinator keeps updates: until a while after their round, or as long as the run, "
+        "so that its rounds can be merged again without a site (`tessera coordinator remerge`)",
+    )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
         default=None,
@@ -314,6 +319,13 @@ class RunSpec(Value):
             raise ValueError(
                 "rounds is 0, so that each site is asked: leave out size, target_updates, workers_per_site"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_merge_again(self) -> Self:
+        if self.keep_updates == "run" and (self.secure_sums or self.client_privacy):
+            hidden = "secure_sums" if self.secure_sums else "client_privacy"
+            raise ValueError(f"keep_updates: rounds with {hidden} cannot be merged again; leave keep_updates out")
         return self
 
     @model_validator(mode="after")

@@ -440,6 +440,8 @@ class Task(Message):
     max_norm_of_median: float | Unlimited | None = None
     """With those above, how the run chooses sites and merges their updates. The worker cannot verify it, and needs it
     for the approval of a run: versions that differ in this alone would show single updates."""
+    keep_updates: Literal["round", "run"] = "round"
+    """The time that the coordinator keeps updates, by its word: until after their round, or as long as the run."""
     model: Digest
     version: VersionRef
     inline_bytes: NonNegativeInt = 0

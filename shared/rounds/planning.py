@@ -525,6 +525,7 @@ def task_of(
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
         normalization=spec.normalization,
+        keep_updates=spec.keep_updates,
         model=spec.model,
         version=version,
         **{**{name: getattr(spec, name) for name in MERGING}, "cohort": spec.cohort.terms},

@@ -53,7 +53,9 @@ def summary(
     extra = _extra(task, policy) if task.plan.extra or measured else ()
     figures = [*extra, *_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
     leaving = [_leaving(task, model, announced=measured > 0), *figures, *_masks(task, least_in_sum)]
-    merging = _merging(task, weight_in_sum) if task.kind == "train" else ()
+    merging = [*_merging(task, weight_in_sum)] if task.kind == "train" else []
+    if task.kind == "train" and task.keep_updates == "run":
+        merging.append("The coordinator keeps each update as long as the run, to merge again without a site.")
     of_site = _client_privacy(task) if task.kind == "train" else ()
     return " ".join([*work, *leaving, *merging, _privacy(task), *of_site])
 

@@ -35,7 +35,7 @@ run gets at most four times the updates that its rounds and attempts allow."""
 TERMS = (
     "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
-    *MERGING,
+    "keep_updates", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which

@@ -246,3 +246,11 @@ def test_a_run_that_protects_groups_says_so_and_counts_its_epochs_by_them() -> N
         "all updates together reveal of all examples of one group, of which a step uses 5 at most, at most epsilon 4 "
         "at delta 1e-06."
     )
+
+
+def test_a_run_that_keeps_updates_says_so_and_asks_anew() -> None:
+    kept = task_of(keep_updates="run")
+    assert "keeps each update as long as the run" in summary(kept, MODEL, 100)
+    assert "keeps each update" not in summary(task_of(), MODEL, 100)
+    asked, before = (terms_digest(TaskStatement.of(one)) for one in (kept, task_of()))
+    assert asked != before
