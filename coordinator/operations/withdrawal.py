@@ -63,9 +63,6 @@ AT_A_TIME = 500
 
 UNDECLARED = {"kinds": [], "datasets": {}, "device": ""}
 
-TEXTS = (RunRow.spec, RunRow.reason, RoundRow.reason, VersionRow.warnings, TaskRow.problem)
-"""Columns with texts about sites."""
-
 
 def withdraw(services: Services, caller: Principal, site_id: str) -> Withdrawal:
     """Withdraw a site: cancel its tasks, revoke its tokens, and erase its updates, figures, declarations and names,
@@ -131,11 +128,18 @@ def _erase(session: Session, site: SiteRow, theirs: list[str]) -> list[str]:
     # A notice of a condition that is still there is written again, without the site.
     session.execute(delete(NoticeRow).where(_mentions(NoticeRow.content, site.name)))
     word = re.compile(rf"(?<![A-Za-z0-9._-]){re.escape(site.name)}(?![A-Za-z0-9_-]|\.[A-Za-z0-9_-])(?:/[\w.-]*\w)?")
-    for column in TEXTS:
-        for row in session.scalars(select(column.class_).where(_mentions(column, site.name))).all():
-            setattr(row, column.key, mapped(partial(word.sub, alias), getattr(row, column.key)))
-            if isinstance(row, RunRow):
-                row.changes += 1
+    rename = partial(mapped, partial(word.sub, alias))
+    for column in (RunRow.reason, RoundRow.reason, VersionRow.warnings):
+        for row in session.scalars(select(column.class_).where(_mentions(column, site.name))):
+            setattr(row, column.key, rename(getattr(row, column.key)))
+    for task in session.scalars(select(TaskRow).where(_mentions(TaskRow.problem, site.name))):
+        task.problem = task.problem and {**task.problem, "detail": rename(task.problem["detail"])}
+    for run in session.scalars(select(RunRow).where(_mentions(RunRow.spec, site.name))):
+        # Only where sites are named: a data set may have the same name.
+        spec = {**run.spec, "cohort": {**run.spec["cohort"], "sites": rename(run.spec["cohort"]["sites"])}}
+        if sums := spec["secure_sums"]:
+            spec["secure_sums"] = {**sums, "helpers": rename(sums["helpers"])}
+        run.spec, run.changes = spec, run.changes + (spec != run.spec)
     site.name = alias
     session.flush()
     return uploaded

@@ -238,3 +238,20 @@ def _task_of(worker: ScriptedWorker, run: Run) -> Task:
     while (task := worker.take()).run != run.id:
         pass
     return task
+
+
+def test_a_site_with_the_name_of_a_data_set_leaves_the_runs_on_the_data_set(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    leaving, staying = (ScriptedWorker(coordinator.client("site", site)).enrol() for site in ("data", "stays"))
+    run = start_run(
+        client, model, values(model), rounds=2, cohort=Cohort(sites=("data", "stays"), deadline_seconds=60)
+    )
+    for worker in (leaving, staying):
+        worker.train(worker.take())
+    until(lambda: client.run(run.id).version.number == 1)
+    (site,) = (one for one in client.sites() if one.name == "data")
+    name = client.withdraw_site(site.id).name
+    spec = client.run(run.id).spec
+    assert (spec.dataset, spec.cohort.sites) == ("data", (name, "stays"))
+    staying.train(staying.take())
+    until(lambda: client.run(run.id).state == "completed")
