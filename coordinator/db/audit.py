@@ -7,7 +7,7 @@ through the keys; without a site's key, its pseudonym stands for no name.
 import hmac
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -68,7 +68,13 @@ def _head(session: Session) -> tuple[int, str]:
 
 def _pseudonymous(session: Session, detail: dict[str, Any]) -> dict[str, Any]:
     """Return an entry's detail with pseudonyms in place of the names of sites and of their workers."""
-    words = {name for text in _texts(detail) for match in _WORD.finditer(text) for name in _names(match)}
+    words = set[str]()
+
+    def read(text: str) -> str:
+        words.update(name for match in _WORD.finditer(text) for name in _names(match))
+        return text
+
+    mapped(read, detail)
     if not words:
         return detail
     query = (_KEYS_OF, {"names": sorted(words)}) if len(words) <= MAX_NAMES else (_KEYS,)
@@ -83,8 +89,7 @@ def _pseudonymous(session: Session, detail: dict[str, Any]) -> dict[str, Any]:
                 return pseudonym(key, worker[1:] or None) + rest
         return match[0]
 
-    replace_in = partial(_WORD.sub, replaced)
-    found: dict[str, Any] = mapped(replace_in, detail)
+    found: dict[str, Any] = mapped(partial(_WORD.sub, replaced), detail)
     return found
 
 
@@ -94,15 +99,6 @@ def _names(match: re.Match[str]) -> Iterator[str]:
         yield match[1]
     if match[1] and not match[2] and match[1].endswith("."):
         yield match[1].rstrip(".")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON document, without the keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
 
 
 def pseudonym(key: bytes, what: str | None = None) -> str:

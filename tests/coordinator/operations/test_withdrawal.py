@@ -176,6 +176,25 @@ def test_a_withdrawal_that_was_killed_behind_its_commit_is_finished_by_the_next(
     assert federation.found(*theirs) == []
 
 
+def test_a_withdrawal_that_was_killed_before_its_commit_has_changed_nothing(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (site,) = (one for one in federation.admin.sites() if one.name == NORTH)
+    caller = withdrawal.Principal.person("ann", "admin")
+    for step in ("_stop", "_erase", "_forgotten_blobs", "_influenced"):
+        with monkeypatch.context() as patch:
+            patch.setattr(withdrawal, step, killed)
+            with pytest.raises(KeyboardInterrupt):
+                withdrawal.withdraw(federation.live.services, caller, site.id)
+    assert [one.withdrawn_at for one in federation.admin.sites()] == [None, None]
+    assert "site.withdraw" not in {one.action for one in federation.admin.audit()}
+    federation.train(NORTH, 2)
+    assert federation.withdraw().runs
+
+
 def test_an_administrator_withdraws_a_site_on_the_dashboard_by_typing_its_name(federation: Federation) -> None:
     (site,) = (one for one in federation.admin.sites() if one.name == NORTH)
     person, path = signed_in(federation.live), f"/page/sites/{site.id}/withdraw"
