@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tessera.shared.api.class_counts import ALL, SCORE_EDGES, ScoreCounts, sum_of
 from tessera.shared.api.runs import Measurement
+from tessera.shared.sanitize import fit_to_show
 
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
@@ -285,23 +286,20 @@ class FigureTables:
         if not found:
             return None
         whole = found[0].found
-        numbered = [names[k] if k < len(names) else str(k) for k in range(len(whole.classes))]
-        of_classes = [{"labels": each.labels, **each.figures} for each in whole.classes]
-        parts: dict[str, Mapping[str, object]] = {}
+        numbered = [fit_to_show(names[k]) if k < len(names) else str(k) for k in range(len(whole.classes))]
+        parts = []
         for one in found:
             where = [one.site or "", "" if one.subgroup == ALL else f"{column} {one.subgroup}"]
-            parts[", ".join(filter(None, where)) or "all"] = {"labels": one.found.labels, **one.found.figures}
-        return cls(
-            _table("class", dict(zip(numbered, of_classes, strict=True))),
-            _table("", parts),
-            whole.confusion,
-            numbered,
-        )
+            parts.append((", ".join(filter(None, where)) or "all", one.found))
+        classes = _table("class", zip(numbered, whole.classes, strict=True))
+        return cls(classes, _table("", parts), whole.confusion, numbered)
 
 
-def _table(corner: str, rows: Mapping[str, Mapping[str, object]]) -> list[list[object]]:
-    titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
-    return [[corner, *titles], *([name, *(cells.get(title) for title in titles)] for name, cells in rows.items())]
+def _table(corner: str, rows: Iterable[tuple[str, ClassFigures | ClassifierFigures]]) -> list[list[object]]:
+    found = list(rows)
+    titles = list(dict.fromkeys(title for _, each in found for title in each.figures))
+    lines: list[list[object]] = [[corner, "labels", *titles]]
+    return lines + [[name, each.labels, *map(each.figures.get, titles)] for name, each in found]
 
 
 def flat(found: ClassifierFigures) -> Iterator[tuple[str, float]]:

@@ -100,7 +100,8 @@ class PredictionCounts:
             self.counts = torch.zeros(3, classes, dtype=torch.int64)
         self.counts, self.bins = ranks.total(self.counts), ranks.total(self.bins)
         self._make_room(classes)
-        self.confusion, self.scores = ranks.total(self.confusion), ranks.total(self.scores)
+        if self.confusion.numel():
+            self.confusion, self.scores = ranks.total(self.confusion), ranks.total(self.scores)
 
     def by_class(self, ignored: tuple[int, ...] = ()) -> ClassCounts | None:
         """Return the counts; None without any scored label. `ignored` are places that macro F1 leaves out."""
@@ -141,7 +142,7 @@ def evaluate(
     scores, loss_sum, weight = scores or PredictionCounts(), 0.0, 0
     with torch.inference_mode(), texts_once(model, head, batches.dataset, ranks) as start_batch:
         share = ranks.share_of(batches.dataset)
-        for batch, rows in zip(replace(batches, dataset=share), share.order(batches.size), strict=False):
+        for batch, rows in zip(replace(batches, dataset=share), share.order(batches.size), strict=True):
             check()
             start_batch()
             labels = batch[LABELS]

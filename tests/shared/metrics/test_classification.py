@@ -134,7 +134,10 @@ def test_sites_and_subgroups_are_pooled_by_their_counts() -> None:
 def test_tables_name_classes_and_parts() -> None:
     found = list(group_figures([measured("a", f=counted(*drawn(0, 50, 2)), m=counted(*drawn(1, 50, 2)))]))
     tables = FigureTables.of(found, "sex", ["benign"])
+    alike = FigureTables.of(found, "sex", ["same", "same"])
     assert tables is not None
+    assert alike is not None
+    assert [row[0] for row in alike.classes] == ["class", "same", "same"]
     assert [row[0] for row in tables.classes] == ["class", "benign", "1"]
     assert [row[0] for row in tables.parts] == ["", "all", "sex f", "sex m", "a", "a, sex f", "a, sex m"]
     assert {len(row) for row in tables.classes} == {len(tables.classes[0])}

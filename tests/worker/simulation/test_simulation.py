@@ -619,7 +619,7 @@ def test_a_method_that_plans_nothing_more_ends_the_run(model: Weights) -> None:
 @pytest.mark.parametrize(
     ("wanted", "pointer"),
     [
-        ({"rounds": 0}, "/rounds"),
+        ({"rounds": -1}, "/rounds"),
         ({"method": "nothing"}, "/method/name"),
         ({"method": "fedprox", "settings": {"nu": 1}}, "/method/settings/nu"),
         ({"evaluation": {"dataset": "elsewhere"}}, "/evaluation/dataset"),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Subgroups
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.errors import TrainingDiverged
+from tessera.worker.governance.approvals import ApprovalDecision
 from tessera.worker.governance.departures import departures
 from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PolicyViolation, PrivacyFloor
 from tessera.worker.inventory import datasets_of
@@ -38,6 +40,7 @@ from tessera.worker.state.audit import Audit
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.privacy_ledger import Ledger, NoisyFigures, noisy_in, of_training
 from tessera.worker.state.vault import Vault
+from tessera.worker.stores import inbox_of
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.batches import Batches
@@ -535,3 +538,22 @@ def test_a_subgroup_of_few_looks_like_one_of_none(coordinator: LiveCoordinator, 
     rows = {row.metric: row.value for row in rows_of(run, [], [], [found]) if row.stage == "figures" and not row.site}
     assert rows["accuracy"] == whole.found.figures["accuracy"].value
     assert {"sex/f/recall.1", "sex/f/recall.1.low", "auroc.1.error", "sensitivity_at_0.5.0"} <= rows.keys()
+
+
+def test_a_person_approves_the_measurement_of_a_given_model_as_what_it_is(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    document, start = untrained(VIT, "image-classification", seed=0)
+    run = start_run(client, document, start, dataset="digits", rounds=0, evaluation=Evaluation(sites=True))
+    given = settings(coordinator, tmp_path / "state").model_copy(update={"policy": Policy(approve_runs=True)})
+    with working(given):
+        inbox = inbox_of(given)
+        (request,) = until(inbox.requests)
+        assert request.summary.startswith("Measures versions of a ViT")
+        assert "rounds" not in request.summary
+        # The run waits for the person, and not only for its cohort.
+        assert client.run(run.id).state == "running"
+        inbox.decide([request], ApprovalDecision(approved=True, by="Kim", at=datetime.now(UTC)))
+        until(lambda: client.run(run.id).state == "completed")
+    assert [one.site for one in client.measurements(run.id)] == ["a"]

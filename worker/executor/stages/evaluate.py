@@ -82,7 +82,8 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
 
     scores = PredictionCounts(_subgroups(measured, task.subgroups) if counts and not rules.full_precision else None)
     found = metrics(counted, scores)
-    if counts:
+    # A simulation's scores over a central data set are those of its examples already.
+    if counts and (task.held_out or not rules.full_precision):
         report.class_counts, report.subgroup_counts = _leaving(scores.by_class(ignored)), scores.by_subgroup()
     if task.held_out and _personalise(local, loaded, dataset):
         own = metrics(local.check)
