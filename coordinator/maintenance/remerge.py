@@ -140,7 +140,7 @@ def _created(
     bounds: Bounds,
     made: Mapping[int, NextVersion],
 ) -> str:
-    """Create the run with the versions before the site's influence and with those that were merged again. Return its id."""
+    """Create the run with the versions before the site's influence, and those merged again. Return its id."""
     row, last = merged.row, refs[-1].number
     with services.database.transaction() as session:
         now, ended = services.database.now(), last >= merged.spec.rounds
