@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from tessera.coordinator.blobs import store
     from tessera.coordinator.conductor import child_process
     from tessera.coordinator.db import engine
-    from tessera.coordinator.maintenance import backup, remerge
+    from tessera.coordinator.maintenance import backup
     from tessera.coordinator.notify import wakeup
+    from tessera.coordinator.operations import remerge
     from tessera.shared.api import admin
     from tessera.shared.methods import registry
 else:
@@ -49,7 +50,7 @@ else:
     child_process = DeferredModule("tessera.coordinator.conductor.child_process")
     engine = DeferredModule("tessera.coordinator.db.engine")
     backup = DeferredModule("tessera.coordinator.maintenance.backup")
-    remerge = DeferredModule("tessera.coordinator.maintenance.remerge")
+    remerge = DeferredModule("tessera.coordinator.operations.remerge")
     wakeup = DeferredModule("tessera.coordinator.notify.wakeup")
     admin = DeferredModule("tessera.shared.api.admin")
     registry = DeferredModule("tessera.shared.methods.registry")

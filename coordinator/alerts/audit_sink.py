@@ -15,8 +15,8 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.tables import AuditRow, NoticeRow
 from tessera.shared.api.admin import AuditEntry
-from tessera.shared.client.audit_sinks import AuditSink
 from tessera.shared.client.notice_channels import Undelivered
+from tessera.shared.telemetry.audit_sinks import AuditSink
 
 LOOK_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0

@@ -202,7 +202,7 @@ def list_coverage(run_id: str, serving: Serving, caller: Viewer) -> Page[SiteCov
     """Return each site that may take part and has the data set, with the number of rounds in a row that were merged
     without it and the reason, the sites with the most examples first; at most a thousand."""
     live_since = serving.database.now() - serving.settings.liveness_seconds
-    with serving.database.snapshot() as session:
+    with serving.reading(caller) as session:
         return Page(items=tuple(coverage.by_site(session, views.find_run(session, run_id), live_since)[:MAX_SITES]))
 
 

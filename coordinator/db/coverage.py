@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db.snapshots import live_workers, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, select_tasks
 from tessera.coordinator.domain.eligibility import RunTerms, objections
-from tessera.coordinator.domain.workers import LiveWorker, ids
+from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
 from tessera.shared.api.runs import Coverage, SiteCoverage
 from tessera.shared.rounds.planning import largest_weights
 
@@ -64,7 +64,7 @@ def by_site(session: Session, run: RunRow, live_since: float) -> list[SiteCovera
 
 def _holders(session: Session, terms: RunTerms) -> list[LiveWorker]:
     """Return the workers, live or not, that have the data set and whose sites may take part."""
-    known = live_workers(session, 0.0)
+    known = in_study(terms.spec.study, live_workers(session, 0.0))
     return [w for w in known if terms.lets_know(w.site) and w.declared["datasets"].get(terms.spec.dataset, 0) > 0]
 
 

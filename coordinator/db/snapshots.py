@@ -11,7 +11,6 @@ from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
 from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
@@ -27,6 +26,7 @@ from tessera.coordinator.db.tables import (
     select_tasks,
 )
 from tessera.coordinator.db.transitions import code_of
+from tessera.coordinator.db.workers import Declarations
 from tessera.coordinator.domain.eligibility import RunTerms, objections, withheld_reason
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import (

@@ -27,8 +27,8 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import AuditRow
 from tessera.shared.api.admin import AuditEntry
 from tessera.shared.api.audit_chain import first_broken
-from tessera.shared.client.audit_sinks import PRIORITY, FileSink, audit_sink
 from tessera.shared.client.notice_channels import Undelivered
+from tessera.shared.telemetry.audit_sinks import PRIORITY, FileSink, audit_sink
 from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.processes import CoordinatorProcess

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tessera.coordinator.maintenance.remerge import remerge
+from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.audit_chain import named
 from tessera.shared.api.runs import Cohort, Run, RunPatch, Training
 from tessera.shared.methods.registry import methods
