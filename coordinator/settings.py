@@ -18,10 +18,10 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tessera.coordinator.audit_sinks import FORMS, AuditSink, audit_sink
 from tessera.shared.client.notice_channels import Channel, WebhookUrl, channels
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.schema import Bytes, BytesOrZero
-from tessera.shared.telemetry.audit_sinks import FORMS, AuditSink, audit_sink
 from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]

@@ -11,12 +11,12 @@ import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.audit_sinks import AuditSink
 from tessera.coordinator.db import views
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.tables import AuditRow, NoticeRow
 from tessera.shared.api.admin import AuditEntry
 from tessera.shared.client.notice_channels import Undelivered
-from tessera.shared.telemetry.audit_sinks import AuditSink
 
 LOOK_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
