@@ -8,7 +8,8 @@ from starlette.staticfiles import StaticFiles
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, stream
-from tessera.coordinator.dashboard import approvals, comparison, create_run, login, overview, records, runs, workers
+from tessera.coordinator.dashboard import approvals, create_run, login, overview, records, runs, workers
+from tessera.coordinator.dashboard.charts import comparison
 from tessera.coordinator.dashboard.security_headers import PREFIX, SecurityHeaders
 from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
 from tessera.coordinator.dashboard.templating import STATIC, environment, show_problem

@@ -1,1 +1,1 @@
-"""Charts of runs, as SVG."""
+"""Charts of runs, as SVG, and the page of several runs side by side."""
