@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.filesize import decimal
-from sqlalchemy import Row, exists, func, select
+from sqlalchemy import ColumnElement, Row, exists, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.audit_sink import backlog
@@ -211,14 +211,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def held_updates(session: Session) -> list[tuple[RunRow, list[tuple[str, datetime]]]]:
-    """Return the runs with updates that wait for a release at their sites, each with the workers and since when."""
+def held_updates(session: Session, *which: ColumnElement[bool]) -> list[tuple[RunRow, list[tuple[str, datetime]]]]:
+    """Return the runs with updates that wait for a release at their sites, each with the workers and since when; only
+    updates under these conditions."""
     rows = (
         select(RunRow, TaskRow.progress, SiteRow.name, WorkerRow.name)
         .join_from(TaskRow, RunRow, RunRow.id == TaskRow.run_id)
         .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
         .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(IS_LEASED, TaskRow.kind == "train")
+        .where(IS_LEASED, TaskRow.kind == "train", *which)
         .order_by(RunRow.created_at, SiteRow.name, WorkerRow.name)
     )
     found: dict[str, tuple[RunRow, list[tuple[str, datetime]]]] = {}

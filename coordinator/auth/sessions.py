@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.tokens import principal_for_token
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import PersonSessionRow, SessionRow
+from tessera.coordinator.db.tables import PersonSessionRow, SessionRow, TokenRow
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.token_format import hash_of
 from tessera.shared.problems import Unauthenticated
@@ -68,6 +68,12 @@ def end(session: Session, now: float, caller: Principal, secret: str) -> None:
     ]
     if any(ended):
         audit.record(session, now, caller.actor, "session.end", caller.token_id)
+
+
+def end_of_site(session: Session, site_id: str) -> None:
+    """End the sessions that began with a site's tokens."""
+    tokens = select(TokenRow.id).where(TokenRow.site_id == site_id)
+    session.execute(delete(SessionRow).where(SessionRow.token_id.in_(tokens)))
 
 
 def form_token(secret: str) -> str:

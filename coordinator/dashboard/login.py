@@ -14,6 +14,7 @@ from tessera.coordinator.auth.tokens import authenticate
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import (
     COOKIE,
+    READERS,
     SIGNING,
     SIGNING_PATH,
     THEME,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
-ADMITTED: tuple[TokenRole, ...] = ("viewer", "orchestrator", "admin")
+ADMITTED: tuple[TokenRole, ...] = (*READERS, "site")
 
 KEPT = "kept"
 """Query parameter after a sign-in whose cookie the browser did not keep."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
 from markupsafe import Markup
 from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
@@ -13,7 +14,7 @@ from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, moved_by_run, score_curves
 from tessera.coordinator.dashboard.runs import RunLine
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Signed
+from tessera.coordinator.dashboard.session import PageRoute, SignedOrSite
 from tessera.coordinator.dashboard.templating import metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.studies import is_present
@@ -48,8 +49,10 @@ class SiteLine:
 
 
 @router.get("/")
-def overview(request: Request, serving: Serving, who: Signed) -> Response:
-    """Show the state of the whole federation."""
+def overview(request: Request, serving: Serving, who: SignedOrSite) -> Response:
+    """Show the state of the whole federation; redirect a site to its own page."""
+    if who.is_site:
+        return RedirectResponse(f"{PREFIX}/site", status_code=303)
     now = serving.database.now()
     with serving.reading(who.principal) as session:
         counts = views.runs_by_state(session)

@@ -8,10 +8,10 @@ from starlette.staticfiles import StaticFiles
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, stream
-from tessera.coordinator.dashboard import approvals, create_run, login, overview, records, runs, workers
+from tessera.coordinator.dashboard import approvals, create_run, login, overview, records, runs, site, workers
 from tessera.coordinator.dashboard.charts import comparison
 from tessera.coordinator.dashboard.security_headers import PREFIX, SecurityHeaders
-from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
+from tessera.coordinator.dashboard.session import PageRoute, Signed, holder, no_page
 from tessera.coordinator.dashboard.templating import STATIC, environment, show_problem
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.problems import PAGES, NotFound
@@ -33,9 +33,9 @@ nowhere = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRout
 
 
 @nowhere.get("/{path:path}")
-def no_page(path: str, _who: Signed) -> None:
+def refuse(path: str, _who: Signed) -> None:
     """Refuse an address without a page, such as that of a form, which is not for reading."""
-    raise NotFound(f"there is no page {PREFIX}/{path[:200]}", remedy="Go to the overview, and follow its links.")
+    raise no_page(f"{PREFIX}/{path}")
 
 
 # It needs the client's libraries, and most coordinators are never asked for these pages.
@@ -68,7 +68,7 @@ def install(app: FastAPI) -> None:
     app.state.show_problem = show_problem
     app.add_middleware(SecurityHeaders)
     app.mount(f"{PREFIX}/static", StaticFiles(directory=STATIC), name="static")
-    for module in (login, create_run, comparison, approvals, overview, runs, records, workers):
+    for module in (login, create_run, comparison, approvals, overview, runs, records, workers, site):
         app.include_router(module.router)
     app.include_router(router)
     app.include_router(problems)

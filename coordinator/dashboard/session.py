@@ -23,7 +23,15 @@ from tessera.coordinator.auth import sessions
 from tessera.coordinator.dashboard.security_headers import PREFIX, under
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.problems import BadRequest, Forbidden, Invalid, Problem, TooManyRequests, Unauthenticated
+from tessera.shared.problems import (
+    BadRequest,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Problem,
+    TooManyRequests,
+    Unauthenticated,
+)
 from tessera.shared.schema import TokenRole
 from tessera.shared.urls import is_loopback
 
@@ -38,6 +46,8 @@ MAX_FIELDS = 512
 
 Theme = Literal["light", "dark", "system"]
 STEERING: tuple[TokenRole, ...] = ("orchestrator", "admin")
+READERS: tuple[TokenRole, ...] = ("viewer", *STEERING)
+"""The roles that read all pages but a site's own ones."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,10 @@ class Visitor:
     def name(self) -> str:
         """The name to show: a person's name at the provider, without the provider."""
         return self.principal.name.rpartition("#")[2] if self.principal.is_person else self.principal.name
+
+    @property
+    def is_site(self) -> bool:
+        return self.principal.role == "site"
 
     @property
     def steers(self) -> bool:
@@ -109,7 +123,7 @@ def visitor(request: Request, serving: Services) -> Visitor:
 
 
 class Visitors(Gate):
-    """Admits signed-in visitors, with one of these roles if there are any."""
+    """Admits signed-in visitors with one of these roles. To a site, other pages look like none."""
 
     def __init__(self, *roles: TokenRole) -> None:
         super().__init__(None)
@@ -120,18 +134,25 @@ class Visitors(Gate):
         return who
 
     async def admit(self, request: Request) -> Principal:
-        """Return the visitor. Raises Unauthenticated, Forbidden and TooManyRequests."""
+        """Return the visitor. Raises Unauthenticated, Forbidden, NotFound and TooManyRequests."""
         serving: Services = request.app.state.services
         # Without a session there is nothing to look up, and no thread to wait for.
         shown = request.cookies.get(COOKIE)
         who = await run_in_threadpool(visitor, request, serving) if shown else visitor(request, serving)
         request.state.visitor = who
-        if self._roles:
-            require_role(who.principal, *self._roles)
+        if who.is_site and "site" not in self._roles:
+            raise no_page(request.scope["path"])
+        require_role(who.principal, *self._roles)
         return who.principal
 
 
-Signed = Annotated[Visitor, Depends(Visitors())]
+Signed = Annotated[Visitor, Depends(Visitors(*READERS))]
+SignedSite = Annotated[Visitor, Depends(Visitors("site"))]
+SignedOrSite = Annotated[Visitor, Depends(Visitors(*READERS, "site"))]
+
+
+def no_page(path: str) -> NotFound:
+    return NotFound(f"there is no page {path[:200]}", remedy="Go to the overview, and follow its links.")
 
 
 def holder(serving: Services, secret: str) -> Principal:
@@ -170,7 +191,7 @@ class Senders(Visitors):
         return who
 
 
-Sender = Annotated[Visitor, Depends(Senders())]
+Sender = Annotated[Visitor, Depends(Senders(*READERS, "site"))]
 SteeringSender = Annotated[Visitor, Depends(Senders(*STEERING))]
 AdminSender = Annotated[Visitor, Depends(Senders("admin"))]
 

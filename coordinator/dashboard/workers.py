@@ -102,7 +102,7 @@ def list_sites(
         present = select(SiteRow).where(is_present(session)).order_by(SiteRow.name)
         every = {row.id: views.view_of(Site, row) for row in session.scalars(present)}
         query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(is_present(session))
-        lines = _worker_lines(session, session.execute(query.order_by(SiteRow.name, WorkerRow.name)).all(), since)
+        lines = worker_lines(session, session.execute(query.order_by(SiteRow.name, WorkerRow.name)).all(), since)
     counts = Counter(line.health for line in lines)
     urgent = sorted((line for line in lines if line.matches(q, health or None)), key=lambda line: line.urgency)
     matching = sorting.sorted(urgent, COLUMNS)
@@ -129,7 +129,7 @@ def list_sites(
     )
 
 
-def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], since: float) -> list[WorkerLine]:
+def worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], since: float) -> list[WorkerLine]:
     ids = [row.id for row, _ in rows]
     # Of the expired ones there are few: they are offered again, or cancelled with their round.
     expired = Counter(
@@ -198,7 +198,7 @@ def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed)
         if found is None:
             raise NotFound(f"there is no worker {worker_id}")
         worker, site = found
-        (line,) = _worker_lines(session, [found], now - serving.settings.liveness_seconds)
+        (line,) = worker_lines(session, [found], now - serving.settings.liveness_seconds)
         token = session.get(TokenRow, worker.token_id) if who.administers and worker.token_id else None
         policy = policy_of(worker.declared)
         # Its machine, policy and budgets tell of its work for all its studies.

@@ -1,6 +1,6 @@
 """Sites and their tokens, as administrators manage them."""
 
-from tessera.coordinator.auth import tokens
+from tessera.coordinator.auth import sessions, tokens
 from tessera.coordinator.db import audit, views, workers
 from tessera.coordinator.db.tables import SiteRow, find
 from tessera.coordinator.domain.principal import Principal
@@ -23,7 +23,7 @@ def create_site(services: Services, caller: Principal, spec: SiteSpec, key: str 
 
 
 def set_suspended(services: Services, caller: Principal, site_id: str, *, suspended: bool) -> Site:
-    """Refuse all tokens of a site from now on, and end the claims that wait with them; or accept its tokens again.
+    """Refuse all tokens of a site from now on, and end its sessions and waiting claims; or accept its tokens again.
     Repeating it changes nothing. Raise NotFound."""
     with services.database.transaction() as session:
         now, row = services.database.now(), find(session, SiteRow, site_id)
@@ -33,6 +33,7 @@ def set_suspended(services: Services, caller: Principal, site_id: str, *, suspen
             row.suspended_at = now if suspended else None
             action = "site.suspend" if suspended else "site.resume"
             audit.record(session, now, caller.actor, action, row.id, name=row.name)
+            sessions.end_of_site(session, site_id)
         site, waiting = views.view_of(Site, row), workers.workers_of(session, site_id)
     services.wake_workers(waiting)
     return site

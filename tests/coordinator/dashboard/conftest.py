@@ -32,7 +32,9 @@ class Person:
         return {"Cookie": "; ".join(f"{name}={value}" for name, value in self.http.cookies.items())}
 
     def form_token(self) -> str:
-        found = re.search(r'name="form_token" value="([0-9a-f]{64})"', self.http.get("/page/").text)
+        found = re.search(
+            r'name="form_token" value="([0-9a-f]{64})"', self.http.get("/page/", follow_redirects=True).text
+        )
         assert found
         return found.group(1)
 

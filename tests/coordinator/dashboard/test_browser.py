@@ -83,11 +83,11 @@ class Visit:
         self.page.goto(f"{self.url}/page{path}")
         return self.page
 
-    def sign_in(self, token: str) -> Page:
+    def sign_in(self, token: str, opens: str = "Overview") -> Page:
         self.open("/")
         self.page.get_by_label("Token").fill(token)
         self.page.get_by_role("button", name="Sign in").click()
-        expect(self.page.get_by_role("heading", level=1)).to_have_text("Overview")
+        expect(self.page.get_by_role("heading", level=1)).to_have_text(opens)
         return self.page
 
     def nothing_amiss(self) -> None:
@@ -212,6 +212,28 @@ def test_no_page_is_wider_than_a_phone(browser: Browser, scene: Scene) -> None:
             shoot(page, f"{name}-phone")
         assert {name: width for name, width in widths.items() if width > 360} == {}
         visit.nothing_amiss()
+
+
+@pytest.mark.parametrize(("site", "run"), [("lakeside", "run"), ("st-mary", "other")])
+def test_a_sites_own_pages_are_accessible_and_need_no_script(
+    browser: Browser, scene: Scene, site: str, run: str
+) -> None:
+    token, paths = scene.coordinator.token("site", site), ("/site", f"/site/runs/{scene.ids[run]}")
+    with browser.new_context(color_scheme="light", viewport={"width": 360, "height": 740}) as context:
+        visit = visiting(context, scene.coordinator)
+        visit.sign_in(token, opens=site)
+        for number, path in enumerate(paths):
+            page = visit.open(path)
+            assert violations_in_both_colours(page, f"site-{site}-{number}") == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        visit.nothing_amiss()
+    with browser.new_context(java_script_enabled=False) as context:
+        page = visiting(context, scene.coordinator).sign_in(token, opens=site)
+        page.get_by_role("link", name="Refresh").click()
+        page.get_by_role("region", name="Runs").or_(page.get_by_role("group", name="Runs")).get_by_role(
+            "link"
+        ).click()
+        expect(page.get_by_role("heading", level=2, name="Your scores")).to_be_visible()
 
 
 def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(

@@ -74,10 +74,6 @@ def test_a_token_used_only_on_the_dashboard_is_not_listed_as_never_used(tmp_path
         assert last_used() == signed_in_at + timedelta(seconds=60)
 
 
-def test_a_sites_token_admits_nobody(coordinator: LiveCoordinator) -> None:
-    assert Person(coordinator).sign_in(coordinator.token("site", "a")).status_code == 401
-
-
 def test_who_guesses_too_often_is_refused_for_a_while(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, auth_failures_per_minute=3) as coordinator:
         person = Person(coordinator)

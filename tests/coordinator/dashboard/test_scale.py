@@ -14,7 +14,7 @@ from tessera.coordinator.db.tables import AuditRow
 from tessera.shared.schema import TokenRole
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator
-from tests.support.federation import small_model, start_run, values
+from tests.support.federation import Evaluation, ScriptedWorker, small_model, start_run, values
 from tests.support.storage import statements
 
 GROWING = ("tasks", "audit", "rounds", "versions")
@@ -32,6 +32,9 @@ def test_no_page_or_scrape_scans_a_table_that_grows_with_every_round(
     coordinator.token("viewer", studies=["another"])
     person, model = signed_in(coordinator, role), small_model()
     run, other = (start_run(coordinator.client(), model, values(model), dataset="none").id for _ in range(2))
+    worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
+    mine = start_run(coordinator.client(), model, values(model), evaluation=Evaluation(sites=True))
+    worker.take()
     asked: dict[str, Any] = {}
 
     @event.listens_for(coordinator.services.database.engine, "before_cursor_execute")
@@ -49,6 +52,11 @@ def test_no_page_or_scrape_scans_a_table_that_grows_with_every_round(
     http = coordinator.http(role)
     for path in ("/metrics", "/v1/admin/status", "/v1/runs", "/v1/workers", f"/v1/runs/{run}/rounds"):
         http.get(path).raise_for_status()
+    site = Person(coordinator)
+    site.sign_in(coordinator.token("site", "a"))
+    for path in ("/site", f"/site/runs/{mine.id}"):
+        assert site.http.get(f"/page{path}").status_code == 200, path
+    coordinator.client().status()
     coordinator.services.conductor.step()
     with coordinator.services.database.snapshot() as session:
         # SQLite plans without regard to the rows that there are.
