@@ -16,12 +16,12 @@ from tessera.shared.api.framing import MEDIA_TYPE, pack_task
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
-    DescriptionResult,
     EvaluationResult,
     Failure,
     Heartbeat,
     Lease,
     Release,
+    ReportResult,
     Submission,
     Task,
     TaskView,
@@ -162,10 +162,10 @@ def submit_evaluation(task_id: str, body: EvaluationResult, serving: Serving, ca
     return tasks.submit_evaluation(serving, caller, task_id, body)
 
 
-@router.post("/{task_id}/description", operation_id="submitDescription")
-def submit_description(task_id: str, body: DescriptionResult, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Submit the description of a data set."""
-    return tasks.submit_description(serving, caller, task_id, body)
+@router.post("/{task_id}/report", operation_id="submitReport")
+def submit_report(task_id: str, body: ReportResult, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Submit the description of a data set, or the report on a rehearsal."""
+    return tasks.submit_report(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/failure", operation_id="reportFailure")

@@ -1,11 +1,11 @@
 """The conductor's actions, except for those that open, close and merge a round, which are in `round_actions`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.conductor.evaluations import cancel_evaluations, offer_evaluations
+from tessera.coordinator.conductor.evaluations import cancel_evaluations, offer_evaluations, plans_to_rehearse
 from tessera.coordinator.conductor.liveness import Liveness, require
 from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds
@@ -19,6 +19,8 @@ from tessera.coordinator.domain.decide import Abandon, Action, CancelEvaluations
 from tessera.coordinator.domain.leases import Expire, LeaseAction, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 from tessera.coordinator.domain.without_rounds import Complete
+from tessera.shared.methods.base import Plan
+from tessera.shared.rounds.versions import States
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Actions:
     """The actions, each in a transaction of its own. Raises Conflict if the state decided upon has changed."""
 
     database: Database
+    states: States
     liveness: Liveness
     secure: SecureRounds
 
@@ -33,13 +36,16 @@ class Actions:
         """Do an action; return the workers who now have something to do."""
         if isinstance(action, AskHelpers):
             return self.secure.ask(run_id, action.round, action.kind)
+        plans: Mapping[str, Plan] = {}
+        if isinstance(action, Evaluate):
+            plans = plans_to_rehearse(self.database, self.states, self.liveness, run_id)
         with self.database.transaction() as session:
             now = self.database.now()
             match action:
                 case Offer() | Expire() | Shorten():
                     return change_lease(session, now, action)
                 case Evaluate(due):
-                    return offer_evaluations(session, now, run_id, due, self.liveness)
+                    return offer_evaluations(session, now, run_id, due, self.liveness, plans)
                 case Abandon(round_id, reason):
                     rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
                 case MoveBack():

@@ -61,6 +61,7 @@ from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
+from tessera.shared.rounds.run_forecast import RunForecast
 from tessera.shared.run_settings import Training
 from tessera.shared.sanitize import fit_to_show
 from tessera.shared.schema import DEFAULT_STUDY, RunState
@@ -211,6 +212,7 @@ def show_run(
             "run.html",
             who,
             run=run,
+            forecast=RunForecast.of(run.spec, views.site_reports(session, run_id)) if run.spec.rehearsal else None,
             owned=_owns(session, who, run),
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             measured=latest,

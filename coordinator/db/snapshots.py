@@ -220,7 +220,7 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
 
 def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return the workers that could evaluate this run's versions on the central data set."""
-    if invited.spec.evaluation is None:
+    if invited.spec.evaluation is None or invited.spec.rehearsal:
         return []
     wanted = invited.spec.evaluation.dataset
     return [
@@ -235,8 +235,11 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
 
 def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return the workers that could evaluate versions: those that could train and have held-out examples; of a run
-    that asks for descriptions, one worker of each site."""
+    that asks for descriptions, one worker of each site; of a rehearsal, each that could train."""
     spec = invited.spec
+    if spec.rehearsal:
+        # A round may draw any of a site's workers, and their devices differ.
+        return eligible(invited, live)
     if spec.describe:
         # Another worker with the same data would count them twice.
         return list({worker.site: worker for worker in reversed(eligible(invited, live))}.values())
@@ -375,7 +378,7 @@ def central_due(
 
     An evaluation that was only offered to a worker who is not `here` does not count, unless `here` is unknown.
     """
-    if spec.evaluation is None or spec.evaluation.dataset is None:
+    if spec.evaluation is None or spec.evaluation.dataset is None or spec.rehearsal:
         return []
     due = (VersionRow.number % spec.evaluation.every == 0) | (VersionRow.number == spec.rounds)
     central = (TaskRow.run_id == run.id) & (TaskRow.kind == spec.asks) & ~TaskRow.held_out
@@ -426,6 +429,9 @@ def sites_due(
     tasks &= TaskRow.held_out == (spec.asks == "evaluate")
     awaited, spent = _awaited_or_spent(run, spec)
     over = awaited | spent | TaskRow.state.in_(("leased", "accepted"))
+    if spec.rehearsal:
+        # A failure is an answer, until a person has mended its cause and resumes the run.
+        over |= (TaskRow.state == "failed") & (TaskRow.created_at >= run.resumed_at)
     rows = session.execute(select_tasks(TaskRow.worker_id, SiteRow.name).where(tasks, over)).all()
     asked, sites = {worker for worker, _ in rows}, {site for _, site in rows} if spec.describe else set()
     return [PendingEvaluation(number, one.id) for one in able if one.id not in asked and one.site not in sites]

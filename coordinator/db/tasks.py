@@ -18,11 +18,11 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
 from tessera.shared.api.tasks import (
     Claim,
-    DescriptionResult,
     EvaluationResult,
     Progress,
     Receipt,
     Release,
+    ReportResult,
     Submission,
     Task,
 )
@@ -70,8 +70,8 @@ class LoadedTask:
         """The number of the task's round; outside a round, of its version."""
         if self.round:
             return self.round.number
-        # A helper's task is about the round after its version.
-        return self.task.version_number + (self.task.kind in HELPER_KINDS)
+        # A helper's task is about the round after its version, and so is a rehearsal.
+        return self.task.version_number + (self.task.kind in (*HELPER_KINDS, "rehearse"))
 
     @property
     def declared_examples(self) -> int:
@@ -241,7 +241,9 @@ def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress
 
 
 def require_kind(
-    record: LoadedTask, report: Submission | EvaluationResult | DescriptionResult | HelperReport, *kinds: str
+    record: LoadedTask,
+    report: Submission | EvaluationResult | ReportResult | HelperReport,
+    *kinds: str,
 ) -> None:
     """Raise a problem unless the report is about the task under its lease, of one of these kinds."""
     record.require_lease(report.token)
@@ -327,7 +329,7 @@ def task_message(session: Session, record: LoadedTask, lease_seconds: float, **l
     """Return the task as its worker receives it, with these limits on bytes."""
     task = record.task
     return task_of(
-        record.spec,
+        record.spec.trained,
         record.plan,
         record.version,
         task_id=task.id,

@@ -266,18 +266,26 @@ def latest_measurements(
 
 
 def site_reports(session: Session, run_id: str) -> list[SiteReport]:
-    """Return each site's latest task of a run without rounds, with its report."""
-    rows = session.execute(
-        select_tasks(SiteRow.name, WORKER_NAME, TaskRow.state, TaskRow.problem, TaskRow.report)
-        .where(TaskRow.run_id == run_id)
-        .order_by(TaskRow.created_at, TaskRow.id)
+    """Return the latest task of each site in a run without rounds, or of each worker in a rehearsal, with reports."""
+    columns = (
+        SiteRow.name,
+        WORKER_NAME,
+        WorkerRow.declared,
+        TaskRow.kind,
+        TaskRow.state,
+        TaskRow.problem,
+        TaskRow.report,
     )
-    # A site's accepted task is its last one.
-    latest = {site: (worker, state, problem, report) for site, worker, state, problem, report in rows}
-    return [
-        SiteReport(site=site, worker=worker, state=state, problem=problem, description=report)
-        for site, (worker, state, problem, report) in sorted(latest.items())
-    ]
+    rows = session.execute(
+        select_tasks(*columns).where(TaskRow.run_id == run_id).order_by(TaskRow.created_at, TaskRow.id)
+    )
+    latest: dict[str, SiteReport] = {}
+    for site, worker, declared, kind, state, problem, report in rows:
+        # An accepted task is the last one.
+        place, name = (worker, "rehearsal") if kind == "rehearse" else (site, "description")
+        about = {"site": site, "worker": worker, "device": declared.get("device", ""), "state": state}
+        latest[place] = SiteReport.model_validate({**about, "problem": problem, name: report})
+    return [latest[place] for place in sorted(latest)]
 
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:

@@ -7,7 +7,7 @@ round, and reports the reasons to the creator of the run.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -65,7 +65,7 @@ def _parsed(text: str) -> AdvertisedPolicy | None:
 
 def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | None:
     """Return the site's reason not to take part in the run; None too if the run has changed since it said so."""
-    spec, cohort = invitation.spec, invitation.spec.cohort
+    spec, cohort = invitation.spec.trained, invitation.spec.cohort
     present = {"rounds": spec.rounds, "quorum": cohort.quorum, "deadline_seconds": cohort.deadline_seconds}
     changed = present not in declared.get("withheld_terms", {}).get(invitation.run, [present])
     reason: str | None = declared.get("withheld", {}).get(invitation.run)
@@ -79,12 +79,14 @@ def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> 
 
 
 def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    spec = invitation.spec
+    asks, spec = invitation.spec.asks, invitation.spec.trained
+    invitation = replace(invitation, spec=spec)
     if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
-    if (kind := "train" if spec.rounds else spec.asks) not in declared["kinds"]:
+    kinds = {asks} if not spec.rounds else {"train", asks} if asks == "rehearse" else {"train"}
+    if missing := sorted(kinds.difference(declared["kinds"])):
         silent = "it takes no tasks at present; its own log says why"
-        yield "kinds", f"it does not {kind}" if declared["kinds"] else silent
+        yield "kinds", f"it does not {missing[0]}" if declared["kinds"] else silent
     if spec.method.name not in declared["methods"]:
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     if spec.training.augments and not declared.get("augments"):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -53,6 +54,7 @@ def preview(
     """
     found = {worker.name: _before_planning(invited, model, vocabulary, worker, live, now) for worker in known}
     pool = [worker for worker in known if not _but_for_approval(found[worker.name])]
+    invited = replace(invited, spec=invited.spec.trained)
     trains = invited.spec.rounds > 0
     plans, refused = plan_willing(invited.spec, model, state, pool) if trains else ({}, {})
     for name, said in refused.items():

@@ -22,12 +22,12 @@ from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UP
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
 from tessera.shared.api.tasks import (
     Claim,
-    DescriptionResult,
     EvaluationResult,
     Failure,
     Heartbeat,
     Lease,
     Release,
+    ReportResult,
     Submission,
     Task,
     TaskView,
@@ -141,7 +141,8 @@ def lease(
         task = tasks.task_message(session, record, seconds, **limits)
         earlier, has_another = tasks.known_to_worker(session, record.task)
         task = task.model_copy(update={"audit_head": record.worker.audit_head})
-    if task.kind in HELPER_KINDS:
+    # A rehearsal measures the line.
+    if task.kind in (*HELPER_KINDS, "rehearse"):
         return task
     if has_another or earlier == task.version.digest:
         return task
@@ -330,15 +331,15 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
     return _accept(services, caller, record, columns)
 
 
-def submit_description(services: Services, caller: Principal, task_id: str, report: DescriptionResult) -> TaskView:
-    """Accept the description of a data set."""
+def submit_report(services: Services, caller: Principal, task_id: str, report: ReportResult) -> TaskView:
+    """Accept the description of a data set, or the report on a rehearsal."""
     with services.database.snapshot() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if tasks.was_accepted(record, report.token):
             return _view(record, caller)
-        tasks.require_kind(record, report, "describe")
-    columns = {"report": report.description.model_dump(mode="json"), **_received(report)}
-    return _accept(services, caller, record, columns)
+        tasks.require_kind(record, report, "describe" if report.description else "rehearse")
+    found = report.description or report.rehearsal
+    return _accept(services, caller, record, {"report": found and found.model_dump(mode="json"), **_received(report)})
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
@@ -402,7 +403,7 @@ def _accepted(report: Submission | EvaluationResult, metrics: dict[str, float]) 
     return about | _received(report)
 
 
-def _received(report: Submission | EvaluationResult | DescriptionResult) -> dict[str, Any]:
+def _received(report: Submission | EvaluationResult | ReportResult) -> dict[str, Any]:
     """Return the columns of any accepted report."""
     progress = {"progress": report.progress.model_dump(mode="json", exclude_none=True)} if report.progress else {}
     return progress | {"audit_head": report.audit_head}

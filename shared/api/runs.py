@@ -20,6 +20,7 @@ from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptim
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
+from tessera.shared.api.rehearsals import Rehearsal
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import ClassName, CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
@@ -210,7 +211,7 @@ class RunSpec(Value):
                 "upload_seconds", "download_codec", "normalization", "robust", "server_optimizer", "max_examples",
                 "max_update_norm", "max_norm_of_median", "keep_updates",
             ),
-            lambda run: run.rounds > 0,
+            lambda run: run.rounds > 0 or run.rehearsal,
             "rounds to 1 or more",
         ),
     )  # fmt: skip
@@ -250,6 +251,11 @@ class RunSpec(Value):
     describe: bool = Field(
         default=False,
         description="whether a run without rounds asks each site to describe its data set (`tessera data compare`)",
+    )
+    rehearsal: Annotated[Rounds, Field(gt=0)] | None = Field(
+        default=None,
+        description="rounds of the run that a run without rounds rehearses (`tessera run rehearse`): each site "
+        "trains two steps by these settings and sends a report alone",
     )
     signals: Signals = Field(
         default=Signals(),
@@ -312,10 +318,13 @@ class RunSpec(Value):
     def _asks_for_something(self) -> Self:
         if self.describe and (self.rounds or self.evaluation):
             raise ValueError("describe: the run only asks for descriptions; set rounds to 0, without [evaluation]")
-        if self.rounds == 0 and self.evaluation is None and not self.describe:
+        if self.rehearsal and (self.rounds or self.describe):
+            raise ValueError("rehearsal: the run only rehearses; set rounds to 0, without describe")
+        if self.rounds or self.rehearsal:
+            return self
+        if self.evaluation is None and not self.describe:
             raise ValueError("rounds is 0, and the run asks the sites for nothing: set [evaluation], or rounds")
-        size_or_target = self.cohort.size or self.cohort.target_updates
-        if self.rounds == 0 and (size_or_target or self.cohort.workers_per_site > 1):
+        if self.cohort.size or self.cohort.target_updates or self.cohort.workers_per_site > 1:
             raise ValueError(
                 "rounds is 0, so that each site is asked: leave out size, target_updates, workers_per_site"
             )
@@ -401,7 +410,14 @@ class RunSpec(Value):
     @property
     def asks(self) -> TaskKind:
         """The kind of task that the run asks of sites beside its rounds: the only one of a run without rounds."""
+        if self.rehearsal:
+            return "rehearse"
         return "describe" if self.describe else "evaluate"
+
+    @property
+    def trained(self) -> Self:
+        """The run that trains by these settings: that which a rehearsal rehearses, or the run itself."""
+        return self.model_copy(update={"rounds": self.rehearsal, "rehearsal": None}) if self.rehearsal else self
 
     @property
     def lossy_settings(self) -> tuple[str, ...]:
@@ -625,9 +641,12 @@ class SiteReport(Message):
 
     site: Label
     worker: str
+    device: str = ""
+    """As the worker declares it now."""
     state: TaskState
     problem: ProblemDocument | None = None
     description: Description | None = None
+    rehearsal: Rehearsal | None = None
 
 
 class Measurement(Message):

@@ -30,6 +30,7 @@ from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
+from tessera.shared.api.rehearsals import Rehearsal
 from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
@@ -474,6 +475,11 @@ class Task(Message):
         return self
 
     @property
+    def trains(self) -> bool:
+        """True if it trains by its plan, or rehearses that."""
+        return self.kind in ("train", "rehearse")
+
+    @property
     def in_exact_sum(self) -> bool:
         """True if the update goes into a secure sum without noise of the sites, or with too little to count."""
         return self.secure_sums is not None and is_weak(self.client_privacy)
@@ -564,13 +570,20 @@ class EvaluationResult(Message):
         return self
 
 
-class DescriptionResult(Message):
-    """A finished `describe` task."""
+class ReportResult(Message):
+    """A finished task of a run without rounds: the description of a data set, or the report on a rehearsal."""
 
     token: int
-    description: Description
+    description: Description | None = None
+    rehearsal: Rehearsal | None = None
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None
+
+    @model_validator(mode="after")
+    def _reports_one_thing(self) -> Self:
+        if (self.description is None) == (self.rehearsal is None):
+            raise ValueError("send either a description or a rehearsal")
+        return self
 
 
 class Failure(Message):

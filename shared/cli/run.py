@@ -21,7 +21,7 @@ from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.run_template import template
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client, despite_changes
 from tessera.shared.client.lookup import find_run
-from tessera.shared.client.previews import preview_notes, previewed
+from tessera.shared.client.previews import forecast_of, preview_notes, previewed, rehearsal_of, remarks
 from tessera.shared.client.round_outcomes import RoundOutcome, follow, outcomes
 from tessera.shared.client.run_file import installed_method, live_changes, read_spec
 from tessera.shared.client.run_versions import described, export_version, new_run, parse_version
@@ -49,6 +49,7 @@ from tessera.shared.terminal.metric_tables import (
     spread_table,
 )
 from tessera.shared.terminal.output import AsJson, Reach
+from tessera.shared.terminal.rehearsal_table import show_rehearsal
 from tessera.shared.terminal.watch import watch_as_json, watch_as_text
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -207,6 +208,33 @@ def preview(
         raise typer.Exit(3)
 
 
+@app.command()
+def rehearse(
+    ctx: typer.Context,
+    file: SpecFile = None,
+    model: ModelFolderIn = None,
+    start_from: StartFrom = None,
+    settings: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train two steps of a run at each site, and forecast the run's time, bytes and epsilon. Merges nothing.
+
+    Sites send a report alone, and keep nothing. Exit code 3 if fewer sites than the quorum could train.
+    """
+    client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
+    spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
+    rehearsal = rehearsal_of(spec)
+    known, run = client.preview_run(rehearsal), client.create_run(rehearsal, key=uuid.uuid4().hex)
+    if not as_json:
+        output.note(sent)
+        output.note(f"waiting for the sites; `tessera run show {run.id}` has what came so far")
+    run, found = forecast_of(client, run)
+    further = list(remarks(known, {one.worker for one in found.workers}))
+    show_rehearsal(run, found, further, as_json=as_json)
+    if found.slowest is None:
+        raise typer.Exit(3)
+
+
 def _spec(
     client: Client,
     file: Path | None,
@@ -272,6 +300,9 @@ def show(
     """Show a run: its rounds, the cost of a score, metrics at sites, failed tasks with reasons, and warnings."""
     client = client_of(ctx)
     found = find_run(client, run)
+    if found.spec.rehearsal:
+        show_rehearsal(*forecast_of(client, found, wait=False), as_json=as_json)
+        return
     measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
     at_sites = spreads(measurements)
     rounds = list(client.rounds(found.id))

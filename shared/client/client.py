@@ -45,13 +45,13 @@ from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, 
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
-    DescriptionResult,
     EvaluationResult,
     Failure,
     Heartbeat,
     Lease,
     LiveValues,
     Release,
+    ReportResult,
     Submission,
     Task,
     TaskView,
@@ -398,8 +398,8 @@ class Client:
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
 
-    def submit_description(self, task_id: str, described: DescriptionResult) -> TaskView:
-        return self._post(f"/v1/tasks/{task_id}/description", described, TaskView)
+    def submit_report(self, task_id: str, report: ReportResult) -> TaskView:
+        return self._post(f"/v1/tasks/{task_id}/report", report, TaskView)
 
     def fail(self, task_id: str, failure: Failure) -> TaskView:
         """Report that a task failed at this worker."""

@@ -1,10 +1,14 @@
-"""Previews of a run, and the notes to read before it starts."""
+"""Previews and rehearsals of a run, and the notes to read before it starts."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 
-from tessera.shared.api.runs import Preview, RunSpec
+from tessera.shared.api.runs import Preview, Run, RunSpec
 from tessera.shared.client.client import Client
-from tessera.shared.problems import Problem
+from tessera.shared.problems import Invalid, Problem
+from tessera.shared.rounds.run_forecast import RunForecast
+
+LOOK_SECONDS = 0.5
 
 
 def preview_notes(found: Preview) -> Iterator[str]:
@@ -26,3 +30,30 @@ def previewed(client: Client, spec: RunSpec) -> Preview | None:
         return client.preview_run(spec)
     except Problem:
         return None
+
+
+def rehearsal_of(spec: RunSpec) -> RunSpec:
+    """Return the run that rehearses a run. Raises Invalid for a run that trains nothing."""
+    if spec.rounds == 0:
+        remedy = "Set rounds to those of the run that you want to start."
+        raise Invalid("a run without rounds trains nothing that could be rehearsed", remedy=remedy)
+    return RunSpec.model_validate({**spec.model_dump(mode="json"), "rounds": 0, "rehearsal": spec.rounds})
+
+
+def remarks(found: Preview, asked: Collection[str]) -> Iterator[str]:
+    """Yield the remarks of a preview beside a rehearsal: the workers that were not `asked`, with the reasons, and its
+    warnings."""
+    yield from (*found.remarks_on_sites, *found.warnings)
+    for one in found.workers:
+        reasons = one.warnings if one.worker in asked else one.ineligibilities
+        said = "; ".join(f"{each.rule}: {each.detail}" for each in reasons)
+        if said:
+            yield f"{one.worker}{'' if one.worker in asked else ' is not asked'}: {said}"
+
+
+def forecast_of(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, RunForecast]:
+    """Return a rehearsal and the forecast of its run, once each site has answered or the rehearsal is over."""
+    while wait and run.state == "running":
+        time.sleep(LOOK_SECONDS)
+        run = client.run(run.id)
+    return run, RunForecast.of(run.spec, client.reports(run.id))

@@ -117,6 +117,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     if spec.evaluation and (said := ignore_fault(spec.evaluation.ignore, model)):
         unknown = Fault(pointer="/evaluation/ignore", detail=said)
         raise Invalid("the model cannot be evaluated with these settings", errors=[unknown])
+    spec = spec.trained
     half = coordinator_half(spec.method, run_facts(spec, model))
     _check_effect(spec, half.settings)
     try:
@@ -402,6 +403,14 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
 
 
+def rehearsal_plans(spec: RunSpec, model: Model, state: State, workers: Iterable[Participant]) -> dict[str, Plan]:
+    """Return the first round's plan of each worker, if all take part. Raises as `plan_round`."""
+    half, cohort = coordinator_half(spec.method, run_facts(spec, model)), sorted(workers, key=attrgetter("name"))
+    plans = plans_of(half, state, cohort, Random(derive_seed(spec.seed, "cohort", 1)))  # noqa: S311 (no secret)
+    _require_blocks(model, plans.values())
+    return plans
+
+
 def by_site(willing: Iterable[Participant]) -> dict[str, list[Participant]]:
     """Return the participants of each site, by the site's name."""
     found: dict[str, list[Participant]] = {}
@@ -562,6 +571,7 @@ def warnings_of(
     """Return the warnings of a version, bounded: updates left out, sites that count with fewer than the `merged`
     examples that they have, the settings of a first version, limits of the robust rule, and the method's own
     warnings."""
+    spec = spec.trained
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
     half = coordinator_half(spec.method, run_facts(spec, model))

@@ -17,6 +17,7 @@ from rich.text import Text
 from tessera.shared.diagnostics import Finding, Setting
 from tessera.shared.problems import MAX_FAULTS, Problem
 from tessera.shared.sanitize import fit_to_show
+from tessera.shared.units import duration
 
 _JSON = "tessera.json"
 
@@ -143,10 +144,7 @@ def seconds(value: float | None) -> str | None:
 
 def about(value: float) -> str:
     """Return an estimated number of seconds, in a unit that suits its precision."""
-    for unit, length in (("h", 3600), ("min", 60)):
-        if value >= 2 * length:
-            return f"about {round(value / length)} {unit}"
-    return f"about {max(1, round(value))} s"
+    return f"about {duration(value)}"
 
 
 def print_settings(settings: Iterable[Setting], *, as_json: bool) -> None:

@@ -170,13 +170,14 @@ def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     assert disturbed == undisturbed
 
 
+@pytest.mark.parametrize("asks", [{"evaluation": {"sites": True}}, {"rehearsal": 5}], ids=["measured", "rehearsed"])
 def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
-    tmp_path: Path, vit: ModelFolder, running: Keep
+    tmp_path: Path, vit: ModelFolder, running: Keep, asks: dict[str, Any]
 ) -> None:
     with CoordinatorProcess(tmp_path / "killed", lease_seconds=3) as coordinator:
         client = coordinator.admin()
         uploaded = upload_model(client, vit)
-        asked = {"rounds": 0, "dataset": "digits", "evaluation": {"sites": True}, "cohort": {"sites": ["a", "b"]}}
+        asked = {"rounds": 0, "dataset": "digits", **asks, "cohort": {"sites": ["a", "b"]}}
         digests = {"model": uploaded.model, "version": uploaded.version}
         run = client.create_run(RunSpec.model_validate({"name": "measured", **asked, **digests}))
         workers = [running(worker_process(coordinator, s, f"{shard(i)}held_out = 0.3")) for i, s in enumerate("ab")]
@@ -186,7 +187,12 @@ def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
         coordinator.start()
         running(start_worker(coordinator.folder / "a"))
         until(lambda: ended(client, run), seconds=100)
-        assert sorted(one.site for one in client.measurements(run.id)) == ["a", "b"]
+        reports = client.reports(run.id)
+        assert [(one.site, one.state) for one in reports] == [("a", "accepted"), ("b", "accepted")]
+        if "rehearsal" in asks:
+            assert all(one.rehearsal for one in reports)
+        else:
+            assert sorted(one.site for one in client.measurements(run.id)) == ["a", "b"]
         assert findings(coordinator, []) == []
 
 

@@ -387,6 +387,13 @@ class Dataset:
         on_disk = self.on_disk and self.on_disk.padded(self.padding)
         return replace(self, tensors=self.padding.fill(self.tensors), on_disk=on_disk, padding=None)
 
+    def blank(self) -> Dataset:
+        """Return one example of zeros with the shapes and dtypes of these, and with texts of the maximal length. It
+        reads none of these."""
+        inputs = {name: torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype) for name, rows in self.inputs.items()}
+        blank = Dataset(inputs, self.common, padding=self.padding, texts=self.texts, schema=self.schema)
+        return replace(blank, normalization=self.normalization).padded()
+
     def placeholder(self, examples: int, end: int | None = None, words: Sequence[int] = (0, 1)) -> dict[str, Tensor]:
         """Return synthetic examples that depend only on the shapes and dtypes of these.
 

@@ -281,7 +281,7 @@ class Rank:
             # A model that is kept is whole.
             self._cache = RunCache()
         local = self._local(given, given.loss_scale, given.noise_seed)
-        trains = task.kind == "train"
+        trains = task.trains
         rounds = not trains and local.rules.rounds_figures(task)
         # Its files may have changed since the agent started.
         with hiding(in_sum=trains and task.sums is not None), without_cause(rounds=rounds):

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel
 
+from tessera.shared.api.rehearsals import STEPS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.registry import probe_examples
 from tessera.shared.model.blocks import Block
@@ -75,6 +76,19 @@ def describing(task: Task, policy: Policy) -> str:
         f"below {rule.minimum} leave as zero, and others as multiples of {rule.step}."
     )
     return f"{said} They have noise, which costs an example {noise.bound}." if noise else said
+
+
+def rehearsing(task: Task, model: Model, examples: int, *, synthetic: bool) -> str:
+    """Return a few sentences on a task that rehearses a run's training."""
+    to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
+    rows = "synthetic rows of its shape" if synthetic else "as many of its rows as these steps take"
+    return (
+        f"Rehearses a run of {task.rounds} rounds by the method {task.method.name}: trains "
+        f"{in_words(task.plan.train.resolve(model.blocks), model.blocks)} of {_model(model)} for {STEPS} steps on "
+        f"`{task.dataset}` ({examples:,} examples), with {rows}. Only a report leaves, {to}: times, memory, bytes "
+        "and numbers of steps and examples, or why it failed. No block and no figure of an example leaves, nothing "
+        "is kept, and no privacy is spent. The run itself asks again."
+    )
 
 
 def _work(task: Task, model: Model, examples: int, groups: int | None, measured: int) -> str:

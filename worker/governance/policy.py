@@ -108,7 +108,7 @@ EVALUATIONS = (
 
 def check_use(task: Task, *, for_evaluation: bool) -> None:
     """Raise PolicyViolation for evaluation on training examples or training on a `for_evaluation` data set."""
-    if task.kind == "train" and for_evaluation:
+    if task.trains and for_evaluation:
         raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation only")
     if task.kind == "evaluate" and not task.held_out and not for_evaluation:
         raise PolicyViolation("use", f"the data set {task.dataset!r} is for training; no version is evaluated on it")
@@ -132,7 +132,7 @@ class PrivacyFloor(Value):
     def check(self, task: Task, noise: Budget | None = None) -> None:
         """Check the kind and privacy of a task. `noise` is that of figures. Raises PolicyViolation."""
         rule, privacy = "require_privacy", task.privacy
-        if task.kind != "train":
+        if not task.trains:
             require(
                 permits_figures(self, noise),
                 rule,
@@ -251,7 +251,7 @@ class Allowance(UnitBudget):
         Raises PolicyViolation."""
         what = f"the data set {task.dataset!r}" if rule == "privacy" else "this site"
         privacy = task.privacy
-        if task.kind != "train":
+        if not task.trains:
             has = f"{what} has a budget that does not allow evaluations without noise{_of(self.unit, noise)}"
             require(permits_figures(self, noise), rule, has)
         elif privacy is None:
@@ -497,7 +497,7 @@ class Policy(Value):
             self.max_total_privacy.check(task, noise, rule="max_total_privacy")
         if self.max_weekly_privacy:
             self.max_weekly_privacy.check(task, noise, rule="max_weekly_privacy")
-        if (of_site := self.require_client_privacy) and task.kind != "train":
+        if (of_site := self.require_client_privacy) and not task.trains:
             detail = "this site requires privacy for itself as a whole, and a version's figures have no noise"
             require(of_site.evaluations, "require_client_privacy", detail)
 

@@ -44,10 +44,17 @@ class SiteRules:
         by_site = bool(rounded) or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
         return by_site or (bool(hidden) and not is_central)
 
+    def rehearses_synthetic(self, task: Task) -> bool:
+        """Return True if a rehearsal trains on synthetic rows: in private runs, in secure sums and under a rule of
+        privacy, also on another data set, which may share examples. Elsewhere the times of tasks leave too."""
+        return task.is_covered or bool(self.allowances or self.privacy_rules(task.dataset))
+
     def privacy_of_figures(self, task: Task) -> Budget | None:
         """Return the privacy of one evaluation's figures; None if they have no noise."""
         return self.policy.figures_privacy if self.rounds_figures(task) else None
 
     def hides(self, task: Task) -> bool:
         """Return True if the course of a task may reveal nothing of an example."""
+        if task.kind == "rehearse":
+            return False
         return self.rounds_figures(task) if task.kind == "evaluate" else task.is_covered

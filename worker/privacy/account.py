@@ -115,6 +115,12 @@ class PrivacyAccount:
         self._resumed = Charges.model_validate(charges)
         self._looked = False
 
+    def forecast(self, steps: int) -> float:
+        """Return the run's epsilon if each of its rounds has this many steps. Raises PolicyViolation."""
+        event = self._noisy_steps([], steps)
+        whole = _noisy(event.noise_multiplier, event.sampling_rate, steps * self._rounds)
+        return epsilon([*self._choices_left([]), whole], self._target.delta)
+
     # ------------------------------------------------------------ before the data are read
 
     def look(self) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from tessera.shared.api.runs import Measurement, Round, RunSpec
 from tessera.shared.api.secure_sums import HelperReport, SumTask
-from tessera.shared.api.tasks import DescriptionResult, EvaluationResult, Receipt, Submission, Task, TaskView
+from tessera.shared.api.tasks import EvaluationResult, Receipt, ReportResult, Submission, Task, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.client.transfers import Progress
 from tessera.shared.methods.base import Plan
@@ -324,8 +324,8 @@ class InProcessCoordinator:
         """Raise NotImplementedError: in a simulation there are no masks, and no helpers."""
         raise NotImplementedError
 
-    def submit_description(self, task_id: str, described: DescriptionResult) -> TaskView:
-        """Raise NotImplementedError: a simulation has the data sets themselves."""
+    def submit_report(self, task_id: str, report: ReportResult) -> TaskView:
+        """Raise NotImplementedError: a simulation has the data sets and the rounds themselves."""
         raise NotImplementedError
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:

@@ -26,7 +26,7 @@ from tessera.worker.data.overlap import MAX_SHARED, share_of, sketch_of
 from tessera.worker.errors import HiddenFailure, InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
-from tessera.worker.governance.descriptions import describing, summary
+from tessera.worker.governance.descriptions import describing, rehearsing, summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import Ledger
@@ -78,16 +78,20 @@ def admit(run: TaskRun) -> AdmittedTask:
     _require_own_tokenizer(run, dataset)
     if dataset.pack:
         _require_packable(task)
-    if task.training.augments and (task.kind == "train" or task.held_out):
+    if task.training.augments and (task.trains or task.held_out):
         _require_augmentable(task, dataset)
-    terms = admitted_terms(run) if task.kind == "train" else None
+    terms = admitted_terms(run) if task.trains else None
     _check_effect(run)
-    groups = run.groups(dataset) if task.kind == "train" else None
+    groups = run.groups(dataset) if task.trains else None
     _check_length(run, dataset.examples if groups is None else groups)
     if env.inbox:
         _require_approval(run, env.inbox, dataset, groups)
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task, env.policy.figures_privacy)
+    units = dataset.examples if groups is None else groups
+    if task.kind == "rehearse":
+        # It is charged nothing, and reads too little to compare data sets.
+        return AdmittedTask(dataset, _account(run, units, "", None), None)
     failure = None
     try:
         check_overlap(run, dataset)
@@ -97,7 +101,7 @@ def admit(run: TaskRun) -> AdmittedTask:
         return AdmittedTask(dataset, None, None)
     checkpoint = None if failure else checkpoint_of(env, task)
     held = env.airlock.find(task) if env.airlock else None
-    account = _account(run, dataset.examples if groups is None else groups, *_reserved(checkpoint, held))
+    account = _account(run, units, *_reserved(checkpoint, held))
     return AdmittedTask(dataset, account, checkpoint, terms, held, failure)
 
 
@@ -139,16 +143,16 @@ def _check_effect(run: TaskRun) -> None:
     The built model decides (`train`): a table of blocks may describe another model, and lacks names of tied tensors.
     """
     policy = run.env.policy
-    if run.task.kind == "train" and (policy.never_send or policy.may_send.exclude):
+    if run.task.trains and (policy.never_send or policy.may_send.exclude):
         policy.check_effect([*read_model(run).blocks, *(each.block for each in run.task.plan.extra)])
 
 
 def _check_length(run: TaskRun, units: int) -> None:
     """Raise PolicyViolation for larger batches or more epochs than the site allows, of examples or of groups."""
     policy, task = run.env.policy, run.task
-    private = task.kind == "train" and task.privacy
+    private = task.trains and task.privacy
     policy.check_batch(task.training.batch_size, units, private.examples_per_unit if private else 1)
-    if task.kind == "train":
+    if task.trains:
         policy.check_epochs(local_epochs(task.training, units))
         # A phase has whole epochs of its own, or the run's length.
         policy.check_work(task.training, units, in_exact_sum=task.in_exact_sum)
@@ -179,7 +183,7 @@ def _require_augmentable(task: Task, dataset: DatasetInfo) -> None:
 
 def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: int | None) -> None:
     """Raise Unapproved unless the run is approved; file a request from its first task."""
-    task, trains = run.task, "train" in run.env.kinds and run.task.rounds > 0
+    task, trains = run.task, "train" in run.env.kinds and run.task.rounds > 0 and run.task.kind != "rehearse"
     measured = dataset.held_out if task.held_out else 0
     examples = dataset.examples if trains or not task.held_out else measured
     party = run.env.sums
@@ -189,6 +193,8 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: 
     def said() -> str:
         if task.kind == "describe":
             return describing(task, run.env.policy)
+        if task.kind == "rehearse":
+            return rehearsing(task, read_model(run), examples, synthetic=run.env.rehearses_synthetic(task))
         return summary(
             task,
             read_model(run),

@@ -15,7 +15,7 @@ import structlog
 from pydantic import JsonValue
 
 from tessera.shared.api.secure_sums import HelperReport
-from tessera.shared.api.tasks import DescriptionResult, EvaluationResult, Submission, Task, TaskView
+from tessera.shared.api.tasks import EvaluationResult, ReportResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
@@ -84,7 +84,7 @@ class Coordinator(Protocol):
         self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
     ) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView: ...
-    def submit_description(self, task_id: str, described: DescriptionResult) -> TaskView: ...
+    def submit_report(self, task_id: str, report: ReportResult) -> TaskView: ...
     def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView: ...
     def task(self, task_id: str) -> TaskView: ...
 
@@ -184,13 +184,15 @@ class TaskEnvironment(SiteRules):
     shelf: Shelf
     scratch: Path
     name: str = "worker"
-    kinds: tuple[TaskKind, ...] = ("train", "evaluate")
+    kinds: tuple[TaskKind, ...] = ("train", "evaluate", "describe", "rehearse")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
     documents: Documents = field(default_factory=Documents)
     versions: dict[str, CachedVersion] = field(default_factory=dict)
     """The version of the run's last task, by run."""
     vocabularies: dict[str, str | None] = field(default_factory=dict)
     """The vocabularies of models' tokenizers, by the digests of their files."""
+    hidden: set[str] = field(default_factory=set)
+    """The runs of tasks that may reveal nothing of an example: the memory of this process may follow from these."""
     for_evaluation: frozenset[str] = frozenset()
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
@@ -455,6 +457,8 @@ class SiteRecords:
 
     def keep_scale(self, scale: Mapping[str, float]) -> None:
         """Keep the loss scale for the run's next round, whether or not the update is merged."""
+        if self._run.task.kind == "rehearse":
+            return
         kept = {name: np.array(value, np.float64) for name, value in scale.items()}
         self._run.env.vault.keep_scale(self._run.task.run, kept)
 

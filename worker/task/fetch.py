@@ -74,11 +74,13 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
+    began_at, before = env.clock(), run.report.download_bytes
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
+    transfer = run.report.download_bytes - before, env.clock() - began_at
     tokenizer = _tokenizer_files(run, document) if dataset.raw_texts else {}
     state, kept = _fetch_memory(run, manifest), _kept(run)
     return FetchedVersion(
-        document, run.mapping(document), manifest, blocks, bases, checked.four_bits, state, kept, tokenizer
+        document, run.mapping(document), manifest, blocks, bases, checked.four_bits, state, kept, tokenizer, transfer
     )
 
 

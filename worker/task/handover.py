@@ -42,6 +42,8 @@ class FetchedVersion:
     """The tensors that this site keeps between the run's rounds."""
     tokenizer: Mapping[FileName, bytes] = field(default_factory=dict)
     """The files of the run's tokenizer, if the data set takes it."""
+    transfer: tuple[int, float] = (0, 0.0)
+    """The bytes of blocks that were not here, and the seconds of their transfer."""
 
     @property
     def is_whole(self) -> bool:

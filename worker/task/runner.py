@@ -37,6 +37,7 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.fetch import fetch
 from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.rehearsal import rehearse
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
 from tessera.worker.task.upload import Egress, HeldUpdate, UpdateFile
@@ -58,9 +59,13 @@ class TaskRunner(TaskEnvironment):
         Raises PolicyViolation before any forbidden step, Unapproved before any work for an unapproved run, Problem
         if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails.
         """
-        journal = Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger, self.limits)
+        # A rehearsal is charged nothing.
+        ledger = None if task.kind == "rehearse" else self.ledger
+        journal = Journal(TaskRef.of(task), task.dataset, self.audit, ledger, self.limits)
         run = TaskRun(self, task, check, report, journal, began_at=self.clock())
         report.hides = self.hides(task)
+        if report.hides:
+            self.hidden.add(task.run)
         self._require_state(task.audit_head)
         run.journal.note(
             "task.start",
@@ -76,6 +81,9 @@ class TaskRunner(TaskEnvironment):
             help_open(run)
             return None
         admission = admit(run)
+        if task.kind == "rehearse":
+            rehearse(run, admission)
+            return None
         dataset, account, checkpoint = admission.dataset, admission.account, admission.checkpoint
         held = None
         if admission.held and self.airlock:
@@ -125,7 +133,7 @@ class TaskRunner(TaskEnvironment):
         """Submit a description, or return it held for release."""
         egress.run.wait_for_quantum(egress.run.check)
         if not self.airlock:
-            egress.submit_description(description)
+            egress.submit_report(description=description)
             return None
         with temporary_file(self.scratch) as (path, file):
             file.write(canonical(description))

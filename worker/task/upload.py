@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from pydantic import JsonValue
 
 from tessera.shared.api.descriptions import Description
-from tessera.shared.api.tasks import DescriptionResult, EvaluationResult, Submission
+from tessera.shared.api.rehearsals import Rehearsal
+from tessera.shared.api.tasks import EvaluationResult, ReportResult, Submission
 from tessera.shared.methods.base import LocalResult, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.schema import EPSILON
@@ -233,17 +234,17 @@ class Egress:
         self.run.deliver(lambda: env.coordinator.submit_evaluation(task.id, evaluated))
         self.run.journal.note("figures.count")
 
-    def submit_description(self, description: Description) -> None:
-        """Submit the description of a data set."""
+    def submit_report(self, **report: Description | Rehearsal) -> None:
+        """Submit the `description` of a data set, or the report on a `rehearsal`."""
         env, task = self.run.env, self.run.task
         if env.history:
             env.history.add(self.run.snapshot, env.policy)
-        about = {"description": description.model_dump(mode="json"), "ledger": self.run.journal.ledger_head()}
-        head = self.run.journal.note("figures.leave", dataset=task.dataset, **about)
-        described = DescriptionResult(
-            token=task.token, description=description, audit_head=head, progress=self.run.report.progress()
-        )
-        self.run.deliver(lambda: env.coordinator.submit_description(task.id, described))
+        about = {name: each.model_dump(mode="json") for name, each in report.items()}
+        ledger = self.run.journal.ledger_head()
+        head = self.run.journal.note("figures.leave", dataset=task.dataset, **about, ledger=ledger)
+        sent = {"token": task.token, **about, "audit_head": head, "progress": self.run.report.progress()}
+        result = ReportResult.model_validate(sent)
+        self.run.deliver(lambda: env.coordinator.submit_report(task.id, result))
         self.run.journal.note("figures.count")
 
     # ------------------------------------------------------------ before an update leaves
@@ -453,7 +454,7 @@ class HeldUpdate:
         if digest_at(path) != summary.update:
             raise PolicyViolation("airlock", "the file changed after its release")
         if task.kind == "describe":
-            egress.submit_description(Description.model_validate_json(path.read_bytes()))
+            egress.submit_report(description=Description.model_validate_json(path.read_bytes()))
             return
         egress.check_egress(update, task.plan.sent(self.stored.blocks), ())
         keep = env.vault.read_aside(task.run, task.id)

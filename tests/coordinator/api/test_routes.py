@@ -83,9 +83,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/tasks/{task_id}/helper-report"): Case(403, 403, 403, LEASE_LOST, json={"token": 1}),
     ("POST", "/v1/tasks/{task_id}/update"): Case(403, 403, 403, LEASE_LOST, json={**REPORT, "update": NOWHERE}),
     ("POST", "/v1/tasks/{task_id}/evaluation"): Case(403, 403, 403, LEASE_LOST, json=REPORT),
-    ("POST", "/v1/tasks/{task_id}/description"): Case(
-        403, 403, 403, LEASE_LOST, json={**TOKEN, "description": DESCRIBED}
-    ),
+    ("POST", "/v1/tasks/{task_id}/report"): Case(403, 403, 403, LEASE_LOST, json={**TOKEN, "description": DESCRIBED}),
     ("POST", "/v1/tasks/{task_id}/failure"): Case(
         403, 403, 403, LEASE_LOST, json={**TOKEN, "code": "x", "detail": "x"}
     ),

@@ -31,7 +31,7 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
         bits = four_bit_tensors(document, mapping) if setup.compute.base_bits else ()
         tables.clear()
         tables[key] = CheckedModel(blocks, frozenset(bits))
-    checked, is_training, private = tables[key], task.kind == "train", task.privacy is not None
+    checked, is_training, private = tables[key], task.trains, task.privacy is not None
     if setup.compute.base_bits:
         require_frozen(document, checked.four_bits, task.plan, is_training=is_training)
     if setup.compute.shard:
@@ -48,7 +48,7 @@ def require_memory(local: LocalTask, model: Model, four_bits: frozenset[str]) ->
     """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
     task, device = local.task, local.device
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
-    fixed = task.kind == "train" and type(local.half(model)).select is WorkerHalf.select
+    fixed = task.trains and type(local.half(model)).select is WorkerHalf.select
     trained = task.plan.train.resolve(model.blocks) if fixed else ()
     shards = local.setup.ranks.shards
     needed, free = needed_bytes(model.blocks, trained, task.training, four_bits, shards), free_bytes(device)

@@ -20,6 +20,7 @@ from tessera.worker.errors import HiddenFailure, Indivisible, InputMismatch, Tas
 from tessera.worker.executor.stages.evaluate import evaluate
 from tessera.worker.executor.stages.load import load
 from tessera.worker.executor.stages.local_task import LocalTask
+from tessera.worker.executor.stages.rehearse import Rehearsal
 from tessera.worker.executor.stages.run_cache import BuiltModel
 from tessera.worker.executor.stages.tokenize import require_apart, tokenize
 from tessera.worker.executor.stages.train import train
@@ -48,12 +49,17 @@ def execute(
     account: Account | None,
     checkpoints: TrainingCheckpoints | None = None,
 ) -> TaskOutcome:
-    """Train or evaluate by a task. Raises HiddenFailure if training for a secure sum fails, TaskFailure,
+    """Train, rehearse or evaluate by a task. Raises HiddenFailure if training for a secure sum fails, TaskFailure,
     PolicyViolation, InputMismatch, UnsupportedRun, MemoryError, the exceptions of the method and of `local.check`."""
+    rehearsal = Rehearsal(local, dataset, account) if local.task.kind == "rehearse" else None
+    if rehearsal:
+        local, dataset, account, checkpoints = rehearsal.local, rehearsal.sample(dataset), rehearsal.account, None
     try:
-        outcome, built = _executed(local, fetched, dataset, account, checkpoints)
+        outcome, built = _executed(local, fetched, dataset, account, checkpoints, rehearsal)
     except torch.OutOfMemoryError as fault:
         raise MemoryError(str(fault)) from fault
+    if rehearsal:
+        return rehearsal.outcome(outcome)
     # The trainable parameters of a sharded model are set once.
     if local.setup.ranks.shards == 1:
         local.cache.models.keep(built)
@@ -66,16 +72,21 @@ def _executed(
     dataset: Dataset,
     account: Account | None,
     checkpoints: TrainingCheckpoints | None,
+    rehearsal: Rehearsal | None,
 ) -> tuple[TaskOutcome, BuiltModel]:
     task = local.task
-    trains, ranks = task.kind == "train", local.setup.ranks
+    trains, ranks = task.trains, local.setup.ranks
     in_sum, rounds = trains and task.sums is not None, not trains and local.rules.rounds_figures(task)
     silent = in_sum or task.privacy is not None or rounds
     loaded = load(local, fetched)
     loaded = replace(loaded, context=ranks.context(loaded.context))
     context = loaded.context
+    if rehearsal:
+        rehearsal.mark()
     with without_cause(rounds=rounds):
         dataset = tokenize(local, fetched, loaded, dataset)
+    if rehearsal:
+        dataset = rehearsal.fill(context, dataset)
     # Its longest text would decide where the comparison fails.
     require_own_loss(context, dataset.padded() if silent else dataset)
     # One rank alone must not compute with a sharded model.
@@ -89,7 +100,7 @@ def _executed(
     fitting = explained(fetched.document, context, dataset, private=silent, rehearses=rehearses)
     if trains:
         with hiding(in_sum=in_sum), fitting:
-            result, stats = train(local, loaded, dataset, account, checkpoints)
+            result, stats = train(local, loaded, dataset, account, checkpoints, rehearsal)
         outcome = TaskOutcome(stats.examples, result, loaded.moments.values)
     else:
         with without_cause(rounds=rounds), fitting:

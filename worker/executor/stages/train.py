@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,16 +16,18 @@ import structlog
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import EXTRA, Extra, LocalResult, TrainingStats, UnsupportedRun
+from tessera.shared.methods.base import EXTRA, Extra, LocalResult, Phase, TrainingStats, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.model.spec import Model
+from tessera.shared.run_settings import Training
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.errors import TaskFailure, TrainingDiverged
 from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
+from tessera.worker.executor.stages.rehearse import Rehearsal
 from tessera.worker.executor.stages.tokenize import require_apart
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
@@ -49,6 +51,7 @@ def train(
     dataset: Dataset,
     account: Account | None,
     checkpoints: TrainingCheckpoints | None = None,
+    rehearsal: Rehearsal | None = None,
 ) -> tuple[LocalResult, TrainingStats]:
     """Train by the method and return its result.
 
@@ -93,14 +96,13 @@ def train(
     if private:
         private.check_choice()
     selected = local.setup.ranks.same(lambda: chosen)
-    phases = half.phases(context, selected)
-    local.rules.policy.check_epochs(epochs_of(phases, task.training, units))
+    phases, training = _planned(local, half.phases(context, selected), units, rehearsal)
     least = sys.maxsize if no_figures else least
     with loss_scaler(local) as scaler:
         trainer = Trainer(
             half,
             context,
-            task.training,
+            training,
             local.setup,
             local.check,
             private,
@@ -135,6 +137,16 @@ def train(
     elif no_figures:
         _require_mergeable(local, loaded.document, units)
     return result, stats
+
+
+def _planned(
+    local: LocalTask, phases: Sequence[Phase], units: int, rehearsal: Rehearsal | None
+) -> tuple[Sequence[Phase], Training]:
+    """Return the phases and the length of training. Raises PolicyViolation if it is too long."""
+    if rehearsal:
+        return rehearsal.shorten(phases)
+    local.rules.policy.check_epochs(epochs_of(phases, local.task.training, units))
+    return phases, local.task.training
 
 
 def _private(
