@@ -214,6 +214,7 @@ def rehearse(
     file: SpecFile = None,
     model: ModelFolderIn = None,
     start_from: StartFrom = None,
+    study: StudyName = None,
     settings: Changes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -222,7 +223,7 @@ def rehearse(
     Sites send a report alone, and keep nothing. Exit code 3 if fewer sites than the quorum could train.
     """
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
-    spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
     rehearsal = rehearsal_of(spec)
     known, run = client.preview_run(rehearsal), client.create_run(rehearsal, key=uuid.uuid4().hex)
     if not as_json:

@@ -502,9 +502,10 @@ def _failure(fault: Exception) -> FailureRecord:
         # Otherwise the agent would take the end of this process for the failure, and report that.
         code = "device-failed" if is_device_failure(fault) else code
         return FailureRecord(code=code, detail=str(fault), hidden=True)
+    if isinstance(fault, PolicyViolation):
+        return FailureRecord(code=code, detail=fault.detail, rule=fault.rule)
     disk = _disk_of(fault) if isinstance(fault, OSError) else None
-    rule = fault.rule if isinstance(fault, PolicyViolation) else None
-    return FailureRecord(code=code, detail=detail, rule=rule, disk=disk)
+    return FailureRecord(code=code, detail=detail, disk=disk)
 
 
 def _disk_of(fault: Exception) -> DiskError | None:

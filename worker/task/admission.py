@@ -92,17 +92,23 @@ def admit(run: TaskRun) -> AdmittedTask:
     if task.kind == "rehearse":
         # It is charged nothing, and reads too little to compare data sets.
         return AdmittedTask(dataset, _account(run, units, "", None), None)
-    failure = None
-    try:
-        check_overlap(run, dataset)
-    except HiddenFailure as hidden:
-        failure = hidden
+    failure = _hidden_failure(run, dataset)
     if task.kind != "train":
         return AdmittedTask(dataset, None, None)
     checkpoint = None if failure else checkpoint_of(env, task)
     held = env.airlock.find(task) if env.airlock else None
     account = _account(run, units, *_reserved(checkpoint, held))
     return AdmittedTask(dataset, account, checkpoint, terms, held, failure)
+
+
+def _hidden_failure(run: TaskRun, dataset: DatasetInfo) -> HiddenFailure | None:
+    """Compare the data set with others. Return a failure of which only this site may know. Raises as
+    `check_overlap` does."""
+    try:
+        check_overlap(run, dataset)
+    except HiddenFailure as hidden:
+        return hidden
+    return None
 
 
 def _dataset(run: TaskRun) -> DatasetInfo:

@@ -51,6 +51,7 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, exported, start_run
+from tests.support.in_process import in_process
 from tests.support.runner import task_runner
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
@@ -105,9 +106,9 @@ def settings(coordinator: LiveCoordinator, folder: Path, held_out: float | None 
 
 
 @contextmanager
-def working(given: WorkerSettings) -> Iterator[None]:
+def working(given: WorkerSettings, *, executes: bool = False) -> Iterator[None]:
     stop = Stop()
-    thread = threading.Thread(target=Agent(given, stop).run)
+    thread = threading.Thread(target=Agent(given, stop, executor=in_process(given) if executes else None).run)
     thread.start()
     try:
         yield
@@ -185,7 +186,7 @@ def test_a_site_measures_in_the_precision_in_which_it_trains(
     run = begin(client, "fedavg", Evaluation(sites=True), precision=precision)
     hook = torch.nn.modules.module.register_module_forward_hook(note)
     try:
-        with working(settings(coordinator, tmp_path / "state")):
+        with working(settings(coordinator, tmp_path / "state"), executes=True):
             assert len(measured(client, run)) == ROUNDS + 1
     finally:
         hook.remove()
