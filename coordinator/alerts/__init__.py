@@ -1,4 +1,4 @@
 """Conditions that need a person: the list of the dashboard, the status, and notices by a webhook or a command.
 
-Imports `db`, `domain`, `limits` and `settings`.
+Imports `audit_sinks`, `db`, `domain`, `limits` and `settings`.
 """

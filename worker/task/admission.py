@@ -102,7 +102,7 @@ def admit(run: TaskRun) -> AdmittedTask:
 
 
 def _hidden_failure(run: TaskRun, dataset: DatasetInfo) -> HiddenFailure | None:
-    """Compare the data set with others. Return a failure of which only this site may know. Raises as
+    """Compare the data set with others. Return a failure that must stay hidden from the coordinator. Raises as
     `check_overlap` does."""
     try:
         check_overlap(run, dataset)
