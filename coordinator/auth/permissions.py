@@ -3,14 +3,14 @@ same statements, so that ids, counts and times reveal nothing of it."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import cast
 
-from sqlalchemy import ColumnElement, Select, case, event, false, literal, select, union_all
-from sqlalchemy import bindparam as given
+from sqlalchemy import ColumnElement, Select, event, false, select
 from sqlalchemy.orm import ORMExecuteState, Session, with_loader_criteria
 from sqlalchemy.orm.interfaces import ORMOption
 
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.studies import CallerSession, MemberKind, sites_of_studies
+from tessera.coordinator.db.studies import CallerSession, MemberKind, memberships, sites_of_studies, study_names
 from tessera.coordinator.db.tables import (
     AuditRow,
     DifferenceRow,
@@ -19,8 +19,6 @@ from tessera.coordinator.db.tables import (
     RunBlobRow,
     RunRow,
     SiteRow,
-    StudyMemberRow,
-    StudyRow,
     Table,
     TaskRow,
     UploadRow,
@@ -30,41 +28,23 @@ from tessera.coordinator.db.tables import (
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Fault, Invalid, NotFound
-from tessera.shared.schema import DEFAULT_STUDY
 
 AT_A_TIME = 1_000
 """Digests in one query; databases bound the number of parameters."""
 
-_OF_RUNS = (VersionRow, RoundRow, TaskRow, RunBlobRow, DifferenceRow, AuditRow)
+OF_RUNS = (VersionRow, RoundRow, TaskRow, RunBlobRow, DifferenceRow, AuditRow)
 """Tables with rows of runs."""
-
-_EXISTS, _JOINED, _LEFT = range(3)
-_STUDIES = union_all(
-    select(StudyRow.name, literal(_EXISTS)),
-    select(StudyMemberRow.study, case((StudyMemberRow.left_at.is_(None), _JOINED), else_=_LEFT)).where(
-        StudyMemberRow.kind == given("kind"), StudyMemberRow.member == given("member")
-    ),
-)
 
 
 def readable_studies(session: Session, caller: Principal) -> frozenset[str] | None:
     """Return the studies whose runs and sites the caller may read; None for all studies that there are."""
     if caller.role == "admin":
         return None
-    kind, member = _member(caller)
-    rows = session.execute(_STUDIES, {"kind": kind, "member": member}).all()
-    joined = frozenset(study for study, said in rows if said == _JOINED)
-    # A person of the OpenID provider has a row only once an administrator has decided on its studies.
-    if kind == "person" and all(said == _EXISTS for _, said in rows):
-        joined = frozenset([DEFAULT_STUDY])
-    every = {DEFAULT_STUDY, *(study for study, said in rows if said == _EXISTS)}
-    return None if kind != "site" and joined == every else joined
-
-
-def _member(caller: Principal) -> tuple[MemberKind, str]:
     if caller.site_id is not None:
-        return "site", caller.site_id
-    return ("person", caller.name) if caller.is_person else ("token", caller.token_id)
+        return frozenset(memberships(session, "site", caller.site_id))
+    kind: MemberKind = "person" if caller.is_person else "token"
+    own = memberships(session, kind, caller.name if caller.is_person else caller.token_id)
+    return None if own == study_names(session) else frozenset(own)
 
 
 @contextmanager
@@ -72,17 +52,14 @@ def reading(database: Database, caller: Principal) -> Iterator[CallerSession]:
     """Yield a session that reads a snapshot, and finds only the rows that the caller may read, in any query."""
     with database.snapshot_for(CallerSession) as session:
         session.studies = readable_studies(session, caller)
-        session.info[_CRITERIA] = () if session.studies is None else _criteria(session.studies, caller)
+        session.criteria = () if session.studies is None else _criteria(session.studies, caller)
         yield session
-
-
-_CRITERIA = "readable"
 
 
 @event.listens_for(CallerSession, "do_orm_execute")
 def _restrict(state: ORMExecuteState) -> None:
     # Loads of columns and relationships are of rows that were found, and have the criteria of that query.
-    criteria = state.session.info.get(_CRITERIA)
+    criteria = cast("CallerSession", state.session).criteria
     if criteria and state.is_select and not (state.is_column_load or state.is_relationship_load):
         state.statement = state.statement.options(*criteria)
 
@@ -92,7 +69,7 @@ def _criteria(studies: Collection[str], caller: Principal) -> list[ORMOption]:
     runs, sites = _readable_runs(studies, caller), _readable_sites(studies, caller)
     conditions: dict[type[Table], ColumnElement[bool]] = {
         RunRow: RunRow.id.in_(runs) if caller.site_id else RunRow.study.in_(studies),
-        **{table: table.run_id.in_(runs) for table in _OF_RUNS},
+        **{table: table.run_id.in_(runs) for table in OF_RUNS},
         SiteRow: SiteRow.id.in_(sites),
         WorkerRow: WorkerRow.site_id.in_(sites),
         UploadRow: UploadRow.owner == caller.owner,
@@ -120,11 +97,8 @@ def _readable_sites(studies: Collection[str], caller: Principal) -> Select[str]:
 
 def find_run(session: Session, caller: Principal, run_id: str) -> RunRow:
     """Return a run, to be changed. Raise NotFound if the caller may not read it."""
-    studies = readable_studies(session, caller)
-    query = select(RunRow).where(RunRow.id == run_id)
-    if studies is not None:
-        query = query.where(RunRow.study.in_(studies))
-    if (row := session.scalars(query).one_or_none()) is None:
+    own, row = readable_studies(session, caller), session.get(RunRow, run_id)
+    if row is None or (own is not None and row.study not in own):
         raise NotFound(f"there is no run {run_id}")
     return row
 
@@ -134,7 +108,7 @@ def require_study(session: Session, caller: Principal, study: str) -> None:
     same words."""
     own = readable_studies(session, caller)
     if own is None:
-        own = frozenset([DEFAULT_STUDY, *session.scalars(select(StudyRow.name))])
+        own = frozenset(study_names(session))
     if study not in own:
         fault = Fault(pointer="/study", detail=f"there is no study {study!r}{did_you_mean(study, own)}")
         raise Invalid("the run's study does not exist", errors=[fault], remedy="Name one of your studies.")

@@ -17,16 +17,7 @@ from tessera.coordinator.db.helper_tasks import RoundSums
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.snapshots import DECLARATIONS
 from tessera.coordinator.db.studies import sites_of_studies
-from tessera.coordinator.db.tables import (
-    RoundRow,
-    RunBlobRow,
-    RunRow,
-    SiteRow,
-    StudyMemberRow,
-    TaskRow,
-    VersionRow,
-    WorkerRow,
-)
+from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HelperKind, SumTask
@@ -280,9 +271,8 @@ def _keys_in(declared: Mapping[str, Any], site: str) -> SiteKeys | None:
 def _key_holders(session: Session, study: str, sites: Sequence[str]) -> dict[str, tuple[str, SiteKeys]]:
     """Return the worker of each of these sites that last declared keys, and the keys. Suspended sites, and sites that
     are not in the study, have none."""
-    members = sites_of_studies([study]).where(StudyMemberRow.left_at.is_(None))
     query = select(SiteRow.name).where(SiteRow.name.in_(sites), SiteRow.suspended_at.is_(None))
-    admitted = set(session.scalars(query.where(SiteRow.id.in_(members))))
+    admitted = set(session.scalars(query.where(SiteRow.id.in_(sites_of_studies([study], present=True)))))
     return {
         site: (worker, keys) for site, worker, keys in _declared_keys(session, sites) if keys and site in admitted
     }

@@ -390,7 +390,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 _FIGURES: dict[tuple[object, ...], FigureTables | None] = {}
 """The tables of versions that pages showed lately, by run, version and the workers that measured it: an accepted
-evaluation does not change, and intervals take a second or more."""
+evaluation does not change, and its counts are long."""
 
 MAX_FIGURES = 64
 

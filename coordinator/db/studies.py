@@ -5,6 +5,7 @@ from typing import Literal
 
 from sqlalchemy import ColumnElement, Select, select, true
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.interfaces import ORMOption
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.inserts import insert_or_update
@@ -22,32 +23,36 @@ class CallerSession(Session):
 
     studies: frozenset[str] | None = frozenset()
     """The caller's studies; None if these are all studies."""
+    criteria: Sequence[ORMOption] = ()
+    """The conditions that each query gets."""
+
+
+def _limits(session: Session) -> frozenset[str] | None:
+    """Return the studies whose rows the session finds; None for all."""
+    return session.studies if isinstance(session, CallerSession) else None
 
 
 def reads_all(session: Session) -> bool:
     """Return True if queries of the session find the rows of all studies."""
-    return not isinstance(session, CallerSession) or session.studies is None
+    return _limits(session) is None
 
 
-def sites_of_studies(studies: Iterable[str]) -> Select[str]:
-    """Return the ids of the present and former sites of these studies: the tasks of a former site name it too."""
-    return select(StudyMemberRow.member).where(StudyMemberRow.kind == "site", StudyMemberRow.study.in_(studies))
+def sites_of_studies(studies: Iterable[str], *, present: bool = False) -> Select[str]:
+    """Return the ids of the sites of these studies; unless `present`, of former ones too, which their tasks name."""
+    sites = select(StudyMemberRow.member).where(StudyMemberRow.kind == "site", StudyMemberRow.study.in_(studies))
+    return sites.where(StudyMemberRow.left_at.is_(None)) if present else sites
 
 
 def is_present(session: Session) -> ColumnElement[bool]:
     """Return the condition that a site is in a study that the session reads, and not a former member."""
-    if not isinstance(session, CallerSession) or session.studies is None:
-        return true()
-    return SiteRow.id.in_(sites_of_studies(session.studies).where(StudyMemberRow.left_at.is_(None)))
+    studies = _limits(session)
+    return true() if studies is None else SiteRow.id.in_(sites_of_studies(studies, present=True))
 
 
 def is_shared(session: Session, site_id: str) -> bool:
     """Return True if a site is also in a study that the session does not read."""
-    if not isinstance(session, CallerSession) or session.studies is None:
-        return False
-    here = (StudyMemberRow.kind == "site") & (StudyMemberRow.member == site_id) & StudyMemberRow.left_at.is_(None)
-    elsewhere = select(StudyMemberRow.study).where(here, StudyMemberRow.study.not_in(session.studies))
-    return session.scalar(elsewhere.limit(1)) is not None
+    studies = _limits(session)
+    return studies is not None and not memberships(session, "site", site_id) <= studies
 
 
 def study_names(session: Session) -> set[str]:
@@ -91,31 +96,26 @@ def join(session: Session, kind: MemberKind, member: str, studies: Sequence[str]
         insert_or_update(session, StudyMemberRow, ("kind", "member", "study"), row, {"left_at": None})
 
 
-def memberships(session: Session, kind: MemberKind, member: str) -> dict[str, bool]:
-    """Return the present and former studies of a member, each with True if it is a member now. A person without a row
-    is a member of the study `default`."""
+def memberships(session: Session, kind: MemberKind, member: str) -> set[str]:
+    """Return the studies of a member. A person without a row is a member of the study `default`."""
     which = (StudyMemberRow.kind == kind) & (StudyMemberRow.member == member)
     rows = session.execute(select(StudyMemberRow.study, StudyMemberRow.left_at).where(which)).all()
-    found = {study: left_at is None for study, left_at in rows}
-    return found or ({DEFAULT_STUDY: True} if kind == "person" else {})
+    without = {DEFAULT_STUDY} if kind == "person" and not rows else set()
+    return without | {study for study, left_at in rows if left_at is None}
 
 
 def add_member(session: Session, now: float, actor: str, study: str, kind: MemberKind, member: str) -> None:
     """Add a member to a study. Repeating it changes nothing. It leaves no other study by this."""
     before = memberships(session, kind, member)
-    if not before.get(study):
+    if study not in before:
         # A person without a row would leave `default` with the first.
-        join(session, kind, member, [study, *(name for name, is_member in before.items() if is_member)])
+        join(session, kind, member, [study, *before])
         audit.record(session, now, actor, "study.add", study, kind=kind, member=member)
 
 
 def remove_member(session: Session, now: float, actor: str, study: str, kind: MemberKind, member: str) -> None:
-    """Remove a member from a study, and cancel a site's open tasks in its runs. Repeating it changes nothing. Raise
-    NotFound if it was never a member."""
-    before = memberships(session, kind, member)
-    if study not in before:
-        raise NotFound(f"there is no such member of study {study}")
-    if not before[study]:
+    """Remove a member from a study, and cancel a site's open tasks in its runs. Repeating it changes nothing."""
+    if study not in memberships(session, kind, member):
         return
     row = {"kind": kind, "member": member, "study": study, "left_at": now}
     insert_or_update(session, StudyMemberRow, ("kind", "member", "study"), row, {"left_at": now})

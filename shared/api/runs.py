@@ -1,5 +1,6 @@
 """Runs: their settings, rounds, previews and measurements. No message has a place for a site's own values."""
 
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from math import inf
@@ -146,7 +147,7 @@ class Evaluation(Value):
         default=None,
         description="column of the sites' data sets, such as sex: figures of a classifier also for each of its "
         "values that a site's settings name",
-        exclude_if=lambda column: column is None,
+        exclude_if=operator.not_,
     )
     specificity: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
         default=(0.9,),
@@ -660,7 +661,7 @@ class Measurement(Message):
     examples: int
     metrics: dict[str, float]
     class_counts: ClassCounts | None = None
-    subgroup_counts: SubgroupCounts = {}
+    subgroup_counts: SubgroupCounts = Field(default={}, exclude_if=operator.not_)
     download_bytes: int = 0
 
     @property

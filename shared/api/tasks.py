@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Hashable
 from datetime import datetime
 from functools import cached_property
@@ -417,7 +418,7 @@ class Task(Message):
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
     ignore: tuple[ClassName, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The classes that the macro F1 of an evaluation leaves out."""
-    subgroups: Label | None = Field(default=None, exclude_if=lambda column: column is None)
+    subgroups: Label | None = Field(default=None, exclude_if=operator.not_)
     """The column by whose values an evaluation counts."""
     training: Training
     privacy: Privacy | None = None

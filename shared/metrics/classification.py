@@ -97,19 +97,21 @@ def _edge(near: float, far: float, deviates: Callable[[float], bool]) -> float:
     return near
 
 
-def auprc(positives: Array, negatives: Array) -> tuple[Array, Array]:
-    """Return the average precision and its error by binning, of counts [..., bins].
+def auprc(positives: Array, negatives: Array) -> Figure:
+    """Return the average precision.
 
     Ordered within each bin with the positives first, it is the largest possible; with the negatives first, the
-    smallest. The value is the middle.
+    smallest. The value is the middle. The interval is the binomial one of Boyd, Eng and Page (2013, LNCS 8190:451),
+    as a score interval: in trials with 40 to 300 labels it had the truth in it 93 to 97 times of 100, and percentiles
+    of a bootstrap 77 to 89 times.
     """
-    p, n = positives[..., ::-1].astype(float), negatives[..., ::-1].astype(float)
-    hits, false = p.cumsum(-1) - p, n.cumsum(-1) - n
+    p, n = positives[::-1].astype(float), negatives[::-1].astype(float)
+    hits, false, m = p.cumsum() - p, n.cumsum() - n, float(p.sum())
     most, least = (
-        (p - others * (_harmonic(hits + others + p) - _harmonic(hits + others))).sum(-1) / p.sum(-1)
+        float((p - others * (_harmonic(hits + others + p) - _harmonic(hits + others))).sum()) / m
         for others in (false, false + n)
     )
-    return (most + least) / 2, (most - least) / 2
+    return share((most + least) / 2 * m, m)._replace(error=(most - least) / 2)
 
 
 def _harmonic(n: Array) -> Array:
@@ -145,18 +147,18 @@ def _f1(confusion: Array) -> Array:
     return f1
 
 
-def _interval(value: float, draws: Array, error: float = 0.0) -> Figure:
+def _interval(value: float, draws: Array) -> Figure:
     """Return a figure with the percentiles of its bootstrap draws (Efron 1979, Ann Stat 7:1), if there are any."""
     drawn = draws[~np.isnan(draws)]
     low, high = map(float, np.percentile(drawn, [2.5, 97.5])) if len(drawn) else (None, None)
-    return Figure(value, low, high, error)
+    return Figure(value, low, high)
 
 
 def figures_of(
     counts: ScoreCounts, ignored: Collection[int] = (), specificity: Sequence[float] = (), draws: int = DRAWS
 ) -> ClassifierFigures:
-    """Return the figures of counts. Macro F1 leaves out the classes at the places `ignored`. Without `draws`, F1 and
-    AUPRC have no intervals, which take most of the time."""
+    """Return the figures of counts. Macro F1 leaves out the classes at the places `ignored`. Without `draws`, F1 has
+    no interval, which takes most of the time."""
     confusion = np.array(counts.confusion, dtype=np.int64)  # [true class, predicted class]
     of_class, total = confusion.sum(1), int(confusion.sum())
     if not total:
@@ -173,7 +175,7 @@ def figures_of(
         means = np.nansum(f1_drawn[:, counted], axis=1) / np.maximum(there.sum(axis=1), 1)
         overall["macro_f1"] = _interval(float(f1[counted].mean()), means)
     classes = [
-        ClassFigures(labels, _of_class(counts, k, confusion, (f1, f1_drawn), specificity, random))
+        ClassFigures(labels, _of_class(counts, k, confusion, (f1, f1_drawn), specificity))
         for k, labels in enumerate(of_class.tolist())
     ]
     for name in ("auroc", "auprc"):
@@ -188,7 +190,6 @@ def _of_class(
     confusion: Array,
     f1: tuple[Array, Array],
     specificity: Sequence[float],
-    random: np.random.Generator,
 ) -> dict[str, Figure]:
     """Return the figures of one class; `f1` has the F1 of all classes, and those of the bootstrap's draws."""
     total, labels, made, hits = map(
@@ -205,23 +206,9 @@ def _of_class(
         found["f1"] = _interval(float(f1[0][k]), f1[1][:, k])
     if 0 < labels < total:
         scores = np.array(counts.positives[k]), np.array(counts.negatives[k])
-        found |= _ranked(*scores, specificity, random, len(f1[1]))
+        found |= {"calibration_error": _calibration(*scores), "auroc": auroc(*scores), "auprc": auprc(*scores)}
+        found |= {f"sensitivity_at_{level:g}": _sensitivity(*scores, level) for level in specificity}
     return found
-
-
-def _ranked(
-    positives: Array, negatives: Array, specificity: Sequence[float], random: np.random.Generator, draws: int
-) -> dict[str, Figure]:
-    """Return the figures of a class that follow from the order of scores."""
-    m, n = int(positives.sum()), int(negatives.sum())
-    value, error = auprc(positives, negatives)
-    drawn, _ = auprc(random.multinomial(m, positives / m, draws), random.multinomial(n, negatives / n, draws))
-    return {
-        "calibration_error": _calibration(positives, negatives),
-        "auroc": auroc(positives, negatives),
-        "auprc": _interval(float(value), drawn, float(error)),
-        **{f"sensitivity_at_{level:g}": _sensitivity(positives, negatives, level) for level in specificity},
-    }
 
 
 class GroupFigures(NamedTuple):
@@ -246,7 +233,7 @@ def group_figures(
     """Yield the figures of each version: of all sites together and of each, over all subgroups and of each.
 
     Sums are of the counts that were sent. Where sites have other numbers of classes, there are none of all together.
-    A central data set counts as a site of its own, and alone. `quick`: without intervals that take long.
+    A central data set counts as a site of its own, and alone. `quick`: without intervals of F1.
     """
     found: dict[tuple[int, bool, str | None], list[Measurement]] = {}
     for one in sorted(measurements, key=lambda one: (one.version, not one.held_out, one.site)):

@@ -167,10 +167,9 @@ def _figures(task: Task, policy: Policy | None, *, rounds: bool) -> Iterator[str
         least = max(probes, policy.min_evaluation_examples if policy else 0)
         yield f"Each round the method also measures the model on the first {least} examples."
     if policy and policy.send_class_counts:
-        by = f", also by the values of `{task.subgroups}` that the settings name," if task.subgroups else ""
         yield (
-            f"With figures, counts by class{by} leave: predictions by true class, and binned scores. The evaluation "
-            f"is without classes and subgroups of fewer than {policy.min_subjects} subjects."
+            "With figures, counts by class and by subgroups in the settings leave: predictions by true class, and "
+            f"binned scores. The evaluation is without those of fewer than {policy.min_subjects} subjects."
         )
 
 
@@ -361,7 +360,7 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
     if policy.send_class_counts:
         yield (
             "With exact figures, counts by class and subgroup leave: predictions by true class, and binned scores. "
-            f"The evaluation is without classes and subgroups of fewer than {policy.min_subjects} subjects."
+            f"The evaluation is without those of fewer than {policy.min_subjects} subjects."
         )
     yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
     when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"

@@ -339,6 +339,7 @@ class InProcessCoordinator:
             examples=report.examples,
             metrics=report.metrics,
             class_counts=report.class_counts,
+            subgroup_counts=report.subgroup_counts,
             download_bytes=report.download_bytes,
         )
         return self.view(order, "accepted")

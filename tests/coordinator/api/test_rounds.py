@@ -11,6 +11,7 @@ from tessera.coordinator.conductor.liveness import Liveness
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.aggregation.server_optimizer import Momentum, NoOptimizer
+from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
@@ -39,8 +40,9 @@ def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoord
     np.testing.assert_allclose(merged["layer.0.qkv.weight"], fused + 1.75, rtol=1e-6)
 
 
-def test_a_site_that_is_suspended_while_a_round_opens_gets_no_task(
-    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaves", [False, True], ids=["suspended", "leaves the study"])
+def test_a_site_that_leaves_while_a_round_opens_gets_no_task(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
     client, model, willing, looks = coordinator.client(), small_model(), Liveness.willing, count()
 
@@ -48,7 +50,11 @@ def test_a_site_that_is_suspended_while_a_round_opens_gets_no_task(
         found = willing(self, run_id, invited)
         if next(looks) == 0:
             admin = coordinator.client()
-            admin.suspend_site(next(site.id for site in admin.sites() if site.name == "b"))
+            site_id = next(site.id for site in admin.sites() if site.name == "b")
+            if leaves:
+                admin.remove_from_study("default", StudyMember(kind="site", member=site_id))
+            else:
+                admin.suspend_site(site_id)
         return found
 
     staying = ScriptedWorker(coordinator.client("site", "a"))

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.failures import REFUSED_SECONDS
 from tessera.coordinator.db.tables import RoundRow, TaskRow
+from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.runs import Cohort, Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums
 from tessera.shared.api.tasks import Failure
@@ -110,6 +111,19 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
 
 def stored_bytes(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_helper_that_leaves_the_study_gets_no_task_of_its_sums(ring: Ring) -> None:
+    for site in ring.sites:
+        site.train(1.0)
+    for site in ring.sites:
+        assert site.help("agree").state == "accepted"
+    left = ring.sites.pop()
+    site_id = next(site.id for site in ring.admin.sites() if site.name == NAMES[2])
+    ring.admin.remove_from_study("default", StudyMember(kind="site", member=site_id))
+    # The two others suffice to open the sum.
+    ring.open()
+    assert left.worker.claim(0) is None
 
 
 def test_the_version_moves_by_the_mean_of_the_sites_own_weights_and_no_unmasked_update_is_ever_stored(

@@ -20,8 +20,9 @@ from starlette.routing import BaseRoute, Mount
 from starlette.testclient import TestClient
 
 from tessera.coordinator.app import create_app
+from tessera.coordinator.auth.permissions import OF_RUNS
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.tables import RoundRow, RunBlobRow, TaskRow, VersionRow
+from tessera.coordinator.db.tables import RoundRow, RunBlobRow, Table, TaskRow, VersionRow
 from tessera.coordinator.notify.event_stream import shuffled
 from tessera.coordinator.services import Services, assemble
 from tessera.shared.api.admin import StudyMember
@@ -31,6 +32,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.problems import Invalid, NotFound, TaskCancelled
 from tessera.shared.schema import canonical
 from tests.coordinator.api.test_routes import ROUTES, STREAMS
+from tests.coordinator.dashboard.conftest import signed_in
 from tests.support.coordinator import Clock, LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import announced
@@ -231,6 +233,11 @@ def test_the_work_of_another_study_changes_no_answer(apart: Apart) -> None:
     assert {key: answer for key, answer in apart.before.items() if apart.after[key] != answer} == {}
 
 
+def test_each_table_with_rows_of_runs_is_limited_to_those_of_the_caller() -> None:
+    of_runs = {mapper.class_ for mapper in Table.registry.mappers if "run_id" in mapper.columns}
+    assert of_runs == set(OF_RUNS)
+
+
 def test_the_study_s_own_rows_are_there(apart: Apart) -> None:
     """The tests above would also hold for callers who are answered nothing at all."""
     reads = [path for method, path in every_route(apart.services) if method == "GET" and "{run_id}" in path]
@@ -383,6 +390,24 @@ def test_a_site_that_leaves_loses_its_task_and_the_run_s_blobs(coordinator: Live
     assert worker.claim(0) is None
     admin.add_to_study("default", member)
     assert until(lambda: worker.claim(0))
+
+
+def test_a_site_that_left_is_in_the_history_and_in_no_list(coordinator: LiveCoordinator) -> None:
+    admin, boss = coordinator.client(), coordinator.client("orchestrator", studies=[OWN])
+    coordinator.token("viewer", studies=[OTHER])
+    worker, model = ScriptedWorker(coordinator.client("site", "gone", [OWN])).enrol(), small_model()
+    run = start_run(boss, model, values(model), study=OWN)
+    worker.take()
+    (known,) = boss.workers()
+    admin.remove_from_study(OWN, StudyMember(kind="site", member=next(site.id for site in admin.sites())))
+    assert list(boss.sites()) == list(boss.workers()) == []
+    reader = {"Authorization": f"Bearer {coordinator.token('viewer', studies=[OWN])}"}
+    person = signed_in(coordinator, "viewer", [OWN])
+    for path in ("/", "/sites", "/approvals"):
+        assert "gone" not in person.see(path).text
+    assert person.http.get(f"/page/workers/{known.id}").status_code == 404
+    assert "gone" not in coordinator.bare(reader).get("/metrics").text
+    assert {one.worker for round_ in boss.rounds(run.id) for one in round_.tasks} == {"gone/w"}
 
 
 def test_a_member_who_leaves_a_study_joins_no_other(coordinator: LiveCoordinator) -> None:

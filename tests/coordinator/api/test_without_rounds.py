@@ -66,6 +66,9 @@ def test_a_run_of_which_no_site_answered_is_not_complete(coordinator: LiveCoordi
     found = ended(client, run)
     said = "0 of 1 sites answered (a/w: failed); the quorum is 1"
     assert (found.state, found.reason) == ("paused", said)
+    environment = {"TESSERA_URL": coordinator.url, "TESSERA_TOKEN": coordinator.token("admin")}
+    watched = tessera("run", "watch", run.id, **environment)
+    assert (watched.returncode, said in watched.stdout) == (3, True)
     # A person has mended the site.
     client.patch_run(run.id, RunPatch(state="running"))
     worker.evaluate(worker.take(), accuracy=0.5)
@@ -116,6 +119,8 @@ def test_figures_by_class_and_subgroup_are_shown_and_exported_everywhere(coordin
     assert parts["all"] == ["150", "0.833 (0.766 to 0.884)"]
     assert set(parts) == {"all", "sex f", "b, sex other"}
     environment = {"TESSERA_URL": coordinator.url, "TESSERA_TOKEN": coordinator.token("admin")}
+    watched = tessera("run", "watch", run.id, **environment)
+    assert (watched.returncode, "is completed" in watched.stdout) == (0, True)
     shown = tessera("run", "show", run.id, **environment).stdout
     assert "0.833 (0.766 to 0.884)" in shown
     assert re.search(r"true class, predicted +0 +1", shown)

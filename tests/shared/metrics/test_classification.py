@@ -33,7 +33,7 @@ def counted(true: Array, shares: Array) -> ScoreCounts:
     np.add.at(confusion, (true, shares.argmax(1)), 1)
     scores = np.zeros((2, classes, SCORE_BINS), int)
     for k in range(classes):
-        bins = [sum(value >= edge for edge in SCORE_EDGES) for value in shares[:, k]]
+        bins = np.searchsorted(SCORE_EDGES, shares[:, k], side="right")
         np.add.at(scores, ((true != k).astype(int), k, bins), 1)
     return ScoreCounts(confusion=confusion.tolist(), positives=scores[0].tolist(), negatives=scores[1].tolist())
 
@@ -81,17 +81,16 @@ def test_intervals_are_those_of_the_sources() -> None:
     assert (0.8 < low < 1, high) == (True, pytest.approx(1.0))
 
 
-@pytest.mark.parametrize("labels", [30, 300])
-def test_intervals_cover_the_truth_about_as_often_as_they_say(labels: int) -> None:
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     truth = figures_of(counted(*drawn(0, 20_000, 2)), draws=0)
-    areas = [figures_of(counted(*drawn(seed, labels, 2))) for seed in range(1, 101)]
+    areas = [figures_of(counted(*drawn(seed, 40, 2))) for seed in range(1, 101)]
     for name in ("auroc", "auprc", "f1", "recall"):
         expected = truth.classes[1].figures[name].value
         covered = sum(
             each.low is not None and each.high is not None and each.low <= expected <= each.high
             for each in (one.classes[1].figures[name] for one in areas)
         )
-        assert covered >= 85, name
+        assert covered >= 90, name
 
 
 def test_the_largest_counts_that_a_site_may_send_take_no_longer() -> None:

@@ -18,6 +18,7 @@ from tessera.shared.tensors.lazy import to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.worker.compute import Compute, MicroBatch
 from tessera.worker.data.dataset import Dataset, Padding
+from tessera.worker.data.groups import Subgroups
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.group import next_seed
 from tessera.worker.governance.policy import Policy
@@ -342,6 +343,24 @@ def test_ranks_round_the_sum_of_all_their_examples(
     one, two = divided(case, None, monkeypatch, rounding), divided(case, executor, monkeypatch, rounding)
     assert one.measurements[0].metrics == pytest.approx(two.measurements[0].metrics)
     assert set(one.measurements[0].metrics) == {"accuracy", "loss"}
+
+
+@pytest.mark.long
+def test_ranks_count_each_label_once_in_its_subgroup(
+    executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counting(**given: Any) -> TaskRunner:
+        return TaskRunner(**{**given, "policy": Policy(send_class_counts=True), "full_precision": False})
+
+    def of_two(count: int) -> Dataset:
+        return replace(images(count), subgroups={"half": Subgroups.of(("0",), [n % 2 for n in range(count)])})
+
+    spec = {"evaluation": {"dataset": "test", "subgroups": "half"}}
+    # An odd number, of which the second rank has none in the last batch.
+    case = Case("fedavg", measured=121, data=of_two, spec=spec)
+    one, two = (divided(case, each, monkeypatch, counting).measurements[0] for each in (None, executor))
+    assert one.subgroup_counts == two.subgroup_counts
+    assert {name: sum(each.labels) for name, each in two.subgroup_counts.items()} == {"0": 61, "other": 60}
 
 
 @pytest.mark.long

@@ -216,7 +216,7 @@ def test_a_person_reads_whether_figures_are_exact_or_rounded() -> None:
         for rounds in (False, True)
     )
     assert (
-        "Figures are exact, to three digits. With figures, counts by class leave: predictions by true class" in exact
+        "Figures are exact, to three digits. With figures, counts by class and by subgroups in the settings" in exact
     )
     assert "rounded sums, each of which one example moves by at most one step" in rounded
     assert "a step hides no example" in rounded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.site_keys import Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, ledger_of
-from tessera.worker.task.heartbeat import Stop
+from tessera.worker.task.heartbeat import Renewal, Stop
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
@@ -64,10 +65,12 @@ class Site:
     def __init__(self, coordinator: LiveCoordinator, folder: Path, name: str = "a", **env: Any) -> None:
         party = env.get("sums")
         self.admin, self.pictures = coordinator.client(), Pictures()
+        self.beating = coordinator.client("site", name)
         self.worker = ScriptedWorker(
             coordinator.client("site", name),
             kinds=("train", "rehearse"),
             datasets={"data": COUNT},
+            methods=("fedavg", "fedrep"),
             site_keys=party.keys.public(party.site, party.weight) if party else None,
         ).enrol()
         self.ledger = Ledger(folder / "ledger")
@@ -85,7 +88,9 @@ class Site:
 
     def rehearse(self, **spec: Any) -> tuple[Task, Rehearsal]:
         task = self.take(**spec)
-        self.runner.run(task, lambda: None, Report())
+        beat = partial(self.beating.heartbeat, task.id, task.token)
+        with Renewal(beat, task.lease_seconds, task.lease_seconds):
+            self.runner.run(task, lambda: None, Report())
         (report,) = self.admin.reports(task.run)
         assert report.rehearsal
         return task, report.rehearsal
@@ -104,6 +109,13 @@ def test_no_rows_but_those_of_two_steps_are_read(coordinator: LiveCoordinator, t
     # Blocks with equal values are one blob.
     assert 0 < report.download_bytes <= report.version_bytes == report.sent_bytes
     assert site.ledger.read("data") == ()
+
+
+def test_each_phase_of_a_method_is_rehearsed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    site = Site(coordinator, tmp_path)
+    _, report = site.rehearse(method=MethodSpec(name="fedrep", settings={"head_epochs": 3}))
+    # Three passes for the head, and one for the body, of ten batches each.
+    assert report.steps == 40
 
 
 def test_a_private_rehearsal_reads_no_row_and_is_charged_nothing(
