@@ -170,7 +170,9 @@ def gc(as_json: AsJson = False) -> None:
 @app.command("remerge")
 def merge_again(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")],
-    without: Annotated[str | None, typer.Option(metavar="SITE", help="The site to leave out.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="A site to leave out; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Merge a run's rounds again from the updates that it kept (`keep_updates = "run"`), without a site.
@@ -180,13 +182,15 @@ def merge_again(
     is not possible.
     """
     try:
-        found = remerge.remerge(_assembled(), run, without)
+        found = remerge.remerge(_assembled(), run, *without or ())
     except Problem as problem:
         raise _exit(f"{problem.detail}. {problem.advice}", 1) from None
     if as_json:
         print_json(asdict(found))
     elif found.run:
-        typer.echo(f"run {found.run}: versions {found.first} and later are merged again without {without}")
+        typer.echo(
+            f"run {found.run}: versions {found.first} and later are merged again without {', '.join(without or ())}"
+        )
     else:
         typer.echo(f"{len(found.digests)} versions have {'the same' if found.same else 'other'} digests")
     raise typer.Exit(0 if found.run or found.same else 1)

@@ -47,12 +47,12 @@ class RemergedRun:
     """The run that has these versions; None for a check."""
 
 
-def remerge(services: Services, run_id: str, without: str | None = None) -> RemergedRun:
+def remerge(services: Services, run_id: str, *without: str) -> RemergedRun:
     """Merge a run's rounds again, each update against the version that it started from.
 
-    With `without`, begin at the first version into which an update of this site was merged, and create a paused or
-    completed run with the versions. Else only compare the digests. A process that is killed leaves blobs that garbage
-    collection removes. Raises Invalid and Gone.
+    Without some sites, begin at the first version into which an update of one of them was merged, and create a paused
+    or completed run with the versions. Else only compare the digests. A process that is killed leaves blobs that
+    garbage collection removes. Raises Invalid and Gone.
     """
     with services.database.snapshot() as session:
         merged = _read(session, run_id)
@@ -61,7 +61,7 @@ def remerge(services: Services, run_id: str, without: str | None = None) -> Reme
     current, bounds = _ref(merged.stored[first - 1]), _bounds_before(services, merged, first)
     refs = list[VersionRef]()
     for number in range(first, len(merged.stored)):
-        updates = [update for update in merged.updates[number] if update.site != without]
+        updates = [update for update in merged.updates[number] if update.site not in without]
         current = VersionRef(number=number - 1, digest=current.digest)
         if updates:
             made.append(aggregation.merge(merged.spec, bounds, current, updates))
@@ -72,7 +72,7 @@ def remerge(services: Services, run_id: str, without: str | None = None) -> Reme
         refs.append(VersionRef(number=number, digest=current.digest))
     digests = tuple(ref.digest for ref in refs)
     same = digests == tuple(row.digest for row in merged.stored[first:])
-    if without is None:
+    if not without:
         return RemergedRun(first, digests, same)
     created = _created(services, merged, without, refs, bounds, {version.ref.number: version for version in made})
     return RemergedRun(first, digests, same, created)
@@ -86,24 +86,37 @@ def _read(session: Session, run_id: str) -> MergedRun:
     return MergedRun(row, RunSpec.model_validate(row.spec), stored, updates)
 
 
-def _require_possible(session: Session, merged: MergedRun, without: str | None) -> int:
+def _require_possible(session: Session, merged: MergedRun, without: Sequence[str]) -> int:
     """Return the first version to merge again. Raises Invalid for a run that does not allow it, and Gone if updates
     or versions are no longer kept."""
     spec = merged.spec
     if hidden := "secure_sums" if spec.secure_sums else "client_privacy" if spec.client_privacy else None:
         reason = "single updates are hidden in sums" if spec.secure_sums else "the key of a round's noise is erased"
         raise Invalid(f"rounds with {hidden} cannot be merged again: {reason}", remedy=_ANEW)
-    with_site = (number for number, sent in merged.updates.items() if any(one.site == without for one in sent))
-    first = 1 if without is None else min(with_site, default=None)
-    if first is None:
-        raise Invalid(f"no update of {without} was merged into {merged.row.name}", remedy="Check the site's name.")
+    sites = {number: {update.site for update in sent} for number, sent in merged.updates.items()}
+    if unknown := sorted(set(without).difference(*sites.values())):
+        raise Invalid(f"no update of {unknown[0]} was merged into {merged.row.name}", remedy="Check the site's name.")
+    if not sites:
+        raise Invalid("no round of the run was merged", remedy="Wait for its first version.")
+    if not all(sites.values()):
+        raise Invalid(
+            "the run has versions that no round of its own made", remedy="Name the run that its note names."
+        )
+    first = min(number for number, names in sites.items() if not without or names.intersection(without))
     later = [update for number, sent in merged.updates.items() if number >= first for update in sent]
-    needed = [update for update in later if update.site != without]
-    if without is not None and any(update.plan.server_state for update in needed):
+    needed = [update for update in later if update.site not in without]
+    if without and any(update.plan.server_state for update in needed):
         raise Invalid(
             f"{spec.method.name} sends sites the server's memory of all sites, which their updates then rest on",
             remedy=_ANEW,
         )
+    left = {number: names.difference(without) for number, names in sites.items() if number >= first}
+    if without and (few := [number for number, names in left.items() if 0 < len(names) < spec.cohort.quorum]):
+        # A version of too few sites would show their updates.
+        reason = (
+            f"version {few[0]} would rest on {len(left[few[0]])} sites, and cohort.quorum is {spec.cohort.quorum}"
+        )
+        raise Invalid(reason, remedy=_ANEW)
     if retired := [str(row.number) for row in merged.stored[first - 1 :] if row.retired_at is not None]:
         raise Gone(f"versions {', '.join(retired)} are no longer kept (setting keep_versions)", remedy=_ANEW)
     digests = {update.digest for update in needed}
@@ -135,12 +148,12 @@ def _bounds_before(services: Services, merged: MergedRun, first: int) -> Bounds:
 def _created(
     services: Services,
     merged: MergedRun,
-    without: str,
+    without: Sequence[str],
     refs: Sequence[VersionRef],
     bounds: Bounds,
     made: Mapping[int, NextVersion],
 ) -> str:
-    """Create the run with the versions before the site's influence, and those merged again. Return its id."""
+    """Create the run with the versions before the site's influence and the new ones; return its id."""
     row, last = merged.row, refs[-1].number
     with services.database.transaction() as session:
         now, ended = services.database.now(), last >= merged.spec.rounds
@@ -148,7 +161,7 @@ def _created(
             id=new_id(),
             name=row.name,
             state="completed" if ended else "paused",
-            reason=None if ended else f"it was merged again without {without}; resume it to go on",
+            reason=None if ended else f"it was merged again without {', '.join(without)}; resume it to go on",
             spec=_spec_without(session, merged.spec, without),
             model_bytes=row.model_bytes,
             version_number=last,
@@ -174,19 +187,23 @@ def _created(
         model = services.states.model(run.spec["model"])
         documents = {merged.spec.model, *(ref.digest for ref in model.preprocessing.values())}
         insert_missing(session, RunBlobRow, [{"run_id": run.id, "digest": one} for one in sorted(documents)])
-        about = {"of": row.id, "without": without, "versions": {str(ref.number): ref.digest for ref in refs}}
+        about = {"of": row.id, "without": [*without], "versions": {str(ref.number): ref.digest for ref in refs}}
         audit.record(session, now, ACTOR, "run.remerge", run.id, run_id=run.id, **about, spec=run.spec)
         return run.id
 
 
-def _spec_without(session: Session, spec: RunSpec, without: str) -> dict[str, object]:
+def _spec_without(session: Session, spec: RunSpec, without: Sequence[str]) -> dict[str, object]:
     others = session.scalars(select(SiteRow.name).where(SiteRow.withdrawn_at.is_(None)).order_by(SiteRow.name))
-    sites = tuple(name for name in spec.cohort.sites or others if name != without)
+    sites = tuple(name for name in spec.cohort.sites or others if name not in without)
+    if not sites:
+        raise Invalid(f"the run cannot go on without {', '.join(without)}: no site is left", remedy=_ANEW)
     try:
         cohort = spec.cohort.model_validate({**spec.cohort.model_dump(), "sites": sites})
         changed = RunSpec.model_validate({**spec.model_dump(), "cohort": cohort})
     except ValidationError as fault:
-        raise Invalid(f"the run cannot go on without {without}: {fault.errors()[0]['msg']}", remedy=_ANEW) from None
+        raise Invalid(
+            f"the run cannot go on without {', '.join(without)}: {fault.errors()[0]['msg']}", remedy=_ANEW
+        ) from None
     return changed.model_dump(mode="json")
 
 

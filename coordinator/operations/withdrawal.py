@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Text, cast, delete, exists, func, select, update
+from sqlalchemy import ColumnElement, Text, cast, delete, exists, func, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.db import audit, rounds, workers
@@ -69,15 +69,14 @@ def withdraw(services: Services, caller: Principal, site_id: str) -> Withdrawal:
     and the key of its pseudonyms in the audit. Repeating it changes nothing. Raise NotFound."""
     with services.database.transaction() as session:
         now, site = services.database.now(), find(session, SiteRow, site_id)
-        theirs, uploaded = workers.workers_of(session, site_id), list[str]()
+        theirs, uploads = workers.workers_of(session, site_id), list[str]()
+        own = TaskRow.worker_id.in_(theirs)
         if site.withdrawn_at is None:
             audit.record(session, now, caller.actor, "site.withdraw", site.id, name=site.name)
-            _stop(session, now, caller.actor, site, theirs)
-            uploaded = _erase(session, site, theirs)
-            site.withdrawn_at = now
-        left = _forgotten_blobs(session, theirs, uploaded)
-        influenced = _influenced(session, theirs)
-        name = site.name
+            _end_tasks(session, now, caller.actor, own)
+            uploads = _erase_site(session, now, site)
+        left = _erase_blobs(session, own, uploads)
+        influenced, name = _influenced(session, own), site.name
     services.wake_workers(theirs)
     services.wake_conductor()
     for digest in left:
@@ -87,15 +86,8 @@ def withdraw(services: Services, caller: Principal, site_id: str) -> Withdrawal:
     return Withdrawal(id=site_id, name=name, runs=influenced)
 
 
-def _stop(session: Session, now: float, actor: str, site: SiteRow, theirs: list[str]) -> None:
-    """Revoke the site's tokens, cancel its open tasks, and leave its update out of each live round."""
-    site.suspended_at = site.suspended_at or now
-    tokens = list(session.scalars(select(TokenRow).where(TokenRow.site_id == site.id)))
-    for token in tokens:
-        token.revoked_at, token.previous_hash = token.revoked_at or now, None
-        token.name = f"withdrawn-{token.id[:8]}"
-    session.execute(delete(SessionRow).where(SessionRow.token_id.in_([token.id for token in tokens])))
-    own = TaskRow.worker_id.in_(theirs)
+def _end_tasks(session: Session, now: float, actor: str, own: ColumnElement[bool]) -> None:
+    """Cancel a site's open tasks, leave its update out of each live round, and erase the figures of all its tasks."""
     live = select(RoundRow).where(one_of(RoundRow.state, *LIVE_ROUND))
     for round_ in session.scalars(live).all():
         tasks = session.scalars(select(TaskRow).where(own, TaskRow.round_id == round_.id)).all()
@@ -107,22 +99,26 @@ def _stop(session: Session, now: float, actor: str, site: SiteRow, theirs: list[
             for task in accepted:
                 move_task(session, now, actor, task, "leave_out")
     cancel_tasks(session, now, own, {})
-
-
-def _erase(session: Session, site: SiteRow, theirs: list[str]) -> list[str]:
-    """Delete or blank the rows that came from the site or name it. Return the digests of its uploads."""
-    own, alias = TaskRow.worker_id.in_(theirs), f"withdrawn-{site.id[:8]}"
     session.execute(delete(TaskRow).where(own, TaskRow.kind.not_in(("train", *HELPER_KINDS))))
     session.execute(update(TaskRow).where(own).values(ERASED))
-    owner = f"site:{site.id}"
-    uploads = delete(UploadRow).where(UploadRow.owner == owner).returning(UploadRow.digest)
-    uploaded = list(session.scalars(uploads))
+
+
+def _erase_site(session: Session, now: float, site: SiteRow) -> list[str]:
+    """Revoke the site's tokens, and delete or blank the rows about it. Return the digests of its uploads."""
+    owner, alias = f"site:{site.id}", f"withdrawn-{site.id[:8]}"
+    site.suspended_at, site.withdrawn_at = site.suspended_at or now, now
+    tokens = session.scalars(select(TokenRow).where(TokenRow.site_id == site.id)).all()
+    for token in tokens:
+        token.revoked_at, token.previous_hash = token.revoked_at or now, None
+        token.name = f"withdrawn-{token.id[:8]}"
+    session.execute(delete(SessionRow).where(SessionRow.token_id.in_([token.id for token in tokens])))
+    uploads = list(session.scalars(delete(UploadRow).where(UploadRow.owner == owner).returning(UploadRow.digest)))
     answers = (IdempotencyRow.owner == owner) | _mentions(IdempotencyRow.body, site.name)
     session.execute(delete(IdempotencyRow).where(answers))
     session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site.id))
     session.execute(delete(EnrolmentRow).where(EnrolmentRow.site == site.name))
     session.execute(delete(AuditKeyRow).where(AuditKeyRow.name == site.name))
-    for worker in session.scalars(select(WorkerRow).where(WorkerRow.id.in_(theirs))):
+    for worker in session.scalars(select(WorkerRow).where(WorkerRow.site_id == site.id)):
         worker.name, worker.declared, worker.live_values = worker.id[:8], UNDECLARED, {}
         worker.audit_head, worker.seen_hours = None, 0
     # A notice of a condition that is still there is written again, without the site.
@@ -142,21 +138,20 @@ def _erase(session: Session, site: SiteRow, theirs: list[str]) -> list[str]:
         run.spec, run.changes = spec, run.changes + (spec != run.spec)
     site.name = alias
     session.flush()
-    return uploaded
+    return uploads
 
 
 def _mentions(column: InstrumentedAttribute[Any], name: str) -> Any:
     return cast(column, Text).contains(name, autoescape=True)
 
 
-def _forgotten_blobs(session: Session, theirs: list[str], uploaded: list[str]) -> list[str]:
-    """Delete the rows of blobs that only these workers sent; return the digests of all of theirs without a row."""
-    own = TaskRow.worker_id.in_(theirs)
+def _erase_blobs(session: Session, own: ColumnElement[bool], uploads: list[str]) -> list[str]:
+    """Delete the rows of blobs that only these tasks and uploads sent; return the digests of all without a row."""
     others = (TaskRow.update_digest == BlobRow.digest) & ~own
     unused = ~exists().where(others)
     for table in (RunBlobRow, DifferenceRow, UploadRow):
         unused &= ~exists().where(table.digest == BlobRow.digest)
-    sent = {*uploaded, *session.scalars(select(TaskRow.update_digest).where(own, TaskRow.update_digest.is_not(None)))}
+    sent = {*uploads, *session.scalars(select(TaskRow.update_digest).where(own, TaskRow.update_digest.is_not(None)))}
     left = set[str]()
     digests = iter(sorted(sent))
     while some := list(islice(digests, AT_A_TIME)):
@@ -166,9 +161,9 @@ def _forgotten_blobs(session: Session, theirs: list[str], uploaded: list[str]) -
     return sorted(left)
 
 
-def _influenced(session: Session, theirs: list[str]) -> list[InfluencedRun]:
-    """Return the runs into whose versions an update of these workers was merged, with the first such version."""
-    merged = (TaskRow.worker_id.in_(theirs)) & (TaskRow.state == "merged")
+def _influenced(session: Session, own: ColumnElement[bool]) -> list[InfluencedRun]:
+    """Return the runs into whose versions an update of these tasks was merged, with the first such version."""
+    merged = own & (TaskRow.state == "merged")
     first = select(RunRow.id, RunRow.name, func.min(TaskRow.merged_in)).join(TaskRow, TaskRow.run_id == RunRow.id)
     rows = session.execute(first.where(merged).group_by(RunRow.id, RunRow.name).order_by(RunRow.id))
     return [InfluencedRun(run=run, name=name, first_version=number) for run, name, number in rows]

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.api.versions import Version
 from tessera.shared.client.client import Client
 from tessera.shared.client.export import export_file, export_folder
-from tessera.shared.client.lookup import find_run
+from tessera.shared.client.lookup import find_run, only
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.run_file import changed, settings_of
-from tessera.shared.client.without_site import clean_start, settings_without
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.problems import Gone, Invalid, NotFound
 from tessera.shared.units import size
@@ -144,8 +143,10 @@ def new_run(
         settings = changed(settings_of(run), changes, note) if given is None else given
         words = f"the best version, {described(best)}," if best else f"version {version.number}"
         if without is not None:
-            settings = settings_without(client, settings, without)
+            sites = list(client.sites())
+            without = only("site", without, sites, lambda site: site.id, lambda site: site.name).name
             clean = clean_start(client, run, version.number, without)
+            settings = settings_without(settings, without, [site.name for site in sites if not site.withdrawn_at])
             run, (version, _) = clean.run, find_version(client, clean.run, clean.number)
             words = f"version {version.number}, {version.digest},"
             if clean.first:
@@ -159,3 +160,73 @@ def new_run(
     uploaded = upload_model(client, folder, progress_of(folder))
     spec = RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
     return spec, f"sent {size(uploaded.sent_bytes)}; the weights have {size(folder.model.stored_bytes)}"
+
+
+class MergedUpdate(NamedTuple):
+    """A site's first update that was merged into a run's versions."""
+
+    version: int
+    digest: str | None
+
+
+class CleanStart(NamedTuple):
+    """A version without a site's influence, and the site's first merged update behind it, if there is one."""
+
+    run: Run
+    number: int
+    first: MergedUpdate | None
+
+
+def clean_start(client: Client, run: Run, until: int, site: str) -> CleanStart:
+    """Return the last version, up to version `until` of a run, that rests on no update of a site: of the run itself,
+    or of the run from whose version it started, and so on."""
+    number, first, origin = until, first_merged(client, run, until, site), run
+    if first:
+        number = first.version - 1
+    while parent := _parent(client, origin):
+        origin, at = parent
+        if earlier := first_merged(client, origin, at, site):
+            run, number, first = origin, earlier.version - 1, earlier
+    return CleanStart(run, number, first)
+
+
+def first_merged(client: Client, run: Run, until: int, site: str) -> MergedUpdate | None:
+    """Return the site's first update that was merged into a run's versions, up to version `until`. Raises Invalid if
+    no round of the run made one of these versions."""
+    rounds = {round_.version: round_ for round_ in client.rounds(run.id) if round_.version is not None}
+    if not rounds.keys() >= set(range(1, until + 1)):
+        raise Invalid(
+            f"run {run.spec.name} was merged again from another, whose updates its versions contain",
+            remedy=f"Merge that one again without {site} too: `tessera run show {run.id}` names it in its note.",
+        )
+    merged = (
+        MergedUpdate(version, task.update)
+        for version, round_ in rounds.items()
+        if version <= until
+        for task in round_.tasks
+        if task.state == "merged" and task.worker.partition("/")[0] == site
+    )
+    return min(merged, key=lambda update: update.version, default=None)
+
+
+def _parent(client: Client, run: Run) -> tuple[Run, int] | None:
+    """Return the run from whose version a run started, by the version's digest, and the version's number; None for a
+    run from a model folder."""
+    for other in client.runs():
+        if other.created_at < run.created_at and other.spec.model == run.spec.model:
+            for version in client.versions(other.id):
+                if version.digest == run.spec.version and version.number > 0:
+                    return other, version.number
+    return None
+
+
+def settings_without(settings: Mapping[str, Any], site: str, sites: Iterable[str]) -> dict[str, Any]:
+    """Return a run's settings without a site: its cohort's other sites take part, or else all other `sites`. Raises
+    Invalid if the run needs it or no other is left."""
+    cohort = dict(settings.get("cohort") or {})
+    cohort["sites"] = [name for name in cohort.get("sites") or sites if name != site]
+    if not cohort["sites"]:
+        raise Invalid(f"no site is left without {site}", remedy="Name others in cohort.sites.")
+    if site in ((settings.get("secure_sums") or {}).get("helpers") or ()):
+        raise Invalid(f"{site} is a helper of the run's secure sums", remedy="Name another in secure_sums.helpers.")
+    return {**settings, "cohort": cohort}

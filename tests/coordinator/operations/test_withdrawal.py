@@ -148,9 +148,8 @@ def test_the_audit_still_holds_and_names_the_site_no_more(federation: Federation
 
 def test_withdrawing_again_changes_nothing_and_a_new_site_may_have_the_name(federation: Federation) -> None:
     done = federation.withdraw()
-    entries = len(list(federation.admin.audit()))
     assert federation.withdraw(done.name) == done
-    assert len(list(federation.admin.audit())) == entries
+    assert [one.action for one in federation.admin.audit()].count("site.withdraw") == 1
     with refusing("conflict", "withdrawn"):
         federation.admin.resume_site(done.id)
     assert federation.admin.create_site(NORTH).id != done.id
@@ -184,7 +183,7 @@ def test_a_withdrawal_that_was_killed_before_its_commit_has_changed_nothing(
 
     (site,) = (one for one in federation.admin.sites() if one.name == NORTH)
     caller = withdrawal.Principal.person("ann", "admin")
-    for step in ("_stop", "_erase", "_forgotten_blobs", "_influenced"):
+    for step in ("_end_tasks", "_erase_site", "_erase_blobs", "_influenced"):
         with monkeypatch.context() as patch:
             patch.setattr(withdrawal, step, killed)
             with pytest.raises(KeyboardInterrupt):

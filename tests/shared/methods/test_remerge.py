@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.audit_chain import named
 from tessera.shared.api.runs import Cohort, Run, RunPatch, Training
+from tessera.shared.client.run_versions import new_run
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import Gone, Invalid
 from tessera.shared.rounds.aggregate import Aggregation, NextVersion
@@ -23,7 +24,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.shared.methods.test_methods_in_rounds import sites_of, start_of
 from tests.support.cli import tessera
-from tests.support.coordinator import LiveCoordinator, until
+from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, exported, small_model, start_run, values
 from tests.support.runner import task_runner
 from tests.support.tasks import quick
@@ -93,8 +94,9 @@ def begun(coordinator: LiveCoordinator, **spec: Any) -> tuple[Run, dict[str, Scr
     client = coordinator.client()
     workers = {site: ScriptedWorker(coordinator.client("site", site)).enrol() for site in ("north", "south")}
     run = start_run(
-        client, MODEL, START, rounds=3, cohort=Cohort(quorum=1, max_attempts=2, deadline_seconds=600),
-        **{"keep_updates": "run", "max_norm_of_median": "unlimited", **spec},
+        client, MODEL, START, rounds=3,
+        **{"cohort": Cohort(quorum=1, max_attempts=2, deadline_seconds=600), "keep_updates": "run",
+           "max_norm_of_median": "unlimited", **spec},
     )  # fmt: skip
     return run, workers
 
@@ -137,7 +139,7 @@ def test_versions_without_a_site_are_those_that_the_others_steps_make(
     np.testing.assert_allclose(exported(client, done)["head.weight"], START["head.weight"] + 9.0, rtol=1e-6)
     entry = list(client.audit())[-1]
     assert "north" not in entry.model_dump_json()
-    assert named(client.audit_names(), entry).detail["without"] == "north"
+    assert named(client.audit_names(), entry).detail["without"] == ["north"]
     assert remerge(coordinator.services, done.id).same
 
 
@@ -183,6 +185,18 @@ def test_updates_of_other_runs_are_removed_and_cannot_be_merged_again(coordinato
     assert remerge(coordinator.services, kept.id).same
 
 
+def test_a_run_that_was_merged_again_hides_no_site_s_influence(coordinator: LiveCoordinator, done: Run) -> None:
+    client = coordinator.client()
+    again = remerge(coordinator.services, done.id, "north").run
+    assert again
+    with refusing("invalid", "merged again from another"):
+        new_run(client, None, None, again, without="south")
+    with pytest.raises(Invalid, match="no round of its own made"):
+        remerge(coordinator.services, again)
+    with pytest.raises(Invalid, match="cannot go on without north, south"):
+        remerge(coordinator.services, done.id, "north", "south")
+
+
 def test_rounds_that_cannot_be_merged_again_are_refused_with_the_reason(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
@@ -193,6 +207,14 @@ def test_rounds_that_cannot_be_merged_again_are_refused_with_the_reason(
         remerge(coordinator.services, run.id, "a")
     with pytest.raises(Invalid, match="no update of nowhere"):
         remerge(coordinator.services, run.id, "nowhere")
+
+
+def test_no_version_of_fewer_sites_than_the_quorum_is_made(coordinator: LiveCoordinator) -> None:
+    run, workers = begun(coordinator, cohort=Cohort(quorum=2, deadline_seconds=600))
+    trained(coordinator, run, workers, 1, north=7.0, south=3.0)
+    with pytest.raises(Invalid, match="version 1 would rest on 1 sites"):
+        remerge(coordinator.services, run.id, "north")
+    assert remerge(coordinator.services, run.id).same
 
 
 def test_a_process_that_is_killed_leaves_no_run_and_another_begins_anew(
