@@ -284,6 +284,12 @@ def test_a_run_that_cannot_reach_its_quorum_stops_and_says_why(model: Weights) -
         )
 
 
+def test_a_round_without_a_required_site_is_not_merged_in_a_simulation_either(model: Weights) -> None:
+    wanted = spec(cohort={"require": ["b"], "max_attempts": 1})
+    with pytest.raises(Stalled, match=r"round 2 cannot open: 1 sites are there, and cohort\.require names b"):
+        simulate(wanted, model, {"a": images(0), "b": images(1)}, conditions=Conditions(away={"b": (2,)}))
+
+
 def test_the_bound_on_norms_is_kept_as_the_method_stretches_them(model: Weights) -> None:
     # Of 1, 2 and 3 batches.
     sites = {name: images(count, count) for name, count in (("a", 8), ("b", 16), ("c", 24))}
