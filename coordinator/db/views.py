@@ -267,20 +267,14 @@ def latest_measurements(
 
 def site_reports(session: Session, run_id: str) -> list[SiteReport]:
     """Return the latest task of each site in a run without rounds, or of each worker in a rehearsal, with reports."""
-    columns = (
-        SiteRow.name,
-        WORKER_NAME,
-        WorkerRow.declared,
-        TaskRow.kind,
-        TaskRow.state,
-        TaskRow.problem,
-        TaskRow.report,
-    )
+    of_worker, of_task = (SiteRow.name, WORKER_NAME, WorkerRow.declared), (TaskRow.state, TaskRow.problem)
     rows = session.execute(
-        select_tasks(*columns).where(TaskRow.run_id == run_id).order_by(TaskRow.created_at, TaskRow.id)
+        select_tasks(*of_worker, *of_task, TaskRow.kind, TaskRow.report)
+        .where(TaskRow.run_id == run_id)
+        .order_by(TaskRow.created_at, TaskRow.id)
     )
     latest: dict[str, SiteReport] = {}
-    for site, worker, declared, kind, state, problem, report in rows:
+    for site, worker, declared, state, problem, kind, report in rows:
         # An accepted task is the last one.
         place, name = (worker, "rehearsal") if kind == "rehearse" else (site, "description")
         about = {"site": site, "worker": worker, "device": declared.get("device", ""), "state": state}

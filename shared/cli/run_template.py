@@ -38,6 +38,8 @@ APART = (
     "privacy",
     "client_privacy",
     "evaluation",
+    "describe",
+    "rehearsal",
     "server_optimizer",
     "robust",
 )

@@ -15,16 +15,8 @@ from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import rounded
 
 
-def rehearse(run: TaskRun, admission: AdmittedTask) -> None:
-    """Rehearse an admitted task, throw the result away, and send a report. Raises as a task that trains."""
-    try:
-        rehearsal = _rehearsal(run, admission)
-    finally:
-        run.env.versions.pop(run.task.run, None)
-    Egress(run).submit_report(rehearsal=rehearsal)
-
-
-def _rehearsal(run: TaskRun, admission: AdmittedTask) -> Rehearsal:
+def rehearse(run: TaskRun, admission: AdmittedTask) -> Rehearsal:
+    """Rehearse an admitted task, throw the result away, and return the report. Raises as a task that trains."""
     env, task, account = run.env, run.task, admission.account
     run.report.begin("fetching")
     with env.shelf.pinning():
@@ -63,6 +55,7 @@ def _update_bytes(run: TaskRun, fetched: FetchedVersion, result: LocalResult) ->
     """Return the size of the update as it would be sent, once its egress is checked. Raises as `Egress.checked`."""
     task = run.task
     if task.secure_sums:
+        run.wait_for_quantum(run.check)
         return sum(block.numel for block in task.plan.sent(fetched.blocks)) * task.secure_sums.bits // 8
     with Egress(run).checked(result, fetched, Feedback.of(fetched.kept, task.plan.stage, task.round)) as update:
         return update.nbytes

@@ -82,7 +82,9 @@ class TaskRunner(TaskEnvironment):
             return None
         admission = admit(run)
         if task.kind == "rehearse":
-            rehearse(run, admission)
+            with _at_quantum(run):
+                rehearsal = rehearse(run, admission)
+            Egress(run).submit_report(rehearsal=rehearsal)
             return None
         dataset, account, checkpoint = admission.dataset, admission.account, admission.checkpoint
         held = None

@@ -65,6 +65,7 @@ class Site:
     def __init__(self, coordinator: LiveCoordinator, folder: Path, name: str = "a", **env: Any) -> None:
         party = env.get("sums")
         self.admin, self.pictures = coordinator.client(), Pictures()
+        self.progress = Report()
         self.beating = coordinator.client("site", name)
         self.worker = ScriptedWorker(
             coordinator.client("site", name),
@@ -90,7 +91,7 @@ class Site:
         task = self.take(**spec)
         beat = partial(self.beating.heartbeat, task.id, task.token)
         with Renewal(beat, task.lease_seconds, task.lease_seconds):
-            self.runner.run(task, lambda: None, Report())
+            self.runner.run(task, lambda: None, self.progress)
         (report,) = self.admin.reports(task.run)
         assert report.rehearsal
         return task, report.rehearsal
@@ -121,11 +122,16 @@ def test_each_phase_of_a_method_is_rehearsed(coordinator: LiveCoordinator, tmp_p
 def test_a_private_rehearsal_reads_no_row_and_is_charged_nothing(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    site = Site(coordinator, tmp_path, allowances={"data": Allowance(epsilon=10.0, delta=1e-2)})
+    naps: list[float] = []
+    quantum = {"duration_quantum_seconds": 100.0, "clock": lambda: sum(naps), "sleep": naps.append}
+    site = Site(coordinator, tmp_path, allowances={"data": Allowance(epsilon=10.0, delta=1e-2)}, **quantum)
     _, report = site.rehearse(privacy=PRIVATE)
     assert site.pictures.read == []
     assert site.ledger.read("data") == ()
     assert (report.synthetic, report.examples, report.steps, report.host_bytes) == (True, 40, 10, None)
+    # A new process may load the data set meanwhile.
+    assert sum(naps) == 100.0
+    assert site.progress.progress().phase_seconds == {}
     assert report.epsilon
     # The noise of the whole run is calibrated to its target.
     assert 7.5 < report.epsilon <= 8.0
