@@ -20,7 +20,7 @@ from tessera.coordinator.dashboard.session import AdminSender, Fields, PageRoute
 from tessera.coordinator.dashboard.sorting import PageNumber, Sorted
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
-from tessera.coordinator.db.studies import is_present, is_shared, reads_all
+from tessera.coordinator.db.studies import is_present, shared_sites
 from tessera.coordinator.db.tables import IS_LEASED, AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow, find
 from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS
 from tessera.coordinator.domain.eligibility import policy_of
@@ -136,12 +136,13 @@ def worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sinc
         session.scalars(select(TaskRow.worker_id).where(TaskRow.worker_id.in_(ids), TaskRow.state == "expired"))
     )
     counts = {row.id: (row.accepted, row.faulty) for row, _ in rows}
-    if not reads_all(session):
+    elsewhere = shared_sites(session)
+    if shared := [row.id for row, site in rows if site.id in elsewhere]:
         # The counters of a worker are over all studies.
         by_state = [func.sum(case((TaskRow.state.in_(states), 1), else_=0)) for states in (ACCEPTED, FAULTS)]
-        of_workers = select(TaskRow.worker_id, *by_state).where(TaskRow.worker_id.in_(ids))
+        of_workers = select(TaskRow.worker_id, *by_state).where(TaskRow.worker_id.in_(shared))
         counted = session.execute(of_workers.group_by(TaskRow.worker_id))
-        counts = dict.fromkeys(ids, (0, 0)) | {row_id: (done, faulty) for row_id, done, faulty in counted}
+        counts |= dict.fromkeys(shared, (0, 0)) | {row_id: (done, faulty) for row_id, done, faulty in counted}
     scores = _latest_scores(session, ids)
     tasks = _tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
     return [
@@ -202,7 +203,7 @@ def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed)
         token = session.get(TokenRow, worker.token_id) if who.administers and worker.token_id else None
         policy = policy_of(worker.declared)
         # Its machine, policy and budgets tell of its work for all its studies.
-        whole = not is_shared(session, site.id)
+        whole = site.id not in shared_sites(session)
         live_values = worker.live_values if whole else {}
         return render(
             request,

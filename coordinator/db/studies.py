@@ -49,10 +49,12 @@ def is_present(session: Session) -> ColumnElement[bool]:
     return true() if studies is None else SiteRow.id.in_(sites_of_studies(studies, present=True))
 
 
-def is_shared(session: Session, site_id: str) -> bool:
-    """Return True if a site is also in a study that the session does not read."""
-    studies = _limits(session)
-    return studies is not None and not memberships(session, "site", site_id) <= studies
+def shared_sites(session: Session) -> set[str]:
+    """Return the ids of the sites that are also in a study that the session does not read."""
+    if (studies := _limits(session)) is None:
+        return set()
+    elsewhere = (StudyMemberRow.kind == "site") & StudyMemberRow.study.not_in(studies)
+    return set(session.scalars(select(StudyMemberRow.member).where(elsewhere, StudyMemberRow.left_at.is_(None))))
 
 
 def study_names(session: Session) -> set[str]:
