@@ -59,6 +59,7 @@ def template() -> Path:
         session.add_all(SiteRow(id=name, name=name, created_at=0.0) for name in SITES)
         for name in SITES:
             join(session, "site", name, ["default"])
+        join(session, "token", "orchestrator", ["default"])
     # The last connection that closes puts everything into the one file.
     database.close()
     atexit.register(shutil.rmtree, folder)

@@ -84,12 +84,11 @@ class Apart:
     sessions: dict[str, httpx.Client] = field(default_factory=dict)
 
     def http(self, role: str) -> httpx.Client:
-        """A client with the token of a role, and for people a session of the dashboard."""
+        """A client with the token of a role, and a session of the dashboard."""
         if role not in self.sessions:
             http = TestClient(create_app(self.services), base_url="http://127.0.0.1", follow_redirects=False)
             http.headers["Sec-Fetch-Site"] = "same-origin"
-            if role != "site":
-                assert http.post("/page/sign-in", data={"token": self.tokens[role]}).status_code == 303
+            assert http.post("/page/sign-in", data={"token": self.tokens[role]}).status_code == 303
             http.headers["Authorization"] = f"Bearer {self.tokens[role]}"
             self.sessions[role] = http
         return self.sessions[role]
@@ -240,11 +239,13 @@ def test_each_table_with_rows_of_runs_is_limited_to_those_of_the_caller() -> Non
 
 def test_the_study_s_own_rows_are_there(apart: Apart) -> None:
     """The tests above would also hold for callers who are answered nothing at all."""
+    assert apart.ask("site", "GET", "/page/site/runs/{run_id}", apart.own)[0].status_code == 200
     reads = [path for method, path in every_route(apart.services) if method == "GET" and "{run_id}" in path]
     found = {path: apart.ask("orchestrator", "GET", path, apart.own)[0].status_code for path in reads}
     assert {path for path, status in found.items() if status != 200} == {
         "/page/runs/{run_id}/charts/{ident}.svg",
         "/page/runs/{run_id}/cancel",
+        "/page/site/runs/{run_id}",
     }
 
 
