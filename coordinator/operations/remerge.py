@@ -9,7 +9,8 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit, versions
 from tessera.coordinator.db.inserts import insert_missing
-from tessera.coordinator.db.tables import BlobRow, RunBlobRow, RunRow, SiteRow, VersionRow, new_id
+from tessera.coordinator.db.studies import sites_of_studies
+from tessera.coordinator.db.tables import BlobRow, RunBlobRow, RunRow, SiteRow, StudyMemberRow, VersionRow, new_id
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import VersionRef
@@ -160,6 +161,7 @@ def _created(
         run = RunRow(
             id=new_id(),
             name=row.name,
+            study=row.study,
             state="completed" if ended else "paused",
             reason=None if ended else f"it was merged again without {', '.join(without)}; resume it to go on",
             spec=_spec_without(session, merged.spec, without),
@@ -193,7 +195,8 @@ def _created(
 
 
 def _spec_without(session: Session, spec: RunSpec, without: Sequence[str]) -> dict[str, object]:
-    others = session.scalars(select(SiteRow.name).where(SiteRow.withdrawn_at.is_(None)).order_by(SiteRow.name))
+    of_study = SiteRow.id.in_(sites_of_studies([spec.study]).where(StudyMemberRow.left_at.is_(None)))
+    others = session.scalars(select(SiteRow.name).where(of_study).order_by(SiteRow.name))
     sites = tuple(name for name in spec.cohort.sites or others if name not in without)
     if not sites:
         raise Invalid(f"the run cannot go on without {', '.join(without)}: no site is left", remedy=_ANEW)

@@ -27,6 +27,7 @@ from tessera.coordinator.db.tables import (
     RunRow,
     SessionRow,
     SiteRow,
+    StudyMemberRow,
     TaskRow,
     TokenRow,
     UploadRow,
@@ -117,6 +118,9 @@ def _erase_site(session: Session, now: float, site: SiteRow) -> list[str]:
     session.execute(delete(IdempotencyRow).where(answers))
     session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site.id))
     session.execute(delete(EnrolmentRow).where(EnrolmentRow.site == site.name))
+    # As former members, so that its studies still show its tasks.
+    here = (StudyMemberRow.kind == "site") & (StudyMemberRow.member == site.id) & StudyMemberRow.left_at.is_(None)
+    session.execute(update(StudyMemberRow).where(here).values(left_at=now))
     session.execute(delete(AuditKeyRow).where(AuditKeyRow.name == site.name))
     for worker in session.scalars(select(WorkerRow).where(WorkerRow.site_id == site.id)):
         worker.name, worker.declared, worker.live_values = worker.id[:8], UNDECLARED, {}
