@@ -1,6 +1,8 @@
 """Endpoints for administrators and viewers: sites and their workers."""
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 from sqlalchemy import select
 
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
@@ -11,7 +13,7 @@ from tessera.coordinator.db.tables import SiteRow, WorkerRow
 from tessera.coordinator.operations import sites
 from tessera.coordinator.operations.withdrawal import withdraw
 from tessera.shared.api.admin import Site, SiteSpec, Withdrawal, WorkerView
-from tessera.shared.schema import Page
+from tessera.shared.schema import Label, Page
 
 router = APIRouter(prefix="/v1", tags=["sites"], route_class=BoundedRoute)
 
@@ -47,10 +49,15 @@ def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 
 
 @router.post("/sites/{site_id}/withdraw", operation_id="withdrawSite")
-def withdraw_site(site_id: str, serving: Serving, caller: Admin) -> Withdrawal:
+def withdraw_site(
+    site_id: str,
+    serving: Serving,
+    caller: Admin,
+    study: Annotated[Label | None, Query(description="withdraw from this study alone, if it is in others")] = None,
+) -> Withdrawal:
     """Revoke a site's tokens for good, cancel its tasks, and erase its updates, figures, declarations and names. The
     versions into which its updates were merged stay."""
-    return withdraw(serving, caller, site_id)
+    return withdraw(serving, caller, site_id, study)
 
 
 @router.get("/workers", operation_id="listWorkers")

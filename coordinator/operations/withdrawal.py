@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Text, cast, delete, exists, func, select, 
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.db import audit, rounds, workers
+from tessera.coordinator.db.studies import memberships, remove_member
 from tessera.coordinator.db.tables import (
     AnnouncedRow,
     AuditKeyRow,
@@ -65,14 +66,25 @@ AT_A_TIME = 500
 UNDECLARED = {"kinds": [], "datasets": {}, "device": ""}
 
 
-def withdraw(services: Services, caller: Principal, site_id: str) -> Withdrawal:
+def withdraw(services: Services, caller: Principal, site_id: str, study: str | None = None) -> Withdrawal:
     """Withdraw a site: cancel its tasks, revoke its tokens, and erase its updates, figures, declarations and names,
-    and the key of its pseudonyms in the audit. Repeating it changes nothing. Raise NotFound."""
+    and the key of its pseudonyms in the audit. If the site is in other studies than `study` too, only end its
+    membership there, cancel its tasks, and erase their updates and figures. Repeating it changes nothing. Raise
+    NotFound."""
     with services.database.transaction() as session:
         now, site = services.database.now(), find(session, SiteRow, site_id)
         theirs, uploads = workers.workers_of(session, site_id), list[str]()
-        own = TaskRow.worker_id.in_(theirs)
-        if site.withdrawn_at is None:
+        own: ColumnElement[bool] = TaskRow.worker_id.in_(theirs)
+        now_in = {name for name, is_member in memberships(session, "site", site_id).items() if is_member}
+        if study is not None and now_in - {study}:
+            own &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.study == study))
+            # Raises NotFound for a site that was never in it.
+            remove_member(session, now, caller.actor, study, "site", site_id)
+            if study in now_in:
+                audit.record(session, now, caller.actor, "site.withdraw", site.id, name=site.name, study=study)
+                _end_tasks(session, now, caller.actor, own)
+                uploads = _erase_uploads(session, site_id, own)
+        elif site.withdrawn_at is None:
             audit.record(session, now, caller.actor, "site.withdraw", site.id, name=site.name)
             _end_tasks(session, now, caller.actor, own)
             uploads = _erase_site(session, now, site)
@@ -102,6 +114,13 @@ def _end_tasks(session: Session, now: float, actor: str, own: ColumnElement[bool
     cancel_tasks(session, now, own, {})
     session.execute(delete(TaskRow).where(own, TaskRow.kind.not_in(("train", *HELPER_KINDS))))
     session.execute(update(TaskRow).where(own).values(ERASED))
+
+
+def _erase_uploads(session: Session, site_id: str, own: ColumnElement[bool]) -> list[str]:
+    """Delete the site's uploads of these tasks' updates. Return their digests."""
+    sent = select(TaskRow.update_digest).where(own, TaskRow.update_digest.is_not(None))
+    these = (UploadRow.owner == f"site:{site_id}") & UploadRow.digest.in_(sent)
+    return list(session.scalars(delete(UploadRow).where(these).returning(UploadRow.digest)))
 
 
 def _erase_site(session: Session, now: float, site: SiteRow) -> list[str]:

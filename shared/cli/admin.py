@@ -199,6 +199,9 @@ def resume(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
 def withdraw(
     ctx: typer.Context,
     name: SiteName,
+    study: Annotated[
+        str | None, typer.Option(help="Withdraw it from this study alone, if it is in others too.")
+    ] = None,
     sure: Annotated[bool, typer.Option("--yes", help="Do not ask for the site's name again.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -212,10 +215,11 @@ def withdraw(
         output.note(WITHDRAWAL)
         if typer.prompt("Type the site's name to withdraw it", err=True) != site.name:
             raise Invalid(f"this is not the name {site.name!r}; nothing was changed", remedy="Repeat the command.")
-    done = client.withdraw_site(site.id)
-    output.show(
-        done, f"site {site.name} has withdrawn; what remains here of it is called {done.name}", as_json=as_json
+    done = client.withdraw_site(site.id, study)
+    remains = (
+        f"is still {done.name} in other studies" if done.name == site.name else f"is called {done.name} from now on"
     )
+    output.show(done, f"site {site.name} has withdrawn, and {remains}", as_json=as_json)
     for run in done.runs:
         output.note(
             f"versions {run.first_version} and later of {run.name} keep its influence. To begin before them: "

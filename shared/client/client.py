@@ -443,9 +443,10 @@ class Client:
     def resume_site(self, site_id: str) -> Site:
         return self._post(f"/v1/sites/{site_id}/resume", None, Site)
 
-    def withdraw_site(self, site_id: str) -> Withdrawal:
-        """Withdraw a site for good: end its tasks, and erase its updates and figures."""
-        return self._post(f"/v1/sites/{site_id}/withdraw", None, Withdrawal)
+    def withdraw_site(self, site_id: str, study: str | None = None) -> Withdrawal:
+        """Withdraw a site for good, or from a study alone: end its tasks, and erase its updates and figures."""
+        query = f"?study={quote(study)}" if study else ""
+        return self._post(f"/v1/sites/{site_id}/withdraw{query}", None, Withdrawal)
 
     def workers(self) -> Iterator[WorkerView]:
         return self._pages("/v1/workers", WorkerView)

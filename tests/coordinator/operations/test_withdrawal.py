@@ -12,6 +12,7 @@ from sqlalchemy import select
 
 from tessera.coordinator.db.tables import Table
 from tessera.coordinator.operations import withdrawal
+from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
 from tessera.shared.api.tasks import Task
@@ -273,3 +274,20 @@ def test_a_site_with_the_name_of_a_data_set_leaves_the_runs_on_the_data_set(coor
     assert (spec.dataset, spec.cohort.sites) == ("data", (name, "stays"))
     staying.train(staying.take())
     until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_site_that_leaves_one_study_goes_on_in_another(federation: Federation) -> None:
+    client = federation.admin
+    (site,) = (one for one in client.sites() if one.name == NORTH)
+    client.create_study("other")
+    client.add_to_study("other", StudyMember(kind="site", member=site.id))
+    updates, others = federation.update_bytes(NORTH), federation.update_bytes(SOUTH)
+    theirs = [piece for piece in windows(updates) if not any(piece in other for other in others)]
+    done = client.withdraw_site(site.id, "default")
+    assert (done.name, [one.first_version for one in done.runs]) == (NORTH, [1])
+    assert federation.found(*theirs, str(SECRET).encode()) == []
+    federation.workers[NORTH].enrol()
+    assert next(one for one in client.sites() if one.id == site.id).withdrawn_at is None
+    assert client.withdraw_site(site.id, "default") == done
+    assert client.withdraw_site(site.id, "other").name != NORTH
+    assert federation.found(NORTH.encode()) == []
