@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Text, cast, delete, exists, func, select, 
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.db import audit, rounds, workers
-from tessera.coordinator.db.studies import memberships, remove_member
+from tessera.coordinator.db.studies import find_study, memberships, remove_member
 from tessera.coordinator.db.tables import (
     AnnouncedRow,
     AuditKeyRow,
@@ -75,10 +75,10 @@ def withdraw(services: Services, caller: Principal, site_id: str, study: str | N
         now, site = services.database.now(), find(session, SiteRow, site_id)
         theirs, uploads = workers.workers_of(session, site_id), list[str]()
         own: ColumnElement[bool] = TaskRow.worker_id.in_(theirs)
-        now_in = {name for name, is_member in memberships(session, "site", site_id).items() if is_member}
+        now_in = memberships(session, "site", site_id)
         if study is not None and now_in - {study}:
             own &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.study == study))
-            # Raises NotFound for a site that was never in it.
+            find_study(session, study)
             remove_member(session, now, caller.actor, study, "site", site_id)
             if study in now_in:
                 audit.record(session, now, caller.actor, "site.withdraw", site.id, name=site.name, study=study)
