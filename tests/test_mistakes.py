@@ -157,7 +157,7 @@ MISTAKES = {
     "method setting": run(
         '"fedavg"', '"safl"\nsettings = {layerz = 2}', "/method/settings/layerz", remedy="did you mean `layers`?"
     ),
-    "negative rounds": run("= 2", "= -2", "/rounds: must be greater than 0"),
+    "negative rounds": run("= 2", "= -2", "/rounds: must be at least 0"),
     "rounds as text": run("= 2", '= "many"', "/rounds: must be a whole number"),
     "quorum over size": run(
         "size = 1", "size = 2\nquorum = 5", "/cohort: a quorum of 5 cannot come from a cohort of 2"
