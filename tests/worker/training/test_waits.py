@@ -181,4 +181,5 @@ def test_no_padding_mask_is_read_for_a_gpu(model_type: str) -> None:
 def test_no_code_of_a_worker_synchronizes_with_the_device() -> None:
     sources = [path for side in ("worker", "shared") for path in (ROOT / side).rglob("*.py")]
     assert sources
-    assert [path for path in sources if "synchronize(" in path.read_text()] == []
+    # A rehearsal measures the time of two steps, and trains nothing.
+    assert [path.name for path in sources if "synchronize(" in path.read_text()] == ["rehearse.py"]
