@@ -66,9 +66,8 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
             # A hostile model may name one blob in two places.
             for digest in sorted({spec.model, *(ref.digest for ref in model.preprocessing.values())}):
                 session.merge(RunBlobRow(run_id=run.id, digest=digest))
-            audit.reserve(
-                session, {*(spec.cohort.sites or ()), *(spec.secure_sums.helpers if spec.secure_sums else ())}
-            )
+            helpers = spec.secure_sums.helpers if spec.secure_sums else ()
+            audit.reserve(session, {*(spec.cohort.sites or ()), *spec.cohort.require, *helpers})
             audit.record(session, now, caller.actor, "run.create", run.id, run_id=run.id, spec=run.spec)
             return views.run_view(session, run)
 

@@ -118,3 +118,9 @@ def test_a_site_called_by_a_word_of_an_entry_leaves_the_entry_readable(coordinat
         detail = session.scalars(select(AuditRow.detail).where(AuditRow.action == "act")).one()
     assert re.fullmatch(r"the (site-\w{16})/\w{12} of \1\. Not seventy, seven-of\.", detail["text"])
     assert detail["n"] == [7, None]
+
+
+def test_a_required_site_that_comes_later_has_a_pseudonym_before(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    start_run(client, model, values(model), cohort=Cohort(require=("hospital-east",)))
+    assert not any("hospital-east" in entry.model_dump_json() for entry in client.audit())
