@@ -46,8 +46,11 @@ class MethodsUnusable(ValueError):
 
 _log = logging.getLogger("tessera")
 
-_skipped: dict[str, str] = {}
-"""Files and entry points from which no method was read, each with the reason."""
+_skipped: list[tuple[str, str]] = []
+"""Files and entry points from which no method was read, each with the reason.
+
+Replaced in one step: another thread may read the methods at the same time.
+"""
 
 
 @cache
@@ -57,7 +60,7 @@ def methods() -> dict[str, Method[Any]]:
 
     Raises MethodsUnusable for a duplicate name or a missing folder.
     """
-    _skipped.clear()
+    skipped: dict[str, str] = {}
     here = [str(Path(__file__).parent)]
     found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(here)]
     for where, load in _installed_elsewhere():
@@ -65,16 +68,17 @@ def methods() -> dict[str, Method[Any]]:
             module = _imported(where, load)
             faults = list(method_faults(module)) if hasattr(module, "METHOD") else []
         except Exception as fault:  # noqa: BLE001  (other people's code; one broken file must not stop the others)
-            _skipped[where] = f"{type(fault).__name__}: {fault}"
+            skipped[where] = f"{type(fault).__name__}: {fault}"
             continue
         if faults:
-            _skipped[where] = "; ".join(faults)
+            skipped[where] = "; ".join(faults)
         elif hasattr(module, "METHOD"):
             found.append(module)
         elif not Path(where).name.startswith("_"):
             # A file such as __init__.py, or of code that methods share, is not a method.
-            _skipped[where] = "it declares no METHOD; begin the name of a file that should have none with _"
-    for where, reason in _skipped.items():
+            skipped[where] = "it declares no METHOD; begin the name of a file that should have none with _"
+    _skipped[:] = skipped.items()
+    for where, reason in skipped.items():
         _log.warning("warning: no method was read from %s: %s", where, reason)
     by_name: dict[str, ModuleType] = {}
     for module in found:
@@ -195,7 +199,7 @@ def places_searched() -> str:
     read this machine's paths."""
     folders = ", ".join(map(str, _folders()))
     searched = f"files of {FOLDERS} were looked for in: {folders}" if folders else f"{FOLDERS} is not set"
-    skipped = "".join(f"; skipped: {where} ({fault})" for where, fault in _skipped.items())
+    skipped = "".join(f"; skipped: {where} ({fault})" for where, fault in _skipped)
     return searched + skipped
 
 
