@@ -14,15 +14,13 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.audit_sinks import AuditSink
 from tessera.coordinator.db import views
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
-from tessera.coordinator.db.tables import AuditRow, NoticeRow
+from tessera.coordinator.db.tables import AUDIT_SINK, AuditRow, NoticeRow
 from tessera.shared.api.admin import AuditEntry
 from tessera.shared.client.notice_channels import Undelivered
 
 LOOK_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
 BATCH = 50
-CHANNEL = "audit"
-"""The channel of the rows of `notices` that hold the cursors, each under its sink's URL."""
 
 log = structlog.get_logger()
 
@@ -48,7 +46,7 @@ def backlog(session: Session, url: str) -> Backlog | None:
 
 def _cursor(session: Session, url: str) -> tuple[int, str]:
     """Return the number of the last acknowledged entry and the reason of the last failure; a new sink gets all."""
-    row = session.get(NoticeRow, (CHANNEL, url))
+    row = session.get(NoticeRow, (AUDIT_SINK, url))
     return (row.content["seq"], row.content["reason"]) if row else (0, "")
 
 
@@ -104,9 +102,9 @@ class AuditShipper:
 
     def _store(self, seq: int, reason: str) -> None:
         with self.database.transaction() as session:
-            row = session.get(NoticeRow, (CHANNEL, self.url))
+            row = session.get(NoticeRow, (AUDIT_SINK, self.url))
             if row is None:
-                row = NoticeRow(channel=CHANNEL, key=self.url, content={"seq": 0}, seen_at=0.0, attempts=0)
+                row = NoticeRow(channel=AUDIT_SINK, key=self.url, content={"seq": 0}, seen_at=0.0, attempts=0)
                 session.add(row)
             # Another conductor may have been faster.
             row.content = {"seq": max(seq, row.content["seq"]), "reason": reason}

@@ -518,11 +518,12 @@ class IdempotencyRow(Table):
     created_at: Mapped[float]
 
 
-class NoticeRow(Table):
-    """A notice of a condition that needs a person, by one channel; kept while the condition lasts.
+AUDIT_SINK = "audit"
+"""The channel of notices under which each sink of the audit has its last acknowledged entry."""
 
-    Under the channel `audit`, the last entry that a sink of the audit has acknowledged.
-    """
+
+class NoticeRow(Table):
+    """A notice of a condition that needs a person, by one channel; kept while the condition lasts."""
 
     __tablename__ = "notices"
 

@@ -16,6 +16,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from tessera.coordinator.db import audit, rounds, workers
 from tessera.coordinator.db.studies import find_study, memberships, remove_member
 from tessera.coordinator.db.tables import (
+    AUDIT_SINK,
     AnnouncedRow,
     AuditKeyRow,
     BlobRow,
@@ -144,8 +145,10 @@ def _erase_site(session: Session, now: float, site: SiteRow) -> list[str]:
     for worker in session.scalars(select(WorkerRow).where(WorkerRow.site_id == site.id)):
         worker.name, worker.declared, worker.live_values = worker.id[:8], UNDECLARED, {}
         worker.audit_head, worker.seen_hours = None, 0
-    # A notice of a condition that is still there is written again, without the site.
-    session.execute(delete(NoticeRow).where(_mentions(NoticeRow.content, site.name)))
+    # A notice of a condition that is still there is written again, without the site. A sink's next attempt replaces
+    # the reason of the last, and without its cursor it would send the whole audit again.
+    notices = NoticeRow.channel != AUDIT_SINK
+    session.execute(delete(NoticeRow).where(notices, _mentions(NoticeRow.content, site.name)))
     word = re.compile(rf"(?<![A-Za-z0-9._-]){re.escape(site.name)}(?![A-Za-z0-9_-]|\.[A-Za-z0-9_-])(?:/[\w.-]*\w)?")
     rename = partial(mapped, partial(word.sub, alias))
     for column in (RunRow.reason, RoundRow.reason, VersionRow.warnings):
@@ -155,7 +158,9 @@ def _erase_site(session: Session, now: float, site: SiteRow) -> list[str]:
         task.problem = task.problem and {**task.problem, "detail": rename(task.problem["detail"])}
     for run in session.scalars(select(RunRow).where(_mentions(RunRow.spec, site.name))):
         # Only where sites are named: a data set may have the same name.
-        spec = {**run.spec, "cohort": {**run.spec["cohort"], "sites": rename(run.spec["cohort"]["sites"])}}
+        cohort = run.spec["cohort"]
+        named = {name: rename(cohort[name]) for name in ("sites", "require") if name in cohort}
+        spec = {**run.spec, "cohort": {**cohort, **named}}
         if sums := spec["secure_sums"]:
             spec["secure_sums"] = {**sums, "helpers": rename(sums["helpers"])}
         run.spec, run.changes = spec, run.changes + (spec != run.spec)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from tessera.coordinator.db.tables import Table
+from tessera.coordinator.db.tables import AUDIT_SINK, NoticeRow, Table
 from tessera.coordinator.operations import withdrawal
 from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.audit_chain import first_broken
@@ -274,6 +274,19 @@ def test_a_site_with_the_name_of_a_data_set_leaves_the_runs_on_the_data_set(coor
     assert (spec.dataset, spec.cohort.sites) == ("data", (name, "stays"))
     staying.train(staying.take())
     until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_required_site_is_not_named_any_more_and_a_sink_keeps_its_place(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    site, database = client.create_site("leaves"), coordinator.services.database
+    run = start_run(client, model, values(model), cohort=Cohort(require=("leaves",)))
+    with database.transaction() as session:
+        content = {"seq": 7, "reason": "leaves: no route to host"}
+        session.add(NoticeRow(channel=AUDIT_SINK, key="https://sink", content=content, seen_at=0.0, attempts=0))
+    name = client.withdraw_site(site.id).name
+    assert client.run(run.id).spec.cohort.require == (name,)
+    with database.snapshot() as session:
+        assert session.get_one(NoticeRow, (AUDIT_SINK, "https://sink")).content["seq"] == 7
 
 
 def test_a_site_that_leaves_one_study_goes_on_in_another(federation: Federation) -> None:
