@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit, versions
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.studies import sites_of_studies
-from tessera.coordinator.db.tables import BlobRow, RunBlobRow, RunRow, SiteRow, StudyMemberRow, VersionRow, new_id
+from tessera.coordinator.db.tables import BlobRow, RunBlobRow, RunRow, SiteRow, VersionRow, new_id
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import VersionRef
@@ -195,19 +195,14 @@ def _created(
 
 
 def _spec_without(session: Session, spec: RunSpec, without: Sequence[str]) -> dict[str, object]:
-    of_study = SiteRow.id.in_(sites_of_studies([spec.study]).where(StudyMemberRow.left_at.is_(None)))
+    of_study = SiteRow.id.in_(sites_of_studies([spec.study], present=True))
     others = session.scalars(select(SiteRow.name).where(of_study).order_by(SiteRow.name))
-    sites = tuple(name for name in spec.cohort.sites or others if name not in without)
-    if not sites:
-        raise Invalid(f"the run cannot go on without {', '.join(without)}: no site is left", remedy=_ANEW)
+    cohort = spec.cohort.without(without, others)
     try:
-        cohort = spec.cohort.model_validate({**spec.cohort.model_dump(), "sites": sites})
-        changed = RunSpec.model_validate({**spec.model_dump(), "cohort": cohort})
+        return RunSpec.model_validate({**spec.model_dump(), "cohort": cohort}).model_dump(mode="json")
     except ValidationError as fault:
-        raise Invalid(
-            f"the run cannot go on without {', '.join(without)}: {fault.errors()[0]['msg']}", remedy=_ANEW
-        ) from None
-    return changed.model_dump(mode="json")
+        reason = f"the run cannot go on without {', '.join(without)}: {fault.errors()[0]['msg']}"
+        raise Invalid(reason, remedy=_ANEW) from None
 
 
 def _ref(row: VersionRow) -> VersionRef:

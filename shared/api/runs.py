@@ -27,7 +27,7 @@ from tessera.shared.api.tasks import ClassName, CohortTerms, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.problems import ProblemDocument
+from tessera.shared.problems import Invalid, ProblemDocument
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
 from tessera.shared.schema import (
     DEFAULT_STUDY,
@@ -120,6 +120,21 @@ class Cohort(Value):
         if absent := self.absent(sites):
             return f"cohort.require names {', '.join(absent)}"
         return "" if len(sites) >= self.quorum else f"the quorum is {self.quorum}"
+
+    def without(self, names: Collection[str], others: Iterable[str]) -> Self:
+        """Return the cohort without these sites. The other sites that it names may take part, or else all `others`.
+        Raises Invalid if too few are left."""
+        left = {
+            "sites": tuple(name for name in self.sites or others if name not in names),
+            "require": tuple(name for name in self.require if name not in names),
+        }
+        if len(left["sites"]) < self.quorum:
+            raise Invalid(
+                f"the run cannot go on without {', '.join(names)}: cohort.quorum is {self.quorum}, and the number of "
+                f"other sites is {len(left['sites'])}",
+                remedy="Start another run with a smaller quorum or further sites: `tessera run create --from RUN`.",
+            )
+        return self.model_copy(update=left)
 
     @property
     def terms(self) -> CohortTerms:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tessera.shared.api.runs import Run, RunSpec
+from tessera.shared.api.runs import Cohort, Run, RunSpec
 from tessera.shared.api.versions import Version
 from tessera.shared.client.client import Client
 from tessera.shared.client.export import export_file, export_folder
@@ -223,10 +223,7 @@ def _parent(client: Client, run: Run) -> tuple[Run, int] | None:
 def settings_without(settings: Mapping[str, Any], site: str, sites: Iterable[str]) -> dict[str, Any]:
     """Return a run's settings without a site: its cohort's other sites take part, or else all other `sites`. Raises
     Invalid if the run needs it or no other is left."""
-    cohort = dict(settings.get("cohort") or {})
-    cohort["sites"] = [name for name in cohort.get("sites") or sites if name != site]
-    if not cohort["sites"]:
-        raise Invalid(f"no site is left without {site}", remedy="Name others in cohort.sites.")
+    cohort = Cohort.model_validate(settings.get("cohort") or {}).without([site], sites)
     if site in ((settings.get("secure_sums") or {}).get("helpers") or ()):
         raise Invalid(f"{site} is a helper of the run's secure sums", remedy="Name another in secure_sums.helpers.")
-    return {**settings, "cohort": cohort}
+    return {**settings, "cohort": cohort.model_dump(mode="json", exclude_unset=True)}

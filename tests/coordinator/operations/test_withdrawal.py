@@ -17,6 +17,7 @@ from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.run_versions import new_run
+from tessera.shared.problems import Invalid
 from tests.coordinator.dashboard.conftest import signed_in
 from tests.support.cli import tessera
 from tests.support.coordinator import LiveCoordinator, refusing, until
@@ -274,6 +275,18 @@ def test_a_site_with_the_name_of_a_data_set_leaves_the_runs_on_the_data_set(coor
     assert (spec.dataset, spec.cohort.sites) == ("data", (name, "stays"))
     staying.train(staying.take())
     until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_run_without_a_required_site_requires_the_others(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    for site in ("leaves", "stays"):
+        client.create_site(site)
+    run = start_run(client, model, values(model), cohort=Cohort(require=("leaves", "stays")))
+    spec, _ = new_run(client, None, None, run.id, without="leaves")
+    assert (spec.cohort.sites, spec.cohort.require) == (("stays",), ("stays",))
+    alone = start_run(client, model, values(model), cohort=Cohort(quorum=2))
+    with pytest.raises(Invalid, match="without leaves: cohort"):
+        new_run(client, None, None, alone.id, without="leaves")
 
 
 def test_a_required_site_is_not_named_any_more_and_a_sink_keeps_its_place(coordinator: LiveCoordinator) -> None:

@@ -106,7 +106,9 @@ def trained(
 ) -> None:
     """A round in which these sites add these steps, and a site without one fails."""
     for site, step in steps.items():
-        task = workers[site].take()
+        # A run that was cancelled may still offer one for a moment.
+        while (task := workers[site].take()).run != run.id:
+            pass
         workers[site].train(task, step) if step is not None else workers[site].fail(task)
     until(lambda: coordinator.client().run(run.id).version.number == number)
 
