@@ -78,8 +78,8 @@ class Alert:
 def alerts(
     session: Session, now: float, settings: CoordinatorSettings, disk: DiskSpace, memory: Memory
 ) -> Iterator[Alert]:
-    """Yield everything that needs a person now. Disk and memory are those of this process, of which only readers of
-    all studies learn."""
+    """Yield everything that needs a person now; for readers of all studies alone, also this process's disk and
+    memory."""
     live = live_workers(session, now - settings.liveness_seconds)
     yield from _of_runs(session, now, live)
     yield from _of_sites(session, now)

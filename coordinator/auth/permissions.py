@@ -116,8 +116,8 @@ def require_study(session: Session, caller: Principal, study: str) -> None:
 
 def readable_blobs(session: CallerSession, caller: Principal, digests: Collection[str]) -> set[str]:
     """Return the digests that the caller may read or name: of blobs of its runs, and, except for sites, of its own
-    uploads. An administrator may read all uploads but those of sites. An update is neither, so no caller can read
-    one."""
+    uploads. An administrator may read all uploads but those of sites. No caller can read an
+    update, which is neither."""
     wanted = sorted(set(digests))
     found: set[str] = set()
     for start in range(0, len(wanted), AT_A_TIME):

@@ -31,7 +31,7 @@ def offer_evaluations(
     plans: Mapping[str, Plan],
 ) -> list[str]:
     """Offer versions to the named workers, or each to the central worker with the fewest tries. Return the workers.
-    `plans` are those of a rehearsal, by worker.
+    `plans` are a rehearsal's plans, by worker.
 
     Raises Conflict if none of them is to be evaluated any more.
     """

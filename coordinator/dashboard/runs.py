@@ -101,7 +101,7 @@ def list_runs(
     page: PageNumber = 1,
 ) -> Response:
     """List runs by state, method, data set, study, and a text in their names, tags and notes. Those named by `run`
-    stay ticked for a comparison, also those of other pages."""
+    stay ticked for a comparison, also on other pages."""
     chosen = {"state": state, "method": method, "dataset": dataset, "study": study, "q": q.strip()}
     with serving.reading(who.principal) as session:
         names = {"method": RunRow.spec["method"]["name"].as_string(), "dataset": RunRow.spec["dataset"].as_string()}

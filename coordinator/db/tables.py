@@ -94,7 +94,7 @@ class SiteRow(Table):
 
 
 class StudyRow(Table):
-    """A study: runs and their participants, apart from those of other studies. The study `default` always exists,
+    """A study: runs and their participants, apart from other studies. The study `default` always exists,
     without a row."""
 
     __tablename__ = "studies"

@@ -48,7 +48,7 @@ class Permission:
     """The present permission of a client to listen."""
 
     studies: frozenset[str] | None
-    """The studies whose runs' events it may receive; None for all events, also those of no run."""
+    """The studies whose runs' events it may receive; None for all events, also events of no run."""
 
     def covers(self, study: str | None) -> bool:
         return self.studies is None or study in self.studies

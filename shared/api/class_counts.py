@@ -95,7 +95,7 @@ ByScore = Annotated[tuple[Count, ...], Field(min_length=SCORE_BINS, max_length=S
 
 
 class ScoreCounts(Message):
-    """Counts of the scored labels of one group of examples, of which all figures of a classifier follow."""
+    """Counts of the scored labels of one group of examples. All figures of a classifier follow from them."""
 
     confusion: Annotated[tuple[ByPrediction, ...], Field(min_length=2, max_length=MAX_MATRIX)]
     """[true class][predicted class]."""

@@ -1,4 +1,4 @@
-"""A site's report on the rehearsal of a run: two steps of its training, of which nothing else leaves."""
+"""A site's report on the rehearsal of a run: two steps of its training. Nothing else leaves."""
 
 from typing import Annotated
 

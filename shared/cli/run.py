@@ -318,8 +318,8 @@ def show(
         }
         listed = [outcome.as_json() for outcome in ended]
         shown = {"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best}
-        told = [one.as_json() for one in figures]
-        output.print_json({**shown, "convergence": converged, "coverage": covered, "figures": told})
+        measured = [one.as_json() for one in figures]
+        output.print_json({**shown, "convergence": converged, "coverage": covered, "figures": measured})
         return
     console = output.out()
     warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))

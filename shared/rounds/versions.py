@@ -38,7 +38,7 @@ Groups = Sequence[Sequence[Tensor]]
 D = TypeVar("D", Model, Manifest)
 
 Readable = Callable[[Collection[str]], Collection[str]]
-"""A function that returns those of these digests that a caller may read."""
+"""A function from digests to the digests among them that a caller may read."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class OptedOut:
     """The effect of a site's opt-out list on a data set."""
 
     listed: int
-    """The number of groups in the list, of which some are `found` in the data set."""
+    """The number of groups in the list. Some are `found` in the data set."""
     found: int
     examples: int
     """The number of examples that are left out."""

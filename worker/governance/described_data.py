@@ -28,7 +28,7 @@ class DescribedData:
         self, dataset: str, digests: Array, rule: DisclosureRule, most: int, make: Callable[[], Description]
     ) -> Description:
         """Return the last description again, or else keep durably what `make` returns. Count it as one of at most
-        `most`. `digests` are those of the subjects, uint64 [subjects, 2].
+        `most`. `digests` has the subjects' digests, uint64 [subjects, 2].
 
         Raises PolicyViolation and the exceptions of `make`.
         """

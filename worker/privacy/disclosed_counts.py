@@ -2,8 +2,8 @@
 
 A subject is a group of examples, such as a patient's, or an example of its own. A table counts the subjects in each
 of its cells. Where a cell has fewer than the minimum, its examples are left out of *every* table, until no cell has
-too few. So the counts are those of a data set without these examples: a suppressed cell looks like an empty one, and
-no difference between two tables shows it. Then each count is rounded.
+too few. So the counts equal the counts of a data set without these examples: a suppressed cell looks like an empty
+one, and no difference between two tables shows it. Then each count is rounded.
 """
 
 from __future__ import annotations

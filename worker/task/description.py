@@ -1,4 +1,4 @@
-"""The description of a data set, of which only disclosed counts leave."""
+"""The description of a data set. Only disclosed counts of it leave."""
 
 from __future__ import annotations
 

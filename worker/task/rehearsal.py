@@ -1,4 +1,4 @@
-"""The rehearsal of a run's training, of which only a report leaves."""
+"""The rehearsal of a run's training. Only a report of it leaves."""
 
 from __future__ import annotations
 
