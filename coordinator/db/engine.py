@@ -84,6 +84,8 @@ _SQLITE_REASONS = {
 
 def reason_of(fault: Exception) -> str:
     """Describe the fault of an unusable database, and the remedy, in one line without SQLAlchemy's additions."""
+    if isinstance(fault, DatabaseDamaged):
+        return "it is damaged: see `tessera docs operating/backups`"
     cause = fault.orig if isinstance(fault, DBAPIError) and fault.orig else fault
     line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
     remedy = "" if isinstance(cause, sqlite3.Error | OSError) else "; check that the server runs and admits this user"
@@ -202,6 +204,8 @@ class Database:
         until = time.monotonic() + seconds
         with self._reading.connect() as connection:
             raw: Any = connection.connection.dbapi_connection
+            # Pages that this connection keeps in memory would be checked in place of the file's.
+            raw.execute("PRAGMA shrink_memory")
             raw.set_progress_handler(lambda: time.monotonic() > until, 1_000)
             try:
                 found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()

@@ -19,7 +19,14 @@ from tessera.coordinator.alerts.audit_sink import AuditShipper
 from tessera.coordinator.alerts.certificate import examine
 from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.engine import CHECK_SECONDS, SCHEMA_FAULTS, DatabaseDamaged, DatabaseInUse, reason_of
+from tessera.coordinator.db.engine import (
+    CHECK_SECONDS,
+    SCHEMA_FAULTS,
+    Database,
+    DatabaseDamaged,
+    DatabaseInUse,
+    reason_of,
+)
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.server.http_limits import (
@@ -76,13 +83,16 @@ def _database(services: Services) -> Iterator[Finding]:
         )
         return
     yield ok("database", f"{database.url.get_backend_name()} {version} at {database.shown}")
-    began_at = time.monotonic()
     try:
-        complete = database.check()
+        yield from _contents(database)
     except DatabaseDamaged as damage:
         yield fail("file", reason_of(damage), "Stop the coordinator and restore a backup.")
-        return
-    if complete:
+
+
+def _contents(database: Database) -> Iterator[Finding]:
+    """Yield the findings in the file and its tables. Raise DatabaseDamaged."""
+    began_at = time.monotonic()
+    if database.check():
         yield ok("file", f"intact, read in {time.monotonic() - began_at:.1f} s")
     else:
         remedy = "Check a copy on a faster disk: `sqlite3 FILE 'PRAGMA quick_check'`."

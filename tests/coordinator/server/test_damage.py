@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tessera.coordinator.db.engine import Database, DatabaseDamaged
+from tessera.coordinator.db.engine import Database, DatabaseDamaged, reason_of
 from tessera.coordinator.server.doctor import checks
 from tessera.shared.diagnostics import examined
 from tests.support.coordinator import LiveCoordinator
@@ -48,6 +48,22 @@ def test_a_damaged_database_is_not_ready_says_so_once_and_pauses_no_run(coordina
     assert [line["event"] for line in logs if "exc_info" in line] == []
     assert not any(line.get("action", "").startswith("Pause") for line in logs)
     assert any(one.name in ("file", "database") and "damaged" in one.detail for one in found)
+
+
+def test_damage_below_pages_that_a_connection_keeps_in_memory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        add_run(session)
+    assert database.check()
+    monkeypatch.setattr(database.engine, "dispose", lambda: None)
+    damage(database)
+    with pytest.raises(DatabaseDamaged) as found:
+        database.check()
+    assert "damaged" in reason_of(found.value)
+    monkeypatch.undo()
+    database.close()
 
 
 def test_a_damaged_page_that_nothing_read_yet_is_found_after_an_unclean_end(tmp_path: Path) -> None:
