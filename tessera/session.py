@@ -144,10 +144,18 @@ class Session:
         records = [run.record if isinstance(run, Run) else find_run(self.client, run) for run in runs]
         return Comparison(compare_runs(self.client, records, metric, reach))
 
-    def compare_data(self, dataset: str, study: str = DEFAULT_STUDY, wait_seconds: float = 600.0) -> DataAnswers:
+    def compare_data(
+        self,
+        dataset: str,
+        study: str = DEFAULT_STUDY,
+        wait_seconds: float = 600.0,
+        helpers: Sequence[str] = (),
+        quorum: int = 5,
+    ) -> DataAnswers:
         """Ask each site of a study to describe a data set. Return the tables of their counts, and the `faults` that
-        training on them would have. Raises Problem if no site has it."""
-        return compare_data(self.client, dataset, study, wait_seconds)[1]
+        training on them would have; with `helpers`, which open secure sums, only totals over at least `quorum` sites.
+        Raises Problem if no site has it."""
+        return compare_data(self.client, dataset, study, wait_seconds, helpers, quorum)[1]
 
 
 class Run:

@@ -35,7 +35,7 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.coverage import by_site
 from tessera.coordinator.db.helper_tasks import sum_record
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
-from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow, one_of
+from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, TaskRow, VersionRow, one_of
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.operations.runs import etag, patch_run, require_owner
@@ -53,12 +53,13 @@ from tessera.shared.metrics.comparison import (
     main_score,
     setting_text,
 )
-from tessera.shared.metrics.data_comparison import DataAnswers
+from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import PERSONAL, SiteScores, is_better_low, spreads
 from tessera.shared.metrics.svg_charts import Interval, svg_file
 from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
+from tessera.shared.rounds.count_table import BLOCK, CountTable
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.rounds.run_forecast import RunForecast
@@ -237,11 +238,23 @@ def show_run(
             absent=list(absent(run, figures.measurements, {panel.ident for panel in charts})),
             figures=counted,
             rounds=figures.sums[:SHOWN_ROUNDS],
-            answers=DataAnswers.of(run, views.site_reports(session, run_id)) if run.spec.describe else None,
+            answers=_answers(session, serving, run) if run.spec.describe else None,
             covered=by_site(session, row, now - serving.settings.liveness_seconds) if run.coverage else (),
             live_settings=_live_settings(run.spec),
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
         )
+
+
+def _answers(session: Session, serving: Services, run: Run) -> DataAnswers:
+    """Return the sites' descriptions, or the totals of a secure sum once it is open."""
+    if not run.spec.rounds:
+        return DataAnswers.of(run, views.site_reports(session, run.id))
+    if not run.version.number:
+        return DataAnswers({}, {})
+    counted = select(func.count()).where(TaskRow.run_id == run.id, TaskRow.state == "merged")
+    senders = session.scalar(counted) or 0
+    raw = serving.blobs.read(serving.states.manifest(run.version.digest).blocks[BLOCK.name])
+    return DataAnswers({}, {}, SummedCounts(senders, CountTable(run.spec.dataset).totals(raw, senders)))
 
 
 @router.get("/{run_id}/charts/{ident}.svg")

@@ -20,6 +20,7 @@ from tessera.shared.model.selectors import ineffective
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, local_epochs, trains_on_few
+from tessera.shared.schema import TaskKind
 from tessera.shared.version import install_line
 
 SHOWN = 5
@@ -83,8 +84,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     invitation = replace(invitation, spec=spec)
     if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
-    kinds = {asks} if not spec.rounds else {"train", asks} if asks == "rehearse" else {"train"}
-    if missing := sorted(kinds.difference(declared["kinds"])):
+    if missing := sorted(_kinds(spec, asks).difference(declared["kinds"])):
         silent = "it takes no tasks at present; its own log says why"
         yield "kinds", f"it does not {missing[0]}" if declared["kinds"] else silent
     if spec.method.name not in declared["methods"]:
@@ -109,6 +109,12 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield from _refusals(invitation, examples, policy)
 
 
+def _kinds(spec: RunSpec, asks: TaskKind) -> set[TaskKind]:
+    """Return the kinds of tasks that a worker of the run does, of which rounds ask for `train`."""
+    beside: set[TaskKind] = {"describe"} if spec.describe else {asks}
+    return {"train", *(beside - {"evaluate"})} if spec.rounds else beside
+
+
 def _unmeasurable(spec: RunSpec, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the reason that a worker has no examples on which a run without rounds could measure its model."""
     central = spec.evaluation and declared["datasets"].get(spec.evaluation.dataset, 0)
@@ -129,7 +135,7 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
             "max_model_bytes",
             f"a model of {invitation.model_bytes} bytes is more than its {policy.max_model_bytes}",
         )
-    if not spec.rounds:
+    if not spec.rounds or spec.describe:
         return
     if (epochs := local_epochs(spec.training, examples)) > policy.max_epochs:
         yield "max_epochs", f"{epochs} epochs are more than its {policy.max_epochs}"

@@ -266,7 +266,8 @@ class RunSpec(Value):
     )
     describe: bool = Field(
         default=False,
-        description="whether a run without rounds asks each site to describe its data set (`tessera data compare`)",
+        description="whether a run without rounds asks each site to describe its data set, or a run of one round "
+        "with `secure_sums` asks for the sites' totals alone (`tessera data compare`)",
     )
     rehearsal: Annotated[Rounds, Field(gt=0)] | None = Field(
         default=None,
@@ -332,8 +333,12 @@ class RunSpec(Value):
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
-        if self.describe and (self.rounds or self.evaluation):
-            raise ValueError("describe: the run only asks for descriptions; set rounds to 0, without [evaluation]")
+        if self.describe and self.evaluation:
+            raise ValueError("describe: the run only asks for descriptions; leave out [evaluation]")
+        if self.describe and self.rounds and (self.rounds > 1 or not self.secure_sums or self.client_privacy):
+            raise ValueError(
+                "describe: the run only asks for descriptions; set rounds to 0, or to 1 with secure_sums alone"
+            )
         if self.rehearsal and (self.rounds or self.describe):
             raise ValueError("rehearsal: the run only rehearses; set rounds to 0, without describe")
         if self.rounds or self.rehearsal:
@@ -428,7 +433,7 @@ class RunSpec(Value):
         """The kind of task that the run asks of sites beside its rounds: the only one of a run without rounds."""
         if self.rehearsal:
             return "rehearse"
-        return "describe" if self.describe else "evaluate"
+        return "describe" if self.describe and not self.rounds else "evaluate"
 
     @property
     def trained(self) -> Self:

@@ -390,7 +390,7 @@ MERGING = (
 ALIKE = frozenset(
     {
         "rounds", "method", "plan", "dataset", "training", "privacy", "client_privacy", "codec", "secure_sums",
-        "upload_budget", "upload_seconds", "normalization", "model", "seed", *MERGING,
+        "upload_budget", "upload_seconds", "normalization", "model", "seed", "describe", *MERGING,
     }
 )  # fmt: skip
 """Fields of a training task that decide what is trained and sent. In a secure sum they are the same for all sites: if
@@ -420,6 +420,8 @@ class Task(Message):
     """The classes that the macro F1 of an evaluation leaves out."""
     subgroups: Label | None = Field(default=None, exclude_if=operator.not_)
     """The column by whose values an evaluation counts."""
+    describe: bool = Field(default=False, exclude_if=operator.not_)
+    """True to send a description of the data set into a secure sum, in place of training."""
     training: Training
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
@@ -473,12 +475,19 @@ class Task(Message):
             raise ValueError(f"there is no round {self.round} in a run of {self.rounds}")
         if self.held_out and self.kind != "evaluate":
             raise ValueError("no task trains on held-out examples")
+        if self.describe and (self.kind not in ("train", *HELPER_KINDS) or self.secure_sums is None):
+            raise ValueError("describe is for the round of a run with secure_sums")
         return self
 
     @property
     def trains(self) -> bool:
         """True if it trains by its plan, or rehearses that."""
-        return self.kind in ("train", "rehearse")
+        return self.kind in ("train", "rehearse") and not self.describe
+
+    @property
+    def describes(self) -> bool:
+        """True if it describes a data set, alone or in a secure sum."""
+        return self.kind == "describe" or (self.kind == "train" and self.describe)
 
     @property
     def in_exact_sum(self) -> bool:

@@ -22,6 +22,17 @@ def compare(
     token_file: TokenFile = None,
     ca_bundle: CaBundle = None,
     study: Annotated[str, typer.Option(help="The study whose sites to ask.")] = DEFAULT_STUDY,
+    sums: Annotated[
+        str | None,
+        typer.Option(
+            "--secure-sums", help="Sites, with commas, that open secure sums: only totals over sites are learned."
+        ),
+    ] = None,
+    quorum: Annotated[int, typer.Option(help="The fewest sites of a secure sum.", min=3)] = 5,
+    repeat: Annotated[
+        bool,
+        typer.Option("--repeat", help="Ask for another sum of the same data set, if people at the sites allow it."),
+    ] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the sites.", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
@@ -31,13 +42,16 @@ def compare(
     Exit code 1 if no site answered.
     """
     with Connection(url, token, token_file, ca_bundle).client() as client:
-        run, answers = compare_data(client, dataset, study, wait)
+        helpers = tuple(sums.split(",")) if sums else ()
+        run, answers = compare_data(client, dataset, study, wait, helpers, quorum, repeat=repeat)
     if as_json:
         sites = {site: each.model_dump(mode="json") for site, each in answers.found.items()}
-        output.print_json({"run": run.id, "sites": sites, "silent": dict(answers.silent), "faults": answers.faults})
+        totals = {"totals": answers.summed.totals} if answers.summed else {}
+        about = {"run": run.id, "sites": sites, "silent": dict(answers.silent), "faults": answers.faults}
+        output.print_json({**about, **totals})
     else:
         _print(answers)
-    if not answers.found:
+    if not (answers.found or answers.summed):
         raise typer.Exit(1)
 
 
@@ -46,6 +60,8 @@ def _print(answers: DataAnswers) -> None:
         output.out().print(_table(one, answers))
     for sentence in answers.faults:
         output.out().print(escape(f"- {sentence}."), soft_wrap=True)
+    if answers.summed:
+        output.note(f"{answers.meaning}.")
     if answers.found:
         output.note(f"{answers.meaning}. A site shows none below its minimum, and examples of these count nowhere.")
         if not answers.faults:
@@ -55,7 +71,7 @@ def _print(answers: DataAnswers) -> None:
 def _table(one: CountTable, answers: DataAnswers) -> Table:
     columns = (one.title, *one.sites, "together")
     rows: list[tuple[object, ...]] = [
-        (cell, *(answers.shown(site, count) for site, count in counts.items()), one.total(cell))
+        (cell, *(answers.shown(site, counts[site]) for site in one.sites), one.total(cell))
         for cell, counts in one.rows.items()
     ]
     rows.append(("all", *map(one.of_site, one.sites), one.whole))

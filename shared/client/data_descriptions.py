@@ -1,18 +1,21 @@
-"""Runs that ask the sites for descriptions of a data set."""
+"""Runs that ask the sites for descriptions of a data set, or for their totals in a secure sum."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tessera.shared.api.runs import Preview, Run, RunSpec
+from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
-from tessera.shared.metrics.data_comparison import DataAnswers
+from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
+from tessera.shared.rounds.count_table import BLOCK, CountTable
 from tessera.shared.schema import DEFAULT_STUDY
 
 LOOK_SECONDS = 0.5
@@ -37,15 +40,28 @@ class _NoModel:
 
 
 def compare_data(
-    client: Client, dataset: str, study: str = DEFAULT_STUDY, wait_seconds: float = 600.0
+    client: Client,
+    dataset: str,
+    study: str = DEFAULT_STUDY,
+    wait_seconds: float = 600.0,
+    helpers: Sequence[str] = (),
+    quorum: int = 5,
+    *,
+    repeat: bool = False,
 ) -> tuple[Run, DataAnswers]:
     """Ask each site of a study with the data set for its description, and wait for the answers at most this long.
 
-    Return them with the run that asked. Raises Invalid if no site has the data set.
+    With `helpers`, the sites that open secure sums, only totals over at least `quorum` sites are learned; `repeat`
+    asks for a second sum of the data set. Return the answers with the run that asked. Raises Invalid if no site has
+    the data set.
     """
-    uploaded = upload_model(client, _NoModel())
+    uploaded = upload_model(client, CountTable(dataset) if helpers else _NoModel())
     about = {"name": f"describe-{dataset}"[:64], "dataset": dataset, "study": study, "rounds": 0, "describe": True}
-    cohort = {"deadline_seconds": wait_seconds}
+    cohort: dict[str, Any] = {"deadline_seconds": wait_seconds}
+    if helpers:
+        sums = {"helpers": list(helpers), "quorum": quorum, "repeat_model": repeat}
+        about |= {"rounds": 1, "secure_sums": sums, "method": {"name": "fedavg"}}
+        cohort["quorum"] = quorum
     given = {**about, "model": uploaded.model, "version": uploaded.version, "cohort": cohort}
     able, others = _sites(client.preview_run(RunSpec.model_validate(given)))
     if not able:
@@ -58,7 +74,27 @@ def compare_data(
     while run.state == "running":
         time.sleep(LOOK_SECONDS)
         run = client.run(run.id)
+    if helpers:
+        return run, _totals(client, run, others)
     return run, DataAnswers.of(run, client.reports(run.id), others)
+
+
+def _totals(client: Client, run: Run, others: Mapping[str, str]) -> DataAnswers:
+    """Return the totals of the sites whose counts are in the sum, and the reasons of the others."""
+    tasks = [task for round_ in client.rounds(run.id) for task in round_.tasks if task.kind == "train"]
+    counted = {_site(task.worker) for task in tasks if task.state == "merged"}
+    failed = {_site(task.worker): task.problem.detail for task in tasks if task.problem}
+    waited = dict.fromkeys(run.spec.cohort.sites or (), run.reason or "it has not answered")
+    silent = {site: reason for site, reason in {**others, **waited, **failed}.items() if site not in counted}
+    if not counted:
+        return DataAnswers({}, silent)
+    manifest = Manifest.read(client.read_blob(run.version.digest), client.read_blob)
+    raw = client.read_blob(manifest.blocks[BLOCK.name], BLOCK.nbytes)
+    return DataAnswers({}, silent, SummedCounts(len(counted), CountTable(run.spec.dataset).totals(raw, len(counted))))
+
+
+def _site(worker: str) -> str:
+    return worker.partition("/")[0]
 
 
 def _sites(found: Preview) -> tuple[list[str], dict[str, str]]:
@@ -66,7 +102,7 @@ def _sites(found: Preview) -> tuple[list[str], dict[str, str]]:
     reasons: dict[str, str] = {}
     able = set()
     for worker in found.workers:
-        site = worker.worker.partition("/")[0]
+        site = _site(worker.worker)
         if {one.rule for one in worker.ineligibilities} <= UNTIL_APPROVED:
             able.add(site)
         else:

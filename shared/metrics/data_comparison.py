@@ -26,6 +26,8 @@ class DataAnswers:
     """By site."""
     silent: Mapping[str, str]
     """The reason of each site that gave no description."""
+    summed: SummedCounts | None = None
+    """The totals of a secure sum, in place of descriptions."""
 
     @classmethod
     def of(
@@ -41,6 +43,8 @@ class DataAnswers:
     @property
     def tables(self) -> list[CountTable]:
         """The tables that at least one site counts. Classes are matched by name where sites name them."""
+        if self.summed:
+            return self.summed.tables
         return [table for name in TITLES if (table := _table(name, self.found)).rows]
 
     @property
@@ -49,6 +53,7 @@ class DataAnswers:
         found = self.found
         return [
             *_silent(self.silent),
+            *(self.summed.faults if self.summed else ()),
             *_units(found),
             *_order(found),
             *_names(found),
@@ -59,6 +64,8 @@ class DataAnswers:
     @property
     def meaning(self) -> str:
         """The unit and the rounding of the counts, in words."""
+        if self.summed:
+            return self.summed.meaning
         units = {"groups such as patients" if each.unit == "group" else "examples" for each in self.found.values()}
         steps = {each.step for each in self.found.values()}
         return f"Numbers of {' or '.join(sorted(units))}, as multiples of {' or '.join(map(str, sorted(steps)))}"
@@ -69,12 +76,47 @@ class DataAnswers:
 
 
 @dataclass(frozen=True)
+class SummedCounts:
+    """The totals of several sites' counts, of which no single site's is known."""
+
+    sites: int
+    totals: Mapping[TableName, tuple[int, ...]]
+
+    @property
+    def tables(self) -> list[CountTable]:
+        """A table of each kind that some site counts."""
+        tables = []
+        for name in TITLES:
+            counts = self.totals[name]
+            first = 0 if name == "classes" else next((place for place, count in enumerate(counts) if count), 0)
+            cells = ((str(place) if name == "classes" else bin_name(place)) for place in range(first, len(counts)))
+            if rows := {cell: {"": count} for cell, count in zip(cells, counts[first:], strict=True)}:
+                tables.append(CountTable(name, rows))
+        return tables
+
+    @property
+    def faults(self) -> list[str]:
+        """Sentences about classes that no site shows."""
+        counts = self.totals["classes"]
+        return [
+            f"class {place}: each site has fewer than its minimum" for place, count in enumerate(counts) if not count
+        ]
+
+    @property
+    def meaning(self) -> str:
+        return (
+            f"Totals of {self.sites} sites in a secure sum, of the rounded counts that each would show; the order of "
+            "their labels, classes at one site alone and tokenizers are not compared"
+        )
+
+
+@dataclass(frozen=True)
 class CountTable:
     """One table of all sites."""
 
     name: TableName
     rows: Mapping[str, Mapping[str, int]]
-    """By cell, the count that each site shows; of sites that count this table."""
+    """By cell, the count that each site shows; of sites that count this table. A secure sum's are under ''."""
 
     @property
     def title(self) -> str:
@@ -82,7 +124,7 @@ class CountTable:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        return tuple(next(iter(self.rows.values())))
+        return tuple(filter(None, next(iter(self.rows.values()))))
 
     @property
     def whole(self) -> int:

@@ -527,6 +527,7 @@ def task_of(
         held_out=held_out,
         ignore=spec.evaluation.ignore if spec.evaluation and kind == "evaluate" else (),
         subgroups=spec.evaluation.subgroups if spec.evaluation and kind == "evaluate" else None,
+        describe=spec.describe and spec.rounds > 0,
         training=spec.training,
         privacy=spec.privacy,
         client_privacy=spec.shared_client_privacy or spec.client_privacy,

@@ -69,11 +69,14 @@ def _recipient(task: Task) -> str:
 def describing(task: Task, policy: Policy) -> str:
     """Return a few sentences on a task that describes a data set."""
     to = _recipient(task)
+    if task.secure_sums:
+        to = f"into a secure sum of {task.secure_sums.quorum} sites or more, whose totals go {to},"
     rule, noise = policy.disclosure, policy.figures_privacy
+    names = "" if task.describe else ", and the names of classes in the settings"
     said = (
         f"Describes `{task.dataset}`, and trains nothing. Sends {to} the numbers of its groups, or of its examples "
-        "without groups, by class and by bins of lengths or sizes, and the names of classes in the settings. Numbers "
-        f"below {rule.minimum} leave as zero, and others as multiples of {rule.step}."
+        f"without groups, by class and by bins of lengths or sizes{names}. Numbers below {rule.minimum} leave as "
+        f"zero, and others as multiples of {rule.step}."
     )
     return f"{said} They have noise, which costs an example {noise.bound}." if noise else said
 

@@ -474,7 +474,8 @@ class Policy(Value):
     def check_request(self, task: Task, kinds: Sequence[TaskKind]) -> None:
         """Check what applies to a helper's task too: its kind and lease, and the orchestrator and study of its run.
         Raises PolicyViolation."""
-        require(task.kind in kinds, "kinds", f"this worker does not {task.kind}")
+        for kind in (task.kind, "describe") if task.describes else (task.kind,):
+            require(kind in kinds, "kinds", f"this worker does not {kind}")
         if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
             who = repr(task.orchestrator[:80]) if task.orchestrator else "an unnamed orchestrator"
             raise PolicyViolation("orchestrators", f"runs of {who} are not accepted here")

@@ -200,6 +200,10 @@ def _spec(given: Mapping[str, Any], uploaded: ModelUpload, *, is_tested: bool) -
             remedy="Fix the named fields.",
         ) from None
     check_method(spec.method)
+    if spec.describe or spec.rehearsal:
+        raise Invalid(
+            "a simulation trains; it describes and rehearses nothing", remedy="Leave describe and rehearsal out."
+        )
     if spec.evaluation and spec.evaluation.dataset and not is_tested:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
         raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")

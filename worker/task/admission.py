@@ -66,7 +66,7 @@ def admit(run: TaskRun) -> AdmittedTask:
     env.policy.check_task(task, env.kinds)
     if env.history:
         env.history.check(run.snapshot, env.policy)
-    if task.kind == "describe":
+    if task.describes:
         return _described(run)
     try:
         check_method(task.method)
@@ -122,9 +122,10 @@ def _described(run: TaskRun) -> AdmittedTask:
     """Check a task that describes a data set. Raises PolicyViolation, Unapproved, TaskFailure."""
     env, task = run.env, run.task
     dataset = _dataset(run)
+    terms = admitted_terms(run) if task.describe else None
     if env.inbox:
         _require_approval(run, env.inbox, dataset, None)
-    return AdmittedTask(dataset, None, None, held=env.airlock.find(task) if env.airlock else None)
+    return AdmittedTask(dataset, None, None, terms, env.airlock.find(task) if env.airlock else None)
 
 
 def _require_own_tokenizer(run: TaskRun, dataset: DatasetInfo) -> None:
@@ -197,7 +198,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: 
     live_terms = {"rounds": task.rounds, "quorum": quorum, "deadline_seconds": deadline}
 
     def said() -> str:
-        if task.kind == "describe":
+        if task.describes:
             return describing(task, run.env.policy)
         if task.kind == "rehearse":
             return rehearsing(task, read_model(run), examples, synthetic=run.env.rehearses_synthetic(task))

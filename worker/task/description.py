@@ -1,14 +1,22 @@
-"""The description of a data set. Only disclosed counts of it leave."""
+"""The description of a data set. Only disclosed counts of it leave, alone or in a secure sum."""
 
 from __future__ import annotations
 
 from tessera.shared.api.descriptions import Description, TableName
+from tessera.shared.methods.base import LocalResult
 from tessera.shared.privacy.noise import NoiseSource, secret_key
+from tessera.shared.rounds.count_table import CountTable
 from tessera.shared.run_settings import Budget
-from tessera.shared.tensors.lazy import Array
+from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.tensors.lazy import Array, digest_of
+from tessera.worker.errors import TaskFailure
 from tessera.worker.governance.policy import ClientPrivacyFloor, require
 from tessera.worker.privacy.disclosed_counts import SubjectTables, disclosed_counts, noisy_counts
+from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.fetch import read_manifest
+from tessera.worker.task.handover import FetchedVersion, TaskOutcome
+from tessera.worker.task.secure_sums import check_values, counted
 
 
 def describe(run: TaskRun) -> Description:
@@ -35,11 +43,29 @@ def describe(run: TaskRun) -> Description:
     return env.described.describe(name, found.digests, rule, env.policy.max_descriptions, make)
 
 
+def summed(run: TaskRun, terms: Terms, description: Description) -> tuple[FetchedVersion, TaskOutcome]:
+    """Return a data set's counts as the update of a table that all sites start from, with this table. Raises
+    PolicyViolation for another table, TaskFailure and Problem."""
+    table, task = CountTable(run.task.dataset), run.task
+    manifest = read_manifest(run)
+    ((block, raw),) = table.blocks()
+    if (task.model, manifest.blocks) != (table.model_digest, {block.name: digest_of(raw)}):
+        # Sums from other values would hide from this site that its counts are in two of them.
+        said = f"the run does not start from the table for counts of {task.dataset!r}"
+        raise TaskFailure("invalid-version", f"{said}: begin it by `tessera data compare`")
+    check_values(terms, manifest)
+    values = counted(run, terms, table, description.counts)
+    base = BlobTensor(run.env.scratch, block, data=bytes(raw))
+    fetched = FetchedVersion(table.model, None, manifest, (block,), {block.name: base})
+    examples = run.env.datasets[task.dataset].examples
+    return fetched, TaskOutcome(examples, LocalResult({block.name: values}))
+
+
 def _noise(run: TaskRun) -> Budget | None:
     """Return the privacy of the counts; None if they have no noise. Raises PolicyViolation."""
     policy, rules = run.env.policy, run.env.privacy_rules(run.task.dataset)
     require(
-        not policy.require_secure_sums,
+        run.task.describe or not policy.require_secure_sums,
         "describe",
         "this site sends nothing that is of it alone (policy.require_secure_sums), as counts of its data are",
     )

@@ -70,7 +70,7 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
     checked = env.executor.check(run, document, dataset)
     blocks = checked.blocks
     _require_dense(run, document, blocks)
-    manifest = _read_manifest(run)
+    manifest = read_manifest(run)
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
@@ -157,7 +157,7 @@ def read_model(run: TaskRun) -> Model:
         return run.env.documents.read(Model, digest, lambda: Model.read(run.document(digest)))
 
 
-def _read_manifest(run: TaskRun) -> Manifest:
+def read_manifest(run: TaskRun) -> Manifest:
     """Return the manifest of the task's version. Raises TaskFailure."""
     digest = run.task.version.digest
     with failing_as("invalid-version"):

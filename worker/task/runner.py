@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import structlog
 
-from tessera.shared.api.descriptions import Description
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult
@@ -32,7 +31,7 @@ from tessera.worker.state.error_feedback import Feedback, without_feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
-from tessera.worker.task.description import describe
+from tessera.worker.task.description import describe, summed
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.fetch import fetch
 from tessera.worker.task.handover import FetchedVersion, TaskOutcome
@@ -91,11 +90,8 @@ class TaskRunner(TaskEnvironment):
         if admission.held and self.airlock:
             # The task was done under an earlier lease.
             return HeldUpdate.again(Egress(run, account, checkpoint, admission.terms), self.airlock, *admission.held)
-        if task.kind == "describe":
-            report.begin("describing")
-            with _at_quantum(run):
-                description = describe(run)
-            return self._described(Egress(run), description)
+        if task.describes:
+            return self._described(Egress(run, terms=admission.terms))
         report.begin("fetching")
         with _at_quantum(run), self.shelf.pinning(), _settling(account), ending(checkpoint):
             with spans.span("fetch"):
@@ -111,16 +107,15 @@ class TaskRunner(TaskEnvironment):
                 except HiddenFailure as hidden:
                     outcome = _without_step(run, fetched, dataset, account, hidden)
             if outcome.result:
-                held = self._sent(egress, fetched, outcome, outcome.result)
+                held = self._sent(egress, fetched, outcome)
             else:
                 egress.submit_evaluation(outcome.examples)
         return held
 
-    def _sent(
-        self, egress: Egress, fetched: FetchedVersion, outcome: TaskOutcome, result: LocalResult
-    ) -> HeldUpdate | None:
-        """Submit an update, or return it held for release."""
-        task = egress.run.task
+    def _sent(self, egress: Egress, fetched: FetchedVersion, outcome: TaskOutcome) -> HeldUpdate | None:
+        """Submit the update of an outcome, or return it held for release."""
+        task, result = egress.run.task, outcome.result
+        assert result  # noqa: S101 (for the types)
         feedback = Feedback.of(fetched.kept, task.plan.stage, task.round)
         with spans.span("upload"), egress.checked(result, fetched, feedback) as update:
             keep, blocks = {**result.keep, **feedback.kept(), **outcome.moments}, fetched.blocks
@@ -131,8 +126,13 @@ class TaskRunner(TaskEnvironment):
                 egress.submit(ready, keep, outcome.examples)
         return None
 
-    def _described(self, egress: Egress, description: Description) -> HeldUpdate | None:
-        """Submit a description, or return it held for release."""
+    def _described(self, egress: Egress) -> HeldUpdate | None:
+        """Submit a description, alone or in a secure sum, or return it held for release."""
+        egress.run.report.begin("describing")
+        with _at_quantum(egress.run), self.shelf.pinning():
+            description = describe(egress.run)
+            if egress.terms:
+                return self._sent(egress, *summed(egress.run, egress.terms, description))
         egress.run.wait_for_quantum(egress.run.check)
         if not self.airlock:
             egress.submit_report(description=description)

@@ -11,12 +11,14 @@ from typing import BinaryIO, TypeVar
 import structlog
 from pydantic import BaseModel
 
+from tessera.shared.api.descriptions import TableName
 from tessera.shared.api.refusals import check_settings
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
 from tessera.shared.api.versions import Manifest
 from tessera.shared.json_limits import read_document
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.rounds.count_table import CountTable
 from tessera.shared.rounds.planning import check_work
 from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.secure_sums.committee import Member, sender_set
@@ -123,6 +125,12 @@ def _check_noise(run: TaskRun, terms: Terms) -> None:
         raise SumRefused("noise", f"the terms have the noise {found}; the task's client_privacy makes {said}")
     if floor := run.env.policy.require_client_privacy:
         floor.check(noise, terms.quorum)
+
+
+def counted(run: TaskRun, terms: Terms, table: CountTable, counts: Mapping[TableName, tuple[int, ...]]) -> Array:
+    """Return a table with this site's counts, to be sent as an update. Raises PolicyViolation."""
+    with _refusing():
+        return table.counted(counts, terms, _weight(_party(run), terms))
 
 
 def masked(

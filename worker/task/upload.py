@@ -150,7 +150,7 @@ class Egress:
                 # Another update with the same noise would reveal the sums that differ.
                 self.checkpoint.remove()
             self.account.leave()
-        else:
+        elif not self.run.task.describes:
             self.run.journal.note_exact(examples, "training")
         if env.history:
             rho = self.terms.rho if self.terms and self.terms.noise else 0.0

@@ -638,6 +638,11 @@ def test_a_spec_that_makes_no_run_is_refused(model: Weights, wanted: dict[str, A
     assert pointer in {fault.pointer for fault in caught.value.errors}
 
 
+def test_a_simulation_describes_no_data(model: Weights) -> None:
+    with refusing("invalid", "a simulation trains"):
+        simulate(spec(rounds=0, describe=True), model, SITES)
+
+
 def test_a_federation_needs_a_site(model: Weights) -> None:
     with refusing("invalid", "needs a site"):
         simulate(spec(), model, {})

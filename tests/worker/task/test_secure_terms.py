@@ -150,6 +150,7 @@ CHANGES: dict[str, Any] = {
     "plan": Plan(train=roles("head")),
     "dataset": "clinics",
     "training": {"batch_size": 8, "learning_rate": 1e-30},
+    "describe": True,
     "privacy": PRIVACY,
     "client_privacy": {**PRIVACY, "honest_sites": 2},
     "codec": "zstd",
