@@ -59,7 +59,7 @@ class CountTable:
         return {}
 
     def counted(self, counts: Mapping[TableName, tuple[int, ...]], terms: Terms, weight: int) -> Array:
-        """Return the table with a site's counts, which weigh alike whatever the site's `weight`. Raises SumRefused
+        """Return the table with a site's counts, which weigh alike, with any `weight` of the site. Raises SumRefused
         for a count beyond the room of the sum."""
         most = int(terms.levels * 2.0 ** terms.blocks[BLOCK.name].exponent)
         share, found = terms.max_weight / weight, np.zeros(BLOCK.shape, np.float32)
