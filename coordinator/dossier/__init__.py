@@ -1,0 +1,1 @@
+"""The documents of a run's dossier. Imports `domain` and `services`."""
