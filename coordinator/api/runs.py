@@ -23,15 +23,14 @@ from tessera.coordinator.api.dependencies import (
     Viewer,
 )
 from tessera.coordinator.api.request_limits import BoundedRoute
-from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.db import coverage, views
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
+from tessera.coordinator.operations.exports import find_export
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteCoverage, SiteReport
 from tessera.shared.api.versions import Version
-from tessera.shared.problems import Gone, NotFound, PreconditionRequired
-from tessera.shared.rounds.export import Export
+from tessera.shared.problems import NotFound, PreconditionRequired
 from tessera.shared.schema import Page
 
 MAX_SITES = 1_000
@@ -42,7 +41,9 @@ Starter = Annotated[Principal, Depends(Callers("orchestrator", "admin", most_val
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Earlier = Annotated[int, Query(alias="since", ge=0, lt=1 << 31, description="the number of the earlier version")]
 Since = Annotated[int, Query(ge=0, lt=1 << 31, description="only this version and later ones")]
-Number = Annotated[str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")]
+VersionNumber = Annotated[
+    str, PathParam(pattern=r"^(latest|[0-9]{1,9})$", description="a version's number, or 'latest'")
+]
 
 
 @router.post("", status_code=201, operation_id="createRun")
@@ -144,29 +145,19 @@ def list_versions(
 
 
 @router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
-async def export_version(run_id: str, number: Number, serving: Serving, caller: Orchestrator) -> StreamingResponse:
+async def export_version(
+    run_id: str, number: VersionNumber, serving: Serving, caller: Orchestrator
+) -> StreamingResponse:
     """Return a version as one safetensors file of whole tensors, under their names in transformers."""
 
-    def find() -> tuple[Export, str, list[Portion]]:
-        with serving.reading(caller) as session:
-            run = views.find_run(session, run_id)
-            wanted = run.version_number if number == "latest" else int(number)
-            version = session.get(VersionRow, (run_id, wanted))
-            if version is None:
-                raise NotFound(f"run {run_id} has no version {number}; the latest is {run.version_number}")
-            if version.retired_at is not None:
-                raise Gone(f"the blocks of version {number} are no longer kept (setting keep_versions)")
-            spec, digest = RunSpec.model_validate(run.spec), version.digest
-        model, manifest = serving.states.model(spec.model), serving.states.manifest(digest)
-        with serving.reading(caller) as session:
-            portions = serving.blobs.portions(session, [manifest.blocks[block.name] for block in model.stored])
-        export = Export(serving.states.load(model, manifest, wanted), model)
-        return export, f"{spec.name}-{wanted}.safetensors", serving.blobs.unverified(portions)
-
-    export, name, unverified = await to_thread.run_sync(find)
-    await verified(serving, caller, unverified)
-    headers = {"Content-Length": str(export.nbytes), "Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(export.pieces(), media_type=OCTETS, headers=headers)
+    found = await to_thread.run_sync(find_export, serving, caller, run_id, number)
+    await verified(serving, caller, found.unverified)
+    name = f"{found.spec.name}-{found.number}.safetensors"
+    headers = {
+        "Content-Length": str(found.weights.nbytes),
+        "Content-Disposition": f'attachment; filename="{name}"',
+    }
+    return StreamingResponse(found.weights.pieces(), media_type=OCTETS, headers=headers)
 
 
 @router.get(

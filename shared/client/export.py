@@ -1,6 +1,5 @@
 """Export of a run's version to a file, or to a folder that transformers' `from_pretrained` loads."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -12,14 +11,11 @@ from uuid import uuid4
 
 from tessera.shared.api.runs import Run
 from tessera.shared.methods.base import State
-from tessera.shared.model.config_safety import require_safe
-from tessera.shared.model.preprocessing import require_file
-from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
+from tessera.shared.model.spec import WEIGHTS_FILE, Model
 from tessera.shared.problems import Invalid
-from tessera.shared.rounds.export import Export
+from tessera.shared.rounds.export import Export, small_files
 from tessera.shared.updates.base_folder import base_blocks, write_with_base
-
-CONFIG_FILE = "config.json"
+from tessera.shared.updates.model_folder import CONFIG_FILE
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"}
 """Endings of files with weights. Beside a version they would belong to another one."""
@@ -67,20 +63,19 @@ def export_folder(
     """
     require_new_folder(out)
     model = source.model(run.spec.model)
-    require_safe(model.config)
     with in_place_of(out) as partial:
-        partial.mkdir()
+        write_small_files(source, model.model_copy(update={"external": {}}), partial)
         _export(source, run, model, partial / WEIGHTS_FILE, number, progress, base)
-        whole = model.model_copy(update={"external": {}})
-        (partial / BLOCKS_FILE).write_text(whole.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        (partial / CONFIG_FILE).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
-        for name, ref in model.preprocessing.items():
-            raw = source.read_blob(ref.digest, ref.nbytes)
-            require_file(name, raw)
-            (partial / name).write_bytes(raw)
         if like:
             copy_rest(like, partial)
         partial.rename(out)
+
+
+def write_small_files(source: Exports, model: Model, folder: Path) -> None:
+    """Create a model folder without its weights. Raises Invalid as `small_files` does."""
+    folder.mkdir()
+    for name, raw in small_files(model, source.read_blob):
+        (folder / name).write_bytes(raw)
 
 
 def require_new_folder(out: Path) -> None:
@@ -111,6 +106,22 @@ def _export(
             else "the run has no external base",
             remedy="Name the folder with its weights: --base FOLDER." if model.external else "Leave --base out.",
         )
+    if base is None:
+        with file.open("wb") as opened:
+            fetch_stored(source, run, model, opened, number, progress)
+        return
+    # Verified before anything is fetched.
+    found = base_blocks(base, model)
+    with tempfile.TemporaryFile(dir=file.parent) as trained, file.open("wb") as opened:
+        fetch_stored(source, run, model, trained, number, progress)
+        write_with_base(opened, trained, model, found)
+
+
+def fetch_stored(
+    source: Exports, run: Run, model: Model, file: BinaryIO, number: int | None, progress: Progress
+) -> None:
+    """Write a version's own tensors, without those of an external base. Raises Invalid for more bytes than they
+    have."""
     most, received = Export(State(round=0, model={}), model).nbytes, 0
 
     def bounded(count: int) -> None:
@@ -123,15 +134,7 @@ def _export(
             )
         progress(count)
 
-    if base is None:
-        with file.open("wb") as opened:
-            source.export(run.id, opened, number, bounded)
-        return
-    # Verified before anything is fetched.
-    found = base_blocks(base, model)
-    with tempfile.TemporaryFile(dir=file.parent) as trained, file.open("wb") as opened:
-        source.export(run.id, trained, number, bounded)
-        write_with_base(opened, trained, model, found)
+    source.export(run.id, file, number, bounded)
 
 
 def copy_rest(like: Path, folder: Path) -> None:

@@ -1,16 +1,24 @@
-"""A version as one safetensors file, streamed tensor by tensor. An external base is not part of it."""
+"""A version as one safetensors file, streamed tensor by tensor, and the other files of its model folder."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 
 from tessera.shared.methods.base import State
 from tessera.shared.model.blocks import Block, assembled, whole_shapes
-from tessera.shared.model.spec import Model, stored_name
+from tessera.shared.model.config_safety import require_safe
+from tessera.shared.model.preprocessing import require_file
+from tessera.shared.model.spec import BLOCKS_FILE, Model, stored_name
 from tessera.shared.tensors.lazy import as_bytes, to_array
+from tessera.shared.updates.model_folder import CONFIG_FILE
 from tessera.shared.updates.safetensors_file import header_bytes
+
+MODEL_FOLDER, VERSION_FILE, ROOT_FILE = "model", "version.json", "version-root.json"
+"""Names in a run's dossier: the model folder, the version's manifest, and the manifest that it names as its root."""
+CRATE_FILE = "ro-crate-metadata.json"
 
 
 class Export:
-    """The file's size is known before any of it is read."""
+    """The weights of a version, without an external base. Their size is known before any of them is read."""
 
     def __init__(self, state: State, model: Model) -> None:
         self._state = state
@@ -30,3 +38,18 @@ class Export:
             else:
                 # The one place that holds a whole tensor.
                 yield as_bytes(assembled(blocks, lambda block: to_array(self._state.model[block.name])))
+
+
+def small_files(model: Model, read: Callable[[str, int], bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and content of each file of a model folder but the weights. `read` returns a blob by its digest
+    and size in bytes.
+
+    Raises Invalid for unsafe settings of the model, its tokenizer or image processor.
+    """
+    require_safe(model.config)
+    yield BLOCKS_FILE, f"{model.model_dump_json(indent=1)}\n".encode()
+    yield CONFIG_FILE, f"{json.dumps(model.config, indent=2)}\n".encode()
+    for name, ref in model.preprocessing.items():
+        raw = read(ref.digest, ref.nbytes)
+        require_file(name, raw)
+        yield name, raw

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from tessera.shared.cli.connection import client_of, connect
-from tessera.shared.client.export import CONFIG_FILE, copy_rest, require_new_folder
+from tessera.shared.client.export import copy_rest, require_new_folder
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import class_count
@@ -37,7 +37,7 @@ from tessera.shared.near_names import absent
 from tessera.shared.problems import Problem
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson
-from tessera.shared.updates.model_folder import ModelFolder
+from tessera.shared.updates.model_folder import CONFIG_FILE, ModelFolder
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.cli.model_options import (
