@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tessera.coordinator.blobs import store
     from tessera.coordinator.conductor import child_process
     from tessera.coordinator.db import engine
+    from tessera.coordinator.dossier import signing_key
     from tessera.coordinator.maintenance import backup
     from tessera.coordinator.notify import wakeup
     from tessera.coordinator.operations import remerge
@@ -49,6 +50,7 @@ else:
     store = DeferredModule("tessera.coordinator.blobs.store")
     child_process = DeferredModule("tessera.coordinator.conductor.child_process")
     engine = DeferredModule("tessera.coordinator.db.engine")
+    signing_key = DeferredModule("tessera.coordinator.dossier.signing_key")
     backup = DeferredModule("tessera.coordinator.maintenance.backup")
     remerge = DeferredModule("tessera.coordinator.operations.remerge")
     wakeup = DeferredModule("tessera.coordinator.notify.wakeup")
@@ -243,6 +245,25 @@ def restore(folder: Folder, as_json: AsJson = False) -> None:
     """Copy a backup into an empty, migrated database and into the blob store, of any kind."""
     services = _assembled()
     _copying("restored", folder, lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
+
+
+@app.command("signing-key")
+def create_signing_key(as_json: AsJson = False) -> None:
+    """Create the key that signs dossiers, unless there is one, and show the path and fingerprint of its public key.
+
+    Give the fingerprint to the readers of dossiers by another way than the dossiers themselves.
+    """
+    settings = _settings()
+    _make_default_folder(settings, "signing_key")
+    try:
+        key = signing_key.create(settings.signing_key)
+    except (OSError, ValueError) as fault:
+        named = f"TESSERA_SIGNING_KEY: {settings.signing_key} cannot be used: {_reason_of(fault)}"
+        raise _exit(f"{named}; create its folder, or name another file", 1) from None
+    if as_json:
+        print_json({"public_key": str(key.public_path), "fingerprint": key.fingerprint})
+    else:
+        typer.echo(f"{key.public_path}\n{key.fingerprint}")
 
 
 @app.command()

@@ -239,6 +239,11 @@ class CoordinatorSettings(BaseSettings):
     audit_sink_authorization_file: Path | None = Field(
         default=None, description="file with the header Authorization for the audit's sink, such as Bearer ..."
     )
+    signing_key: Path = Field(
+        default_factory=lambda: data_dir() / "signing-key.pem",
+        description="private key (PEM) that signs dossiers; `tessera coordinator signing-key` creates it, and its "
+        "public key beside it",
+    )
     keep_updates_seconds: PositiveFloat = Field(
         default=3_600.0, ge=60, description="time to keep an update after the end of its round"
     )
@@ -296,6 +301,8 @@ class CoordinatorSettings(BaseSettings):
             raise ValueError("TESSERA_TLS_KEY and TESSERA_TLS_CLIENT_CA require TESSERA_TLS_CERT")
         if self.notice_channels and not self.public_url:
             raise ValueError("webhook_url and notice_command require public_url, to which notices link")
+        if self.signing_key.suffix == ".pub":
+            raise ValueError("signing_key must not end in .pub, the ending of the public key beside it")
         if (self.webhook_url is None) != (self.webhook_secret_file is None):
             raise ValueError("webhook_url and webhook_secret_file require each other")
         try:
