@@ -7,7 +7,19 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tessera.coordinator.api import admin, blobs, enrolments, errors, events, health, runs, sites, studies, tasks
+from tessera.coordinator.api import (
+    admin,
+    blobs,
+    dossier,
+    enrolments,
+    errors,
+    events,
+    health,
+    runs,
+    sites,
+    studies,
+    tasks,
+)
 from tessera.coordinator.api.events import MEDIA_TYPE as EVENT_STREAM
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS
 from tessera.coordinator.dashboard import routes as page
@@ -69,7 +81,9 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(Timing)
     app.add_middleware(Tracing)
-    routers = (module.router for module in (runs, events, tasks, blobs, sites, studies, enrolments, admin, health))
+    routers = (
+        module.router for module in (runs, dossier, events, tasks, blobs, sites, studies, enrolments, admin, health)
+    )
     for router in routers:
         app.include_router(router, responses=REFUSALS)
     page.install(app)

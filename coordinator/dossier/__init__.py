@@ -1,1 +1,1 @@
-"""The documents of a run's dossier. Imports `domain` and `services`."""
+"""The documents of a run's dossier, and their signature. Imports `db`, `domain`, `operations` and `services`."""

@@ -28,6 +28,7 @@ from tessera.coordinator.db.engine import (
     reason_of,
 )
 from tessera.coordinator.db.tables import AuditRow
+from tessera.coordinator.dossier.archive import require_key
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.server.http_limits import (
     OTHER_FILES,
@@ -42,6 +43,7 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared import environment
 from tessera.shared.client.notice_channels import Undelivered
 from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
+from tessera.shared.problems import Conflict
 from tessera.shared.urls import is_loopback, without_password
 
 PROBE_BYTES = 1 << 20
@@ -69,6 +71,8 @@ def checks(services: Services, *, notify: bool = False) -> Iterator[tuple[str, C
         yield notifier.channel.name, partial(_notices, notifier, notify=notify)
     if services.shipper:
         yield "audit sink", partial(_sink, services.shipper)
+    if settings.signing_key.exists():
+        yield "signing key", lambda: _signing(settings.signing_key)
     yield "settings", lambda: (*_unknown(), *insecure(settings))
 
 
@@ -194,6 +198,13 @@ def _sink(shipper: AuditShipper) -> Iterator[Finding]:
         yield fail("audit sink", str(fault), "Until then entries wait; none is lost.")
 
 
+def _signing(path: Path) -> Iterator[Finding]:
+    try:
+        yield ok("signing key", f"signs dossiers, with the fingerprint {require_key(path).fingerprint}")
+    except Conflict as refusal:
+        yield fail("signing key", refusal.detail, refusal.advice)
+
+
 def _files(settings: CoordinatorSettings) -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = settings.max_connections + OTHER_FILES
@@ -233,9 +244,12 @@ def insecure(settings: CoordinatorSettings) -> Iterator[Finding]:
 
 
 def _insecure(settings: CoordinatorSettings) -> Iterator[Finding]:
-    path = settings.admin_token_file
-    if path and path.exists() and path.stat().st_mode & 0o077:
-        yield fail("settings", f"other users may read the administrator's token in {path}", f"chmod 600 {path}")
+    for path, secret in (
+        (settings.admin_token_file, "the administrator's token"),
+        (settings.signing_key, "the key that signs dossiers"),
+    ):
+        if path and path.exists() and path.stat().st_mode & 0o077:
+            yield fail("settings", f"other users may read {secret} in {path}", f"chmod 600 {path}")
     for folder in _folders(settings):
         if folder.is_dir() and folder.stat().st_mode & 0o077:
             detail = f"other users of this machine may read {folder}, which holds updates and hashes of tokens"

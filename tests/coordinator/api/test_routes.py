@@ -13,6 +13,7 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Route
 
+from tessera.coordinator.dossier import signing_key
 from tessera.shared.api.admin import EnrolmentSpec, TokenSpec
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.api.tasks import Task
@@ -71,6 +72,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("GET", "/v1/runs/{run_id}/rounds/{number}"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/versions"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/versions/{number}/export"): Case(READ, READ, 403, 403),
+    ("GET", "/v1/runs/{run_id}/versions/{number}/dossier"): Case(READ, READ, 403, 403),
     ("GET", "/v1/runs/{run_id}/versions/{number}/difference"): Case(READ, READ, 403, OWN),
     ("GET", "/v1/runs/{run_id}/coverage"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/metrics"): Case(READ, READ, READ, 403),
@@ -190,7 +192,8 @@ def begun(creator: Client, site: Client, name: str, seed: int) -> tuple[Run, Tas
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with LiveCoordinator(tmp_path_factory.mktemp("world"), auth_failures_per_minute=10_000) as live:
+    key = signing_key.create(tmp_path_factory.mktemp("keys") / "key.pem").path
+    with LiveCoordinator(tmp_path_factory.mktemp("world"), auth_failures_per_minute=10_000, signing_key=key) as live:
         admin = live.client()
         secrets = {role: live.token(role) for role in ("admin", "orchestrator", "viewer")}  # type: ignore[arg-type]
         secrets["site"] = live.token("site", "a")

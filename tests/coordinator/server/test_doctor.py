@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tessera.coordinator.dossier import signing_key
 from tessera.coordinator.server.doctor import checks, insecure
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.diagnostics import Finding, examined
@@ -73,6 +74,16 @@ def test_a_notice_command_that_is_not_there_fails_without_a_test_notice(tmp_path
             assert [finding.verdict for finding in dict(checks(coordinator.services))["command"]()] == [verdict]
 
 
+def test_a_signing_key_that_signs_nothing_fails(tmp_path: Path) -> None:
+    key = signing_key.create(tmp_path / "key.pem")
+    with LiveCoordinator(tmp_path / "live", signing_key=key.path) as coordinator:
+        (found,) = dict(checks(coordinator.services))["signing key"]()
+        assert (found.verdict, key.fingerprint in found.detail) == ("ok", True)
+        key.path.write_text("no key")
+        (found,) = dict(checks(coordinator.services))["signing key"]()
+        assert (found.verdict, "cannot use its signing key" in found.detail) == ("fail", True)
+
+
 def test_unsafe_settings_are_named(tmp_path: Path) -> None:
     file = tmp_path / "admin"
     file.write_text("tessera_admin_x")
@@ -82,6 +93,7 @@ def test_unsafe_settings_are_named(tmp_path: Path) -> None:
     bucket = {"blob_url": "s3://bucket/prefix"}
     assert unsafe(**bucket) == ["a site may announce any number of bytes"]
     assert unsafe(**bucket, site_bytes_per_day=1 << 40) == []
+    assert unsafe(signing_key=file) == [f"other users may read the key that signs dossiers in {file}"]
     assert unsafe(admin_token_file=file) == [f"other users may read the administrator's token in {file}"]
     assert unsafe(database_url="postgresql://t@db.example/t") == [
         "the database server is on another machine and is not verified"
