@@ -46,6 +46,7 @@ SUMMARIES = {
     "model": "Make and inspect the models that runs start from.",
     "run": "Start, watch, steer and export runs.",
     "simulate": "Run a whole federation in this process.",
+    "verify": "Check a dossier, or another signed folder, without a coordinator.",
     "worker": "Train for a coordinator with this site's data.",
 }
 

@@ -17,6 +17,7 @@ from tessera.shared import units
 from tessera.shared.api.runs import Coverage, Measurement, Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
 from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import RunNamed, client_of, connect
+from tessera.shared.cli.dossier import dossier
 from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.run_template import template
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client, despite_changes
@@ -58,6 +59,7 @@ app = typer.Typer(
 )
 app.command()(metrics)
 app.command()(compare)
+app.command()(dossier)
 
 EXIT_CODES: dict[RunState, int] = {"completed": 0, "cancelled": 1, "paused": 3}
 

@@ -261,6 +261,11 @@ class Client:
 
         self._transport.patiently(attempt, lambda: furthest)
 
+    def dossier(self, run_id: str, number: int) -> bytes:
+        """Return the documents and the signature of a version's dossier as a zip, unverified."""
+        path = f"{_run_path(run_id)}/versions/{number}/dossier"
+        return self._transport.request("GET", path, headers={"Accept": "application/zip"}).content
+
     # ------------------------------------------------------------ blobs
 
     def has_blob(self, digest: str) -> bool:
