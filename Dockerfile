@@ -33,7 +33,9 @@ COPY docs docs
 ARG CONSTRAINTS=deploy/constraints.txt
 
 FROM build AS build-coordinator
-RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[coordinator,otel]'
+# With --build-arg EXTRAS=otel,signing it signs dossiers, by 60 MB more of packages, whose versions are not pinned.
+ARG EXTRAS=otel
+RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" ".[coordinator,$EXTRAS]"
 
 FROM build AS build-worker
 # PyPI's torch fetches the CUDA packages, gigabytes that an image for CPUs has no use for: for such an image, build with
