@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera.coordinator.dossier import signing_key
 from tessera.shared.api.tasks import Task
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -45,7 +46,7 @@ OTHERS = WITHOUT.format(f"{STREAMS}|{REVOKING}")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["admin", "orchestrator", "site", "nobody"])
 def test_every_answer_is_as_the_description_says(tmp_path: Path, role: str) -> None:
-    with LiveCoordinator(tmp_path / "coordinator", **ROOM) as coordinator:
+    with judged(tmp_path) as coordinator:
         worker, leased = begun(coordinator, tmp_path)
         headers = {}
         if role != "nobody":
@@ -60,11 +61,16 @@ def test_every_answer_is_as_the_description_says(tmp_path: Path, role: str) -> N
 
 
 def test_a_few_answers_to_an_administrator_are_as_the_description_says(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path / "coordinator", **ROOM) as coordinator:
+    with judged(tmp_path) as coordinator:
         begun(coordinator, tmp_path)
         headers = {"Authorization": f"Bearer {coordinator.token('admin')}"}
         few = ("--phases=fuzzing", "--max-examples=1")
         judge(coordinator, tmp_path, headers, OTHERS, *few)
+
+
+def judged(folder: Path) -> LiveCoordinator:
+    """A coordinator that signs dossiers."""
+    return LiveCoordinator(folder / "coordinator", signing_key=signing_key.create(folder / "key.pem").path, **ROOM)
 
 
 def begun(coordinator: LiveCoordinator, folder: Path) -> tuple[ScriptedWorker, Task]:
