@@ -33,7 +33,7 @@ COPY docs docs
 ARG CONSTRAINTS=deploy/constraints.txt
 
 FROM build AS build-coordinator
-# With --build-arg EXTRAS=otel,signing it signs dossiers, by 60 MB more of packages, whose versions are not pinned.
+# With --build-arg EXTRAS=otel,signing it signs dossiers; the versions of the packages for that are not pinned.
 ARG EXTRAS=otel
 RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" ".[coordinator,$EXTRAS]"
 

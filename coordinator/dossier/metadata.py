@@ -78,7 +78,7 @@ def crate(export: VersionExport, files: Mapping[str, FileEntry], now: float) -> 
             "startTime": _instant(export.started_at),
             "endTime": _instant(export.ended_at),
             "instrument": {"@id": "#tessera"},
-            "object": [{"@id": one} for one in ("#start", "#model", "#data")],
+            "object": [{"@id": one} for one in ("#start", "#model", "#data", *files.keys() & {"run.toml"})],
             "result": {"@id": weights},
         },
         {"@id": "#tessera", "@type": "SoftwareApplication", "name": "Tessera", "softwareVersion": VERSION},

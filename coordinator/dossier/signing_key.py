@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey, generate_private_key
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -38,8 +39,8 @@ def read(path: Path) -> SigningKey:
     """Return the key in a file. Raises OSError, and ValueError for another kind of key."""
     try:
         key = load_pem_private_key(path.read_bytes(), None)
-    except TypeError as fault:
-        raise ValueError("it is encrypted") from fault
+    except (TypeError, UnsupportedAlgorithm) as fault:
+        raise ValueError("it is encrypted, or of an unknown kind") from fault
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
         raise ValueError("it is no elliptic-curve key on P-256")
     return SigningKey(path, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))

@@ -36,6 +36,7 @@ from tessera.shared.updates.signatures import (
     signed_digests,
 )
 
+GIVE_KEY = "Check that you may read the folder; --key names the signer's public key (PEM)."
 MAX_FILES = 100
 ENTRY = b"PK\x01\x02"
 """The signature of an entry in a zip's directory."""
@@ -119,11 +120,9 @@ def verify(folder: Path, key: Path | None = None) -> VerifiedFolder:
         signed = signed_digests(signature, public)
         faults = list(_changes(folder, signed)) or list(_contradictions(folder, signed))
     except OSError as fault:
-        raise Invalid(
-            f"{fault.filename} cannot be read: {fault.strerror}", remedy="Name a public key (PEM) with --key."
-        ) from fault
+        raise Invalid(f"{fault.filename} cannot be read: {fault.strerror}", remedy=GIVE_KEY) from fault
     except ValueError as fault:
-        raise Invalid(f"{public} is no public key: {fault}", remedy="Name a public key (PEM) with --key.") from fault
+        raise Invalid(f"{public} is no public key: {fault}", remedy=GIVE_KEY) from fault
     if faults:
         raise DigestMismatch(
             f"{len(faults)} files of the folder are not as they were signed", errors=faults, remedy=FORGED

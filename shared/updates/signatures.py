@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
@@ -41,7 +41,10 @@ def require_library() -> None:
 
 def fingerprint(public_key: bytes) -> Digest:
     """Return the SHA-256 of a public key in PEM, of its DER form. Raises ValueError for any other content."""
-    key = load_pem_public_key(public_key)
+    try:
+        key = load_pem_public_key(public_key)
+    except UnsupportedAlgorithm as fault:
+        raise ValueError(str(fault)) from fault
     if not isinstance(key, EllipticCurvePublicKey):
         raise ValueError("the key is of another kind than elliptic-curve")
     return f"sha256:{hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()}"
@@ -58,8 +61,9 @@ def signed_digests(signature: Path, public_key: Path) -> dict[str, Digest]:
     DigestMismatch for a signature that this key did not make."""
     verifying = _library("verifying")
     try:
-        with signature.open("rb") as file:
-            bundle = check_document(file.read(MAX_SIGNATURE_BYTES))
+        if signature.stat().st_size > MAX_SIGNATURE_BYTES:
+            raise Invalid(f"{signature.name} has more than {MAX_SIGNATURE_BYTES} bytes", remedy=FORGED)
+        bundle = check_document(signature.read_bytes())
         payload = check_document(base64.b64decode(bundle["dsseEnvelope"]["payload"], validate=True))
         resources = payload["predicate"]["resources"]
         others = sorted({one["algorithm"] for one in resources} - {"sha256"})
@@ -75,7 +79,7 @@ def signed_digests(signature: Path, public_key: Path) -> dict[str, Digest]:
     except OSError as fault:
         raise Invalid(f"{fault.filename} cannot be read: {fault.strerror}", remedy="Name another file.") from fault
     except (ValueError, LookupError, TypeError, AttributeError, InvalidSignature) as fault:
-        reason = str(fault) or "it was made by another key, or changed"
+        reason = str(fault).strip() or "it was made by another key, or changed"
         raise DigestMismatch(
             f"{signature.name} is no signature by {public_key.name}: {reason}", remedy=FORGED
         ) from fault
