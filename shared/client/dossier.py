@@ -36,6 +36,8 @@ from tessera.shared.updates.signatures import (
     signed_digests,
 )
 
+VERSIONS_FILE = "versions.json"
+"""The document on each version up to that of the weights."""
 GIVE_KEY = "Check that you may read the folder; --key names the signer's public key (PEM)."
 MAX_FILES = 100
 ENTRY = b"PK\x01\x02"
@@ -153,7 +155,8 @@ def _contradictions(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Faul
     """Yield the faults of a dossier whose files are the signed ones: contradictions among them."""
     if VERSION_FILE not in signed:
         return
-    for name, check in ((CRATE_FILE, _crate_faults), (VERSION_FILE, _weight_faults)):
+    checks = {CRATE_FILE: _crate_faults, VERSIONS_FILE: _version_faults, VERSION_FILE: _weight_faults}
+    for name, check in checks.items():
         try:
             yield from check(folder, signed)
         except Invalid as refusal:
@@ -170,6 +173,13 @@ def _crate_faults(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Fault]
             yield Fault(pointer=name, detail=f"has another digest in {CRATE_FILE}, or is missing there")
     if entities["./"]["identifier"] != signed[VERSION_FILE]:
         yield Fault(pointer=VERSION_FILE, detail=f"is another version than in {CRATE_FILE}")
+
+
+def _version_faults(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Fault]:
+    if VERSIONS_FILE in signed:
+        stated = check_document(_document(folder / VERSIONS_FILE))[-1]["digest"]
+        if stated != signed[VERSION_FILE]:
+            yield Fault(pointer=VERSIONS_FILE, detail=f"is about version {stated}, which {VERSION_FILE} is not")
 
 
 def _weight_faults(folder: Path, _: Mapping[str, Digest]) -> Iterator[Fault]:

@@ -25,6 +25,7 @@ from tessera.shared.client.export import export_folder
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Lora, Model
 from tessera.shared.problems import DigestMismatch, Invalid
+from tessera.shared.rounds.export import CRATE_FILE
 from tessera.shared.tensors.hashing import digest_at
 from tessera.shared.tensors.lazy import as_bytes, digest_of
 from tessera.shared.updates.signatures import sign
@@ -76,10 +77,18 @@ def copied(made: Made, tmp_path: Path) -> Path:
     return shutil.copytree(made.folder, tmp_path / "copy")
 
 
-def resigned(folder: Path, key: Path) -> None:
-    """Sign a folder as it is now."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "model.sig"]
-    sign("x", {path.relative_to(folder).as_posix(): digest_at(path) for path in files}, key, folder / "model.sig")
+def resigned(folder: Path, key: Path, *, crate: bool = True) -> None:
+    """Sign a folder as it is now, with `crate` described as it is now."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files.pop("model.sig")
+    if crate:
+        described = json.loads((folder / CRATE_FILE).read_bytes())
+        kept = [one for one in described["@graph"] if one["@type"] != "File"]
+        for name in files.keys() - {CRATE_FILE}:
+            digest = digest_at(files[name]).removeprefix("sha256:")
+            kept.append({"@id": name, "@type": "File", "sha256": digest})
+        (folder / CRATE_FILE).write_text(json.dumps({**described, "@graph": kept}))
+    sign("x", {name: digest_at(path) for name, path in files.items()}, key, folder / "model.sig")
 
 
 # ---------------------------------------------------------------- what it holds
@@ -209,11 +218,6 @@ def test_a_dossier_of_another_s_key_is_refused(made: Made, copied: Path, tmp_pat
     # Signed again as a whole, it is found only by who has the key from elsewhere.
     (copied / "signing-key.pub").write_bytes(other.public)
     (copied / "sbom.cdx.json").write_text("{}")
-    crate = json.loads((copied / "ro-crate-metadata.json").read_bytes())
-    for one in crate["@graph"]:
-        if one["@id"] in ("sbom.cdx.json", "signing-key.pub"):
-            one["sha256"] = digest_at(copied / one["@id"]).removeprefix("sha256:")
-    (copied / "ro-crate-metadata.json").write_text(json.dumps(crate))
     resigned(copied, other.path)
     assert other.fingerprint in tessera("verify", str(copied)).stdout
     assert tessera("verify", str(copied), "--key", str(made.key.public_path)).returncode == 1
@@ -235,10 +239,6 @@ def test_a_file_that_is_no_signature_is_refused(copied: Path, content: str) -> N
 
 def test_weights_that_are_not_the_version_s_are_found_though_they_are_signed(made: Made, copied: Path) -> None:
     flip(copied / "model" / "model.safetensors")
-    crate = json.loads((copied / "ro-crate-metadata.json").read_bytes())
-    weights = next(one for one in crate["@graph"] if one["@id"] == "model/model.safetensors")
-    weights["sha256"] = digest_at(copied / weights["@id"]).removeprefix("sha256:")
-    (copied / "ro-crate-metadata.json").write_text(json.dumps(crate))
     resigned(copied, made.key.path)
     with pytest.raises(DigestMismatch) as caught:
         verify(copied, made.key.public_path)
@@ -247,14 +247,27 @@ def test_weights_that_are_not_the_version_s_are_found_though_they_are_signed(mad
     ]
 
 
-def test_a_crate_that_contradicts_the_signature_is_found(made: Made, copied: Path) -> None:
+def test_documents_that_contradict_each_other_are_found_though_they_are_signed(made: Made, copied: Path) -> None:
     (copied / "more.txt").write_text("not in the crate")
-    crate = (copied / "ro-crate-metadata.json").read_text()
-    (copied / "ro-crate-metadata.json").write_text(crate.replace(made.run.version.digest, f"sha256:{'0' * 64}"))
-    resigned(copied, made.key.path)
+    crate = (copied / CRATE_FILE).read_text()
+    (copied / CRATE_FILE).write_text(crate.replace(made.run.version.digest, made.run.spec.version))
+    resigned(copied, made.key.path, crate=False)
     with pytest.raises(DigestMismatch) as caught:
         verify(copied)
     assert [fault.pointer for fault in caught.value.errors] == ["more.txt", "version.json"]
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("versions.json", '[{"digest": "another"}]'), ("versions.json", "[]"), ("version.json", "{}"),
+    ("model/blocks.json", "{}"), (CRATE_FILE, '{"@graph": 1}'),
+])  # fmt: skip
+def test_a_document_that_is_no_longer_readable_is_found_though_it_is_signed(
+    made: Made, copied: Path, name: str, content: str
+) -> None:
+    (copied / name).write_text(content)
+    resigned(copied, made.key.path, crate=name != CRATE_FILE)
+    done = tessera("verify", str(copied))
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
 
 
 def test_any_folder_that_was_signed_so_is_verified(made: Made, tmp_path: Path) -> None:
