@@ -296,6 +296,23 @@ def test_without_a_key_a_dossier_is_refused_with_the_command_that_makes_one(coor
     assert "tessera coordinator signing-key" in refused(answer, 409, "conflict").remedy
 
 
+def test_without_the_library_a_coordinator_and_a_reader_get_the_command_that_installs_it(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; sys.modules['model_signing'] = None; from tessera.shared.cli import main; main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "verify", str(made.folder)],
+        env=environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "[signing]" in done.stderr) == (2, True), done.stderr
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    answer = made.live.http("orchestrator").get(f"/v1/runs/{made.run.id}/versions/1/dossier")
+    assert "pip install 'tessera-fl[signing]'" in refused(answer, 409, "conflict").remedy
+
+
 def packed_as(*files: tuple[str, bytes], compression: int = 0) -> bytes:
     packed = io.BytesIO()
     with ZipFile(packed, "w", compression) as opened:
