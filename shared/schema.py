@@ -138,7 +138,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
-TaskKind = Literal["train", "evaluate", "describe", "rehearse", "agree", "open", "abandon"]
+TaskKind = Literal["train", "evaluate", "describe", "rehearse", "attack", "agree", "open", "abandon"]
 RunState = Literal["running", "paused", "completed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
 TaskState = Literal[

@@ -209,8 +209,10 @@ class WorkerSettings(DataSettings):
         description="file of the secret key that decides which examples are held out, created if missing; in "
         "state_dir if unset. Workers with the same examples need the same key",
     )
-    kinds: tuple[Literal["train", "evaluate", "describe", "rehearse"], ...] = Field(
-        default=("train", "evaluate", "describe", "rehearse"), min_length=1, description="kinds of tasks to claim"
+    kinds: tuple[Literal["train", "evaluate", "describe", "rehearse", "attack"], ...] = Field(
+        default=("train", "evaluate", "describe", "rehearse", "attack"),
+        min_length=1,
+        description="kinds of tasks to claim",
     )
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     micro_batch: PositiveInt | Literal["auto"] | None = Field(

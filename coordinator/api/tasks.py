@@ -164,7 +164,7 @@ def submit_evaluation(task_id: str, body: EvaluationResult, serving: Serving, ca
 
 @router.post("/{task_id}/report", operation_id="submitReport")
 def submit_report(task_id: str, body: ReportResult, serving: Serving, caller: SiteCaller) -> TaskView:
-    """Submit the description of a data set, or the report on a rehearsal."""
+    """Submit the description of a data set, or the report on a rehearsal or a membership inference attack."""
     return tasks.submit_report(serving, caller, task_id, body)
 
 

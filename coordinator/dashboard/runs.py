@@ -54,6 +54,7 @@ from tessera.shared.metrics.comparison import (
     setting_text,
 )
 from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
+from tessera.shared.metrics.membership import AttackResult
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import PERSONAL, SiteScores, is_better_low, spreads
 from tessera.shared.metrics.svg_charts import Interval, svg_file
@@ -239,6 +240,7 @@ def show_run(
             figures=counted,
             rounds=figures.sums[:SHOWN_ROUNDS],
             answers=_answers(session, serving, run) if run.spec.describe else None,
+            attack=AttackResult.of(run, views.site_reports(session, run_id)) if run.spec.membership_attack else None,
             covered=by_site(session, row, now - serving.settings.liveness_seconds) if run.coverage else (),
             live_settings=_live_settings(run.spec),
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,

@@ -235,13 +235,12 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
 
 def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return the workers that could evaluate versions: those that could train and have held-out examples; of a run
-    that asks for descriptions, one worker of each site; of a rehearsal, each that could train."""
+    that counts subjects, one worker of each site; of a rehearsal, each that could train."""
     spec = invited.spec
     if spec.rehearsal:
         # A round may draw any of a site's workers, and their devices differ.
         return eligible(invited, live)
-    if spec.asks == "describe":
-        # Another worker with the same data would count them twice.
+    if spec.counts_subjects:
         return list({worker.site: worker for worker in reversed(eligible(invited, live))}.values())
     if spec.evaluation is None or not spec.evaluation.sites:
         return []
@@ -433,5 +432,5 @@ def sites_due(
         # A failure is an answer, until a person has mended its cause and resumes the run.
         over |= (TaskRow.state == "failed") & (TaskRow.created_at >= run.resumed_at)
     rows = session.execute(select_tasks(TaskRow.worker_id, SiteRow.name).where(tasks, over)).all()
-    asked, sites = {worker for worker, _ in rows}, {site for _, site in rows} if spec.asks == "describe" else set()
+    asked, sites = {worker for worker, _ in rows}, {site for _, site in rows} if spec.counts_subjects else set()
     return [PendingEvaluation(number, one.id) for one in able if one.id not in asked and one.site not in sites]

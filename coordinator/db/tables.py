@@ -333,7 +333,7 @@ EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'a
 """An evaluation that is done or may still be."""
 
 
-REPORT = "kind in ('describe', 'rehearse') and state in ('offered', 'leased', 'expired', 'accepted')"
+REPORT = "kind in ('describe', 'rehearse', 'attack') and state in ('offered', 'leased', 'expired', 'accepted')"
 """A site's report to a run without rounds that is done or may still be."""
 
 

@@ -31,7 +31,7 @@ from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
 from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.runs import Coverage, Measurement, Round, Run, RunSpec, SiteReport
-from tessera.shared.api.tasks import Receipt, TaskView
+from tessera.shared.api.tasks import REPORTS, Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.json_limits import check_document
 from tessera.shared.problems import BadRequest, NotFound
@@ -276,7 +276,7 @@ def site_reports(session: Session, run_id: str) -> list[SiteReport]:
     latest: dict[str, SiteReport] = {}
     for site, worker, declared, state, problem, kind, report in rows:
         # An accepted task is the last one.
-        place, name = (worker, "rehearsal") if kind == "rehearse" else (site, "description")
+        place, name = worker if kind == "rehearse" else site, REPORTS.get(kind, "evaluation")
         about = {"site": site, "worker": worker, "device": declared.get("device", ""), "state": state}
         latest[place] = SiteReport.model_validate({**about, "problem": problem, name: report})
     return [latest[place] for place in sorted(latest)]

@@ -98,7 +98,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     if spec.secure_sums and (declared.get("site_keys") or {}).get("site") != site:
         yield "secure_sums", f"it takes part in no secure sums, or not as {site}: set [secure_sums] in its settings"
     examples = declared["datasets"].get(spec.dataset, 0)
-    if spec.rounds == 0 and spec.evaluation:
+    if spec.rounds == 0 and (spec.evaluation or spec.membership_attack):
         yield from _unmeasurable(spec, declared)
     elif examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
@@ -118,7 +118,8 @@ def _kinds(spec: RunSpec, asks: TaskKind) -> set[TaskKind]:
 def _unmeasurable(spec: RunSpec, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the reason that a worker has no examples on which a run without rounds could measure its model."""
     central = spec.evaluation and declared["datasets"].get(spec.evaluation.dataset, 0)
-    at_site = spec.evaluation and spec.evaluation.sites and declared.get("held_out", {}).get(spec.dataset, 0)
+    held_out = spec.membership_attack or (spec.evaluation and spec.evaluation.sites)
+    at_site = held_out and declared.get("held_out", {}).get(spec.dataset, 0)
     if not (central or at_site):
         yield "datasets", f"it holds out no examples of a data set {spec.dataset}, and has no central data set"
 

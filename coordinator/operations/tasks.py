@@ -332,14 +332,14 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
 
 
 def submit_report(services: Services, caller: Principal, task_id: str, report: ReportResult) -> TaskView:
-    """Accept the description of a data set, or the report on a rehearsal."""
+    """Accept the report of a task in a run without rounds."""
+    kind, found = report.of_kind
     with services.database.snapshot() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if tasks.was_accepted(record, report.token):
             return _view(record, caller)
-        tasks.require_kind(record, report, "describe" if report.description else "rehearse")
-    found = report.description or report.rehearsal
-    return _accept(services, caller, record, {"report": found and found.model_dump(mode="json"), **_received(report)})
+        tasks.require_kind(record, report, kind)
+    return _accept(services, caller, record, {"report": found.model_dump(mode="json"), **_received(report)})
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:

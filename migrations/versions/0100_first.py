@@ -343,7 +343,7 @@ def upgrade() -> None:
         "uq_tasks_report",
         "tasks",
         ["run_id", "worker_id"],
-        where="kind in ('describe', 'rehearse') and state in ('offered', 'leased', 'expired', 'accepted')",
+        where="kind in ('describe', 'rehearse', 'attack') and state in ('offered', 'leased', 'expired', 'accepted')",
         unique=True,
     )
     _partial_index(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
@@ -27,7 +28,7 @@ longer side of images in pixels."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Description(Message):
+class DisclosedCounts(Message):
     """Counts of subjects, each zero or rounded. Zero says that a site has fewer than the minimum, perhaps none."""
 
     unit: Unit
@@ -36,6 +37,18 @@ class Description(Message):
     """The fewest subjects of a count that is not zero."""
     step: int = Field(ge=LEAST_STEP, lt=1 << 40)
     """Counts are multiples of it."""
+
+    def require_suppressed(self, name: str, counts: Iterable[int]) -> None:
+        """Raise ValueError for a count that is too small or not rounded."""
+        if odd := [count for count in counts if count % self.step or 0 < count < self.minimum]:
+            raise ValueError(
+                f"{name} has a count of {odd[0]}: it is below {self.minimum} or no multiple of {self.step}"
+            )
+
+
+class Description(DisclosedCounts):
+    """The description of a data set."""
+
     counts: dict[TableName, Annotated[tuple[Count, ...], Field(max_length=MAX_CLASSES)]]
     """The subjects in each class, and in each bin. A subject with examples in several counts in each."""
     class_names: tuple[Name, ...] = Field(default=(), max_length=MAX_CLASSES)
@@ -52,10 +65,7 @@ class Description(Message):
         for name, counts in self.counts.items():
             if name != "classes" and len(counts) > BINS:
                 raise ValueError(f"{name} has {len(counts)} bins, of {BINS}")
-            if odd := [count for count in counts if count % self.step or 0 < count < self.minimum]:
-                raise ValueError(
-                    f"{name} has a count of {odd[0]}: it is below {self.minimum} or no multiple of {self.step}"
-                )
+            self.require_suppressed(name, counts)
         return self
 
     @property

@@ -20,6 +20,7 @@ from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
+from tessera.shared.api.membership import MembershipCounts
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.rehearsals import Rehearsal
 from tessera.shared.api.secure_sums import SecureSums
@@ -269,6 +270,11 @@ class RunSpec(Value):
         description="whether a run without rounds asks each site to describe its data set, or a run of one round "
         "with `secure_sums` asks for the sites' totals alone (`tessera data compare`)",
     )
+    membership_attack: bool = Field(
+        default=False,
+        description="whether a run without rounds measures a membership inference attack on its model at each site "
+        "that holds out examples (`tessera run attack`)",
+    )
     rehearsal: Annotated[Rounds, Field(gt=0)] | None = Field(
         default=None,
         description="rounds of the run that a run without rounds rehearses (`tessera run rehearse`): each site "
@@ -339,11 +345,17 @@ class RunSpec(Value):
             raise ValueError(
                 "describe: the run only asks for descriptions; set rounds to 0, or to 1 with secure_sums alone"
             )
-        if self.rehearsal and (self.rounds or self.describe):
-            raise ValueError("rehearsal: the run only rehearses; set rounds to 0, without describe")
+        if self.membership_attack and (self.rounds or self.evaluation or self.describe):
+            raise ValueError(
+                "membership_attack: the run only attacks; set rounds to 0, without [evaluation] and describe"
+            )
+        if self.rehearsal and (self.rounds or self.describe or self.membership_attack):
+            raise ValueError(
+                "rehearsal: the run only rehearses; set rounds to 0, without describe and membership_attack"
+            )
         if self.rounds or self.rehearsal:
             return self
-        if self.evaluation is None and not self.describe:
+        if self.evaluation is None and not self.counts_subjects:
             raise ValueError("rounds is 0, and the run asks the sites for nothing: set [evaluation], or rounds")
         if self.cohort.size or self.cohort.target_updates or self.cohort.workers_per_site > 1:
             raise ValueError(
@@ -433,7 +445,14 @@ class RunSpec(Value):
         """The kind of task that the run asks of sites beside its rounds: the only one of a run without rounds."""
         if self.rehearsal:
             return "rehearse"
+        if self.membership_attack:
+            return "attack"
         return "describe" if self.describe and not self.rounds else "evaluate"
+
+    @property
+    def counts_subjects(self) -> bool:
+        """True if one worker of each site counts its subjects: another with the same data would count them twice."""
+        return self.asks in ("describe", "attack")
 
     @property
     def trained(self) -> Self:
@@ -668,6 +687,7 @@ class SiteReport(Message):
     problem: ProblemDocument | None = None
     description: Description | None = None
     rehearsal: Rehearsal | None = None
+    membership: MembershipCounts | None = None
 
 
 class Measurement(Message):

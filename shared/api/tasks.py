@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from datetime import datetime
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -31,6 +31,7 @@ from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
 from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
+from tessera.shared.api.membership import MembershipCounts
 from tessera.shared.api.rehearsals import Rehearsal
 from tessera.shared.api.secure_sums import HELPER_KINDS, MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
@@ -580,20 +581,36 @@ class EvaluationResult(Message):
         return self
 
 
+REPORTS: Mapping[str, str] = {"describe": "description", "rehearse": "rehearsal", "attack": "membership"}
+"""The names of sites' reports, by the kind of task of a run without rounds."""
+
+
 class ReportResult(Message):
-    """A finished task of a run without rounds: the description of a data set, or the report on a rehearsal."""
+    """A finished task of a run without rounds: the description of a data set, or the report on a rehearsal or on a
+    membership inference attack."""
 
     token: int
     description: Description | None = None
     rehearsal: Rehearsal | None = None
+    membership: MembershipCounts | None = None
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None
 
     @model_validator(mode="after")
     def _reports_one_thing(self) -> Self:
-        if (self.description is None) == (self.rehearsal is None):
-            raise ValueError("send either a description or a rehearsal")
+        if len(self._reports) != 1:
+            raise ValueError(f"send one of {', '.join(REPORTS.values())}")
         return self
+
+    @property
+    def _reports(self) -> list[tuple[str, Message]]:
+        found = ((kind, getattr(self, name)) for kind, name in REPORTS.items())
+        return [(kind, report) for kind, report in found if report is not None]
+
+    @property
+    def of_kind(self) -> tuple[str, Message]:
+        """The kind of task, and its report."""
+        return self._reports[0]
 
 
 class Failure(Message):

@@ -22,7 +22,15 @@ from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.run_template import template
 from tessera.shared.client.client import WATCHING_PATIENCE_SECONDS, Client, despite_changes
 from tessera.shared.client.lookup import find_run
-from tessera.shared.client.previews import forecast_of, preview_notes, previewed, rehearsal_of, remarks
+from tessera.shared.client.previews import (
+    attack_of,
+    ended,
+    forecast_of,
+    preview_notes,
+    previewed,
+    rehearsal_of,
+    remarks,
+)
 from tessera.shared.client.round_outcomes import RoundOutcome, follow, outcomes
 from tessera.shared.client.run_file import installed_method, live_changes, read_spec
 from tessera.shared.client.run_versions import described, export_version, new_run, parse_version
@@ -36,6 +44,7 @@ from tessera.shared.metrics.comparison import (
     main_score,
     setting_text,
 )
+from tessera.shared.metrics.membership import AttackResult
 from tessera.shared.metrics.site_spread import PERSONAL, name_over_sites, spreads
 from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Invalid, validated
@@ -50,7 +59,7 @@ from tessera.shared.terminal.metric_tables import (
     spread_table,
 )
 from tessera.shared.terminal.output import AsJson, Reach
-from tessera.shared.terminal.rehearsal_table import show_rehearsal
+from tessera.shared.terminal.rehearsal_table import show_attack, show_rehearsal
 from tessera.shared.terminal.watch import watch_as_json, watch_as_text
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -238,6 +247,34 @@ def rehearse(
         raise typer.Exit(3)
 
 
+@app.command()
+def attack(
+    ctx: typer.Context,
+    file: SpecFile = None,
+    model: ModelFolderIn = None,
+    start_from: StartFrom = None,
+    study: StudyName = None,
+    settings: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how well a membership inference attack separates a version's training examples from held-out ones.
+
+    Each site sends counts of the version's losses alone. Exit code 3 if no site did.
+    """
+    client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
+    spec, sent = _spec(client, file, model, start_from, study, settings, as_json=as_json)
+    asked = attack_of(spec)
+    known, run = client.preview_run(asked), client.create_run(asked, key=uuid.uuid4().hex)
+    if not as_json:
+        output.note(sent)
+        output.note(f"waiting for the sites; `tessera run show {run.id}` has what came so far")
+    run, reports = ended(client, run)
+    found = AttackResult.of(run, reports)
+    show_attack(run, found, list(remarks(known, {one.worker for one in reports})), as_json=as_json)
+    if not found.found:
+        raise typer.Exit(3)
+
+
 def _spec(
     client: Client,
     file: Path | None,
@@ -289,6 +326,13 @@ def list_runs(
     output.show(runs, output.table(columns, rows), as_json=as_json)
 
 
+def _show_reports(client: Client, run: Run, *, as_json: bool) -> None:
+    if run.spec.rehearsal:
+        show_rehearsal(*forecast_of(client, run, wait=False), as_json=as_json)
+    else:
+        show_attack(run, AttackResult.of(run, client.reports(run.id)), as_json=as_json)
+
+
 @app.command()
 def show(
     ctx: typer.Context,
@@ -303,8 +347,8 @@ def show(
     """Show a run: its rounds, the cost of a score, metrics at sites, failed tasks with reasons, and warnings."""
     client = client_of(ctx)
     found = find_run(client, run)
-    if found.spec.rehearsal:
-        show_rehearsal(*forecast_of(client, found, wait=False), as_json=as_json)
+    if found.spec.rehearsal or found.spec.membership_attack:
+        _show_reports(client, found, as_json=as_json)
         return
     measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
     at_sites = spreads(measurements)

@@ -39,6 +39,7 @@ APART = (
     "client_privacy",
     "evaluation",
     "describe",
+    "membership_attack",
     "rehearsal",
     "server_optimizer",
     "robust",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from tessera.shared.api.runs import Preview, Run, RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
+from tessera.shared.client.previews import ended
 from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
@@ -18,7 +18,6 @@ from tessera.shared.problems import Invalid
 from tessera.shared.rounds.count_table import BLOCK, CountTable
 from tessera.shared.schema import DEFAULT_STUDY
 
-LOOK_SECONDS = 0.5
 UNTIL_APPROVED = {"awaiting-approval"}
 """The rule of a site that answers once a person there has approved the run."""
 
@@ -70,13 +69,10 @@ def compare_data(
         raise Invalid(f"no site can describe a data set {dataset!r} ({said})", remedy=remedy)
     # Named, it ends as soon as they have answered.
     given["cohort"] = {**cohort, "sites": able}
-    run = client.create_run(RunSpec.model_validate(given))
-    while run.state == "running":
-        time.sleep(LOOK_SECONDS)
-        run = client.run(run.id)
+    run, reports = ended(client, client.create_run(RunSpec.model_validate(given)))
     if helpers:
         return run, _totals(client, run, others)
-    return run, DataAnswers.of(run, client.reports(run.id), others)
+    return run, DataAnswers.of(run, reports, others)
 
 
 def _totals(client: Client, run: Run, others: Mapping[str, str]) -> DataAnswers:

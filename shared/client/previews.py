@@ -1,9 +1,9 @@
-"""Previews and rehearsals of a run, and the notes to read before it starts."""
+"""Previews and rehearsals of a run, attacks on its model, and the notes to read before it starts."""
 
 import time
 from collections.abc import Collection, Iterator
 
-from tessera.shared.api.runs import Preview, Run, RunSpec
+from tessera.shared.api.runs import Preview, Run, RunSpec, SiteReport
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Invalid, Problem
 from tessera.shared.rounds.run_forecast import RunForecast
@@ -40,9 +40,19 @@ def rehearsal_of(spec: RunSpec) -> RunSpec:
     return RunSpec.model_validate({**spec.model_dump(mode="json"), "rounds": 0, "rehearsal": spec.rounds})
 
 
+def attack_of(spec: RunSpec) -> RunSpec:
+    """Return the run that attacks the first version of a run, at the same sites."""
+    cohort = spec.cohort.model_dump(mode="json", include={"sites", "deadline_seconds"})
+    training = spec.training.model_dump(mode="json", include={"batch_size", "precision"})
+    names = ("study", "model", "version", "dataset", "seed")
+    kept = {name: getattr(spec, name) for name in names}
+    about = {"name": f"attack-{spec.name}"[:64], "rounds": 0, "membership_attack": True}
+    return RunSpec.model_validate({**kept, **about, "cohort": cohort, "training": training})
+
+
 def remarks(found: Preview, asked: Collection[str]) -> Iterator[str]:
-    """Yield the remarks of a preview beside a rehearsal: the workers that were not `asked`, with the reasons, and its
-    warnings."""
+    """Yield the remarks of a preview beside the reports of a run without rounds: the workers that were not `asked`,
+    with the reasons, and its warnings."""
     yield from (*found.remarks_on_sites, *found.warnings)
     for one in found.workers:
         reasons = one.warnings if one.worker in asked else one.ineligibilities
@@ -51,9 +61,15 @@ def remarks(found: Preview, asked: Collection[str]) -> Iterator[str]:
             yield f"{one.worker}{'' if one.worker in asked else ' is not asked'}: {said}"
 
 
-def forecast_of(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, RunForecast]:
-    """Return a rehearsal and the forecast of its run, once each site has answered or the rehearsal is over."""
+def ended(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, list[SiteReport]]:
+    """Return a run without rounds and its reports, once each site has answered or the run is over."""
     while wait and run.state == "running":
         time.sleep(LOOK_SECONDS)
         run = client.run(run.id)
-    return run, RunForecast.of(run.spec, client.reports(run.id))
+    return run, client.reports(run.id)
+
+
+def forecast_of(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, RunForecast]:
+    """Return a rehearsal, as `ended` does, and the forecast of its run."""
+    run, reports = ended(client, run, wait=wait)
+    return run, RunForecast.of(run.spec, reports)

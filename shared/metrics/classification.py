@@ -121,7 +121,7 @@ def _harmonic(n: Array) -> Array:
     return series - sum(1 / (n + k) for k in range(1, 17))
 
 
-def _sensitivity(positives: Array, negatives: Array, specificity: float) -> Figure:
+def sensitivity(positives: Array, negatives: Array, specificity: float) -> Figure:
     """Return the sensitivity at the lowest edge of a bin at which the specificity is at least this: both are
     attained by a threshold, in any order of scores within bins."""
     kept = negatives.cumsum() / negatives.sum() >= specificity - 1e-12
@@ -207,7 +207,7 @@ def _of_class(
     if 0 < labels < total:
         scores = np.array(counts.positives[k]), np.array(counts.negatives[k])
         found |= {"calibration_error": _calibration(*scores), "auroc": auroc(*scores), "auprc": auprc(*scores)}
-        found |= {f"sensitivity_at_{level:g}": _sensitivity(*scores, level) for level in specificity}
+        found |= {f"sensitivity_at_{level:g}": sensitivity(*scores, level) for level in specificity}
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -34,11 +34,9 @@ class DataAnswers:
         cls, run: Run, reports: Iterable[SiteReport], others: Mapping[str, str] = MappingProxyType({})
     ) -> DataAnswers:
         """Return the answers in a run's reports. `others` has the reasons of sites that the run does not ask."""
-        by_site = {each.site: each for each in reports}
-        found = {site: each.description for site, each in by_site.items() if each.description}
-        asked = {*by_site, *(run.spec.cohort.sites or ())}
-        unanswered = {site: _reason(by_site.get(site)) for site in sorted(asked) if site not in found}
-        return cls(found, {**others, **unanswered})
+        answers = list(reports)
+        found = {each.site: each.description for each in answers if each.description}
+        return cls(found, {**others, **silent_sites(run, answers, found)})
 
     @property
     def tables(self) -> list[CountTable]:
@@ -138,6 +136,13 @@ class CountTable:
     def total(self, cell: str) -> int:
         """Return the sum of the counts that sites show."""
         return sum(self.rows[cell].values())
+
+
+def silent_sites(run: Run, reports: Iterable[SiteReport], answered: Collection[str]) -> dict[str, str]:
+    """Return the reason of each site that a run without rounds asked and that is not among those that answered."""
+    by_site = {each.site: each for each in reports}
+    asked = {*by_site, *(run.spec.cohort.sites or ())}
+    return {site: _reason(by_site.get(site)) for site in sorted(asked.difference(answered))}
 
 
 def _reason(report: SiteReport | None) -> str:

@@ -263,7 +263,7 @@ class ProcessExecutor:
         local = None
         if result.metrics is not None:
             local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
-        return TaskOutcome(result.examples, local, below("moments", arrays))
+        return TaskOutcome(result.examples, local, below("moments", arrays), arrays.get("losses"))
 
     def _submitted(
         self, run: TaskRun, hand_over: Callable[[Path], None], functions: Mapping[str, Callable[..., Any]]

@@ -440,6 +440,8 @@ class Rank:
         result, arrays = outcome.result, under("moments", outcome.moments)
         if result:
             arrays |= {**under("upload", result.upload), **under("keep", result.keep)}
+        if outcome.losses is not None:
+            arrays["losses"] = outcome.losses
         write_arrays(self._folder / RESULT_ARRAYS, arrays)
         metrics = None if result is None else dict(result.metrics)
         write_document(

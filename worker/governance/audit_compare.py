@@ -17,7 +17,8 @@ Attempt = tuple[Action, str | None, int | None]
 """The action that records a result, and the task and the token that it was for."""
 
 SENT: dict[TaskKind, Action] = {
-    "train": "update.leave", "evaluate": "figures.leave", "rehearse": "figures.leave", "agree": "sums.agree",
+    "train": "update.leave", "evaluate": "figures.leave", "rehearse": "figures.leave",
+    "describe": "figures.leave", "attack": "figures.leave", "agree": "sums.agree",
     "open": "sums.open", "abandon": "sums.abandon",
 }  # fmt: skip
 """The action that records the result of a task, by the kind of task."""

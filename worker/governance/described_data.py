@@ -1,66 +1,102 @@
-"""The last description of each data set, and the subjects that it is of.
+"""The last answers of a kind about each data set, and the subjects that they are of.
 
-While fewer subjects than the minimum have changed, it is repeated: the difference of two descriptions would be
-counts of these subjects alone. A site's workers may share the database.
+While fewer subjects than the minimum have changed, they are repeated: the difference of two answers would be counts
+of these subjects alone. A site's workers may share the database.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from tessera.shared.api.descriptions import Description
+from tessera.shared.api.descriptions import DisclosedCounts
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.governance.disclosure import DisclosureRule
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.state.database import StateDatabase
 
+A = TypeVar("A", bound=DisclosedCounts)
+
+
+@dataclass(frozen=True)
+class Answers(Generic[A]):
+    """The answers of one kind about data sets, and the policy's limit on their number."""
+
+    kind: type[A]
+    limit: str
+    """The policy's setting."""
+    most: int
+    done: str
+    """The task on a data set, for a sentence."""
+
 
 class DescribedData:
-    """The descriptions in the database of a `folder`."""
+    """The answers in the database of a `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._database = StateDatabase.of(folder)
 
-    def describe(
-        self, dataset: str, digests: Array, rule: DisclosureRule, most: int, make: Callable[[], Description]
-    ) -> Description:
-        """Return the last description again, or else keep durably what `make` returns. Count it as one of at most
-        `most`. `digests` has the subjects' digests, uint64 [subjects, 2].
+    def answer(
+        self,
+        answers: Answers[A],
+        dataset: str,
+        question: str,
+        digests: Array,
+        rule: DisclosureRule,
+        make: Callable[[], A],
+    ) -> A:
+        """Return the last answer to the question again, or else keep durably what `make` returns. Count it. `digests`
+        has the subjects' digests, uint64 [subjects, 2].
 
-        Raises PolicyViolation and the exceptions of `make`.
+        Raises PolicyViolation and the exceptions of `make`, which may take long: other workers do not wait for it.
         """
-        with self._database.writing():
-            query = "SELECT times, digests, description FROM descriptions WHERE dataset = ?"
-            times, known, last = self._database.row(query, dataset) or (0, b"", None)
-            if times >= most:
-                raise PolicyViolation(
-                    "max_descriptions",
-                    f"the data set {dataset!r} was described {most} times, the most that the policy allows",
-                )
-            description = Description.model_validate_json(last) if last else None
-            if description is None or not self._repeats(dataset, description, known, digests, rule):
-                known, description = digests.astype("<u8").tobytes(), make()
-            row = dataset, times + 1, known, description.model_dump_json()
-            self._database.write("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", *row)
-        return description
+        made: A | None = None
+        while True:
+            with self._database.writing():
+                times, known, found = self._kept(answers, dataset, question, digests, rule)
+                answer = found.get(question) or made
+                if answer is not None:
+                    stored = {each: one.model_dump(mode="json") for each, one in {**found, question: answer}.items()}
+                    row = f"{dataset} {answers.limit}", times + 1, known, json.dumps(stored)
+                    self._database.write("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", *row)
+                    return answer
+            made = make()
 
-    def _repeats(self, dataset: str, last: Description, known: bytes, digests: Array, rule: DisclosureRule) -> bool:
+    def _kept(
+        self, answers: Answers[A], dataset: str, question: str, digests: Array, rule: DisclosureRule
+    ) -> tuple[int, bytes, dict[str, A]]:
+        """Return the number of answers so far, the digests of the subjects that the kept ones are of, and these by
+        question; none once enough subjects have changed. Raises PolicyViolation."""
+        query = "SELECT times, digests, description FROM descriptions WHERE dataset = ?"
+        times, known, stored = self._database.row(query, f"{dataset} {answers.limit}") or (0, b"", "{}")
+        if times >= answers.most:
+            raise PolicyViolation(
+                answers.limit,
+                f"the data set {dataset!r} was {answers.done} {times} times, the most that the policy allows",
+            )
+        found = {each: answers.kind.model_validate(one) for each, one in json.loads(stored).items()}
+        last = next(iter(found.values()), None)
         changed = changed_subjects(np.frombuffer(known, "<u8").reshape(-1, 2), digests)
-        same_rule = (last.minimum, last.step) == (rule.minimum, rule.step)
-        if not changed:
-            return same_rule
-        if changed >= max(rule.minimum, last.minimum):
-            return False
-        if rule.minimum > last.minimum or rule.step > last.step:
+        alike = last is not None and (last.minimum, last.step) == (rule.minimum, rule.step)
+        if last is None or changed >= max(rule.minimum, last.minimum) or not (changed or alike):
+            return times, digests.astype("<u8").tobytes(), {}
+        if changed and (rule.minimum > last.minimum or rule.step > last.step):
             raise PolicyViolation(
                 "min_subjects",
                 f"the last description of {dataset!r} had a lower minimum or finer counts than the policy has now, "
                 "and too few of its subjects have changed for another",
             )
-        return True
+        if changed and question not in found:
+            raise PolicyViolation(
+                "min_subjects",
+                f"too few subjects of {dataset!r} have changed since it was last {answers.done}, for another version",
+            )
+        return times, known, found
 
 
 def changed_subjects(earlier: Array, now: Array) -> int:

@@ -81,6 +81,18 @@ def describing(task: Task, policy: Policy) -> str:
     return f"{said} They have noise, which costs an example {noise.bound}." if noise else said
 
 
+def attacking(task: Task, model: Model, examples: int, held_out: int, policy: Policy) -> str:
+    """Return a few sentences on a task that measures a membership inference attack."""
+    rule = policy.disclosure
+    return (
+        f"Measures how well a person who has this version of {_model(model)} could recognise the records of "
+        f"`{task.dataset}` that it was trained on, and trains nothing. Computes its loss of {examples:,} training "
+        f"and {held_out:,} held-out examples. Sends {_recipient(task)} the numbers of groups, or of examples "
+        f"without groups, by their loss, of both kinds apart. Numbers below {rule.minimum} leave as zero, and others "
+        f"as multiples of {rule.step}."
+    )
+
+
 def rehearsing(task: Task, model: Model, examples: int, *, synthetic: bool) -> str:
     """Return a few sentences on a task that rehearses a run's training."""
     to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"

@@ -73,6 +73,8 @@ REMEDIES = {
     "min_batch": "Start the run with more steps or epochs, or with a larger batch_size.",
     "min_subjects": "Wait until more subjects have changed, or set min_subjects and count_step as they were.",
     "max_descriptions": "Raise policy.max_descriptions.",
+    "max_attacks": "Raise policy.max_attacks.",
+    "attack": "Remove `attack` from `kinds` in the settings: such counts leave no site with a rule of privacy.",
     "describe": "Remove `describe` from `kinds` in the settings; or set policy.figures_privacy, if the site's rules "
     "are for single examples.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
@@ -110,6 +112,8 @@ def check_use(task: Task, *, for_evaluation: bool) -> None:
     """Raise PolicyViolation for evaluation on training examples or training on a `for_evaluation` data set."""
     if task.trains and for_evaluation:
         raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation only")
+    if task.kind == "attack" and for_evaluation:
+        raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation: nothing was trained on it")
     if task.kind == "evaluate" and not task.held_out and not for_evaluation:
         raise PolicyViolation("use", f"the data set {task.dataset!r} is for training; no version is evaluated on it")
 
@@ -333,19 +337,24 @@ class Policy(Value):
         default=LEAST_SUBJECTS,
         ge=LEAST_SUBJECTS,
         le=MAX_NUMBER_OF_SUBJECTS,
-        description="fewest subjects (groups, or examples without one) of a count in a description, where fewer are "
-        "sent as none, and of a class, or a class in a subgroup, in an evaluation with `send_class_counts`, which is "
-        "without the others",
+        description="fewest subjects (groups, or examples without one) of a count in a description or an attack, "
+        "where fewer are sent as none, and of a class, or a class in a subgroup, in an evaluation with "
+        "`send_class_counts`, which is without the others",
     )
     count_step: int = Field(
         default=LEAST_STEP,
         ge=LEAST_STEP,
         le=MAX_NUMBER_OF_SUBJECTS,
-        description="counts in descriptions are rounded to multiples of it",
+        description="counts in descriptions and attacks are rounded to multiples of it",
     )
     max_descriptions: PositiveInt = Field(
         default=100,
         description="descriptions of one data set over all runs, counted over the workers that share runs_dir",
+    )
+    max_attacks: PositiveInt = Field(
+        default=20,
+        description="membership inference attacks that are measured on one data set over all runs, counted over the "
+        "workers that share runs_dir",
     )
     figures: Literal["exact", "rounded"] = Field(
         default="exact",

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import JsonValue, NonNegativeInt, PositiveInt
 
 from tessera.shared.api.tasks import MERGING, Task
+from tessera.shared.rounds.count_table import CountTable
 from tessera.shared.schema import Digest, Label, TaskKind, Value
 from tessera.shared.secure_sums.committee import is_abandoned
 from tessera.shared.secure_sums.messages import Hex32, Terms
@@ -209,6 +210,21 @@ class RunHistory:
                     "have signed that its sum is never opened",
                 )
         return abandoned
+
+    def has_trained(self, dataset: str, version: Digest) -> bool | None:
+        """Return True if a run that updates of a data set left into has the version, at or after the last of them;
+        False if only other versions are known; None if no update of the data set ever left."""
+        records, table = self._database.documents(Record, "SELECT record FROM runs"), CountTable(dataset).model_digest
+        sent = [one for one in records if one.upload_bytes and one.terms.get("dataset") == dataset]
+        trained = [one for one in sent if one.terms.get("model") != table]
+        if not trained:
+            return None
+        return any(
+            digest == version and number >= max(1, min(last.round for last in one.handed.values()))
+            for one in trained
+            if one.handed
+            for number, digest in one.versions.items()
+        )
 
     def measured(self, dataset: str) -> int:
         """Return the number of evaluations on a data set over all runs."""

@@ -58,4 +58,4 @@ class SiteRules:
         if task.kind == "rehearse":
             # A new process loads the data set, in a time that depends on the examples.
             return self.rehearses_synthetic(task)
-        return self.rounds_figures(task) if task.kind == "evaluate" else task.is_covered
+        return self.rounds_figures(task) if task.kind in ("evaluate", "attack") else task.is_covered

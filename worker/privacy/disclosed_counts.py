@@ -88,6 +88,24 @@ def kept_examples(subjects: Array, tables: Collection[CellTable], minimum: int) 
             return kept
 
 
+def counts_along(cells: Array, size: int, rule: DisclosureRule) -> Array:
+    """Return counts of ordered cells that may leave, int64 [size]. `cells` has the cell of each subject, int64
+    [subjects].
+
+    Suppressed cells would hide most of a small site's scores, so no subject is left out unless all are too few:
+    neighbouring cells are taken together until they have the minimum, and count at the place of their middle subject.
+    So a cell that shows zero may be empty or not, and each count is of as many subjects as the minimum.
+    """
+    shown, ordered = np.zeros(size, np.int64), np.sort(cells)
+    begin = 0
+    for end in (*(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)):
+        left = len(ordered) - end
+        if end - begin >= rule.minimum and (left == 0 or left >= rule.minimum):
+            shown[ordered[(begin + end) // 2]] = end - begin
+            begin = end
+    return rule.shown(shown)
+
+
 def noisy_counts(
     subjects: Array, tables: Mapping[T, CellTable], rule: DisclosureRule, rho: float, source: NoiseSource
 ) -> dict[T, Array]:

@@ -37,7 +37,7 @@ CREATE TABLE sums (
     model TEXT NOT NULL, terms TEXT NOT NULL, contribution TEXT NOT NULL, PRIMARY KEY (model, terms)
 ) WITHOUT ROWID;
 CREATE TABLE evaluations (dataset TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
--- The last description of each data set, and digests of the subjects that it is of (`described_data`).
+-- The last answers of each kind about a data set, and digests of the subjects that they are of (`described_data`).
 CREATE TABLE descriptions (
     dataset TEXT PRIMARY KEY, times INTEGER NOT NULL, digests BLOB NOT NULL, description TEXT NOT NULL
 );

@@ -79,7 +79,7 @@ class NoisyFigures(_ZeroConcentrated):
     kind: Literal["noisy-figures"] = "noisy-figures"
 
 
-Use = Literal["training", "choice", "evaluation", "description", "lost"]
+Use = Literal["training", "choice", "evaluation", "description", "attack", "lost"]
 """The kind of exact use: training; a choice of blocks by the data; evaluation on held-out examples; or all uses in a
 lost ledger."""
 

@@ -26,7 +26,7 @@ from tessera.worker.data.overlap import MAX_SHARED, share_of, sketch_of
 from tessera.worker.errors import HiddenFailure, InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
-from tessera.worker.governance.descriptions import describing, rehearsing, summary
+from tessera.worker.governance.descriptions import attacking, describing, rehearsing, summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import Ledger
@@ -93,10 +93,10 @@ def admit(run: TaskRun) -> AdmittedTask:
         # It is charged nothing, and reads too little to compare data sets.
         return AdmittedTask(dataset, _account(run, units, "", None), None)
     failure = _hidden_failure(run, dataset)
-    if task.kind != "train":
-        return AdmittedTask(dataset, None, None)
-    checkpoint = None if failure else checkpoint_of(env, task)
     held = env.airlock.find(task) if env.airlock else None
+    if task.kind != "train":
+        return AdmittedTask(dataset, None, None, held=held)
+    checkpoint = None if failure else checkpoint_of(env, task)
     account = _account(run, units, *_reserved(checkpoint, held))
     return AdmittedTask(dataset, account, checkpoint, terms, held, failure)
 
@@ -200,6 +200,8 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: 
     def said() -> str:
         if task.describes:
             return describing(task, run.env.policy)
+        if task.kind == "attack":
+            return attacking(task, read_model(run), examples, dataset.held_out, run.env.policy)
         if task.kind == "rehearse":
             return rehearsing(task, read_model(run), examples, synthetic=run.env.rehearses_synthetic(task))
         return summary(

@@ -10,6 +10,7 @@ from tessera.shared.run_settings import Budget
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array, digest_of
 from tessera.worker.errors import TaskFailure
+from tessera.worker.governance.described_data import Answers
 from tessera.worker.governance.policy import ClientPrivacyFloor, require
 from tessera.worker.privacy.disclosed_counts import SubjectTables, disclosed_counts, noisy_counts
 from tessera.worker.state.blob_cache import BlobTensor
@@ -23,6 +24,7 @@ def describe(run: TaskRun) -> Description:
     """Return the description of the task's data set, as the site's rules let it leave. Raises PolicyViolation,
     TaskFailure, LedgerError and the exceptions of `run.check`."""
     env, name = run.env, run.task.dataset
+    run.report.begin("describing")
     rule, noise, grouped = env.policy.disclosure, _noise(run), env.datasets[name].groups is not None
     found = env.executor.subjects(run, name)
 
@@ -40,7 +42,8 @@ def describe(run: TaskRun) -> Description:
 
     if env.described is None:
         return make()
-    return env.described.describe(name, found.digests, rule, env.policy.max_descriptions, make)
+    answers = Answers(Description, "max_descriptions", env.policy.max_descriptions, "described")
+    return env.described.answer(answers, name, "", found.digests, rule, make)
 
 
 def summed(run: TaskRun, terms: Terms, description: Description) -> tuple[FetchedVersion, TaskOutcome]:

@@ -184,7 +184,7 @@ class TaskEnvironment(SiteRules):
     shelf: Shelf
     scratch: Path
     name: str = "worker"
-    kinds: tuple[TaskKind, ...] = ("train", "evaluate", "describe", "rehearse")
+    kinds: tuple[TaskKind, ...] = ("train", "evaluate", "describe", "rehearse", "attack")
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
     documents: Documents = field(default_factory=Documents)
     versions: dict[str, CachedVersion] = field(default_factory=dict)

@@ -66,3 +66,5 @@ class TaskOutcome:
     """The method's result; None of an evaluation."""
     moments: Mapping[str, Array] = field(default_factory=dict)
     """The optimizer's moments, to keep for the run's next round."""
+    losses: Array | None = None
+    """The loss of each example, float64 [training examples and then held-out ones]; of an attack alone."""

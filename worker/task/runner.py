@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import structlog
 
+from tessera.shared.api.descriptions import Description
+from tessera.shared.api.membership import MembershipCounts
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult
@@ -36,6 +38,7 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.fetch import fetch
 from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.membership import attack
 from tessera.worker.task.rehearsal import rehearse
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import check_values, help_open
@@ -83,15 +86,15 @@ class TaskRunner(TaskEnvironment):
         if task.kind == "rehearse":
             with _at_quantum(run):
                 rehearsal = rehearse(run, admission)
-            Egress(run).submit_report(rehearsal=rehearsal)
+            Egress(run).submit_report(rehearsal.model_dump(mode="json"))
             return None
         dataset, account, checkpoint = admission.dataset, admission.account, admission.checkpoint
         held = None
         if admission.held and self.airlock:
             # The task was done under an earlier lease.
             return HeldUpdate.again(Egress(run, account, checkpoint, admission.terms), self.airlock, *admission.held)
-        if task.describes:
-            return self._described(Egress(run, terms=admission.terms))
+        if task.describes or task.kind == "attack":
+            return self._reported(Egress(run, terms=admission.terms), dataset)
         report.begin("fetching")
         with _at_quantum(run), self.shelf.pinning(), _settling(account), ending(checkpoint):
             with spans.span("fetch"):
@@ -126,24 +129,27 @@ class TaskRunner(TaskEnvironment):
                 egress.submit(ready, keep, outcome.examples)
         return None
 
-    def _described(self, egress: Egress) -> HeldUpdate | None:
-        """Submit a description, alone or in a secure sum, or return it held for release."""
-        egress.run.report.begin("describing")
+    def _reported(self, egress: Egress, dataset: DatasetInfo) -> HeldUpdate | None:
+        """Submit counts of subjects, alone or in a secure sum, or return them held for release."""
+        counts: Description | MembershipCounts
         with _at_quantum(egress.run), self.shelf.pinning():
-            description = describe(egress.run)
-            if egress.terms:
-                return self._sent(egress, *summed(egress.run, egress.terms, description))
+            if egress.run.task.kind == "attack":
+                counts = attack(egress.run, dataset)
+            else:
+                counts = describe(egress.run)
+                if egress.terms:
+                    return self._sent(egress, *summed(egress.run, egress.terms, counts))
         egress.run.wait_for_quantum(egress.run.check)
         if not self.airlock:
-            egress.submit_report(description=description)
+            egress.submit_report(counts.model_dump(mode="json"))
             return None
         with temporary_file(self.scratch) as (path, file):
-            file.write(canonical(description))
+            file.write(canonical(counts))
             file.flush()
-            egress.run.report.metrics = description.figures
+            egress.run.report.metrics = counts.figures
             opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
             update = UpdateFile(WrittenUpdate({}, {}, None), file.tell(), opened, path)
-            return HeldUpdate.of(egress, self.airlock, update, {}, sum(description.subjects), ())
+            return HeldUpdate.of(egress, self.airlock, update, {}, sum(counts.subjects), ())
 
     def _require_state(self, head: str | None) -> None:
         """Raise StateRolledBack if the audit lacks an entry that the coordinator holds, so that the ledgers may too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,9 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from pydantic import JsonValue
 
-from tessera.shared.api.descriptions import Description
-from tessera.shared.api.rehearsals import Rehearsal
-from tessera.shared.api.tasks import EvaluationResult, ReportResult, Submission
+from tessera.shared.api.tasks import REPORTS, EvaluationResult, ReportResult, Submission
 from tessera.shared.methods.base import LocalResult, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.schema import EPSILON
@@ -234,12 +233,12 @@ class Egress:
         self.run.deliver(lambda: env.coordinator.submit_evaluation(task.id, evaluated))
         self.run.journal.note("figures.count")
 
-    def submit_report(self, **report: Description | Rehearsal) -> None:
-        """Submit the `description` of a data set, or the report on a `rehearsal`."""
+    def submit_report(self, report: JsonValue) -> None:
+        """Submit the report of a task in a run without rounds."""
         env, task = self.run.env, self.run.task
         if env.history:
             env.history.add(self.run.snapshot, env.policy)
-        about = {name: each.model_dump(mode="json") for name, each in report.items()}
+        about = {REPORTS[task.kind]: report}
         ledger = self.run.journal.ledger_head()
         head = self.run.journal.note("figures.leave", dataset=task.dataset, **about, ledger=ledger)
         sent = {"token": task.token, **about, "audit_head": head, "progress": self.run.report.progress()}
@@ -453,8 +452,8 @@ class HeldUpdate:
         update = UpdateFile(written, summary.nbytes, opened, path, self.stored.envelope)
         if digest_at(path) != summary.update:
             raise PolicyViolation("airlock", "the file changed after its release")
-        if task.kind == "describe":
-            egress.submit_report(description=Description.model_validate_json(path.read_bytes()))
+        if task.kind in REPORTS:
+            egress.submit_report(json.loads(path.read_bytes()))
             return
         egress.check_egress(update, task.plan.sent(self.stored.blocks), ())
         keep = env.vault.read_aside(task.run, task.id)

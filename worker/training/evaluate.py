@@ -19,13 +19,14 @@ from tessera.shared.api.class_counts import (
     ClassCounts,
     ScoreCounts,
 )
+from tessera.shared.methods.base import Output
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.spec import Head
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.groups import Subgroups
 from tessera.worker.errors import NoFiniteLoss
-from tessera.worker.model.forward import IGNORED, forward
+from tessera.worker.model.forward import IGNORED, counted_labels, forward, losses
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import OneRank, Ranks
@@ -37,7 +38,9 @@ NO_LABELS = ": no example has a label that counts"
 class PredictionCounts:
     """Counts of predictions, which add up over batches and over ranks."""
 
-    def __init__(self, subgroups: Subgroups | None = None) -> None:
+    def __init__(self, subgroups: Subgroups | None = None, examples: int = 0) -> None:
+        self.losses = torch.zeros(examples, dtype=torch.float64)
+        """The mean loss of each example's scored labels, [examples], nan without any; of no element to note none."""
         self.subgroups = subgroups
         """The subgroups of the data set by which scores are counted; None counts no scores."""
         self.confusion = torch.zeros(0, dtype=torch.int64)
@@ -95,6 +98,8 @@ class PredictionCounts:
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the counts of all ranks. Rank 0 has a row of each batch, and so knows the number of classes."""
+        if self.losses.numel():
+            self.losses = ranks.total(self.losses)
         classes = ranks.same(lambda: self.counts.shape[1])
         if not self.counts.numel():
             self.counts = torch.zeros(3, classes, dtype=torch.int64)
@@ -151,6 +156,8 @@ def evaluate(
                 ranks.take_part(model, head, batches.dataset)
                 continue
             output = forward(model, head, batch)
+            if scores.losses.numel():
+                scores.losses[rows] = _losses(output, head, labels)
             count = _count(scores, output.logits, labels, head, rows)
             if count:
                 loss_sum += float(output.loss) * count
@@ -201,6 +208,12 @@ def texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Rank
         yield states.start_batch
     finally:
         del tower.forward
+
+
+def _losses(output: Output, head: Head, labels: Tensor) -> Tensor:
+    """Return the loss of each example, float64 [examples]; nan for one without a label that counts."""
+    scored = (counted_labels(head, labels) != IGNORED).flatten(1).any(1) if labels.ndim > 1 else labels != IGNORED
+    return torch.where(scored, losses(output, head, labels).double(), math.nan).cpu()
 
 
 def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head: Head, rows: Tensor) -> int:

@@ -3,14 +3,18 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Never
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, ClassCounts
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
+from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Subgroups, numbered_subjects
 from tessera.worker.errors import TaskFailure
@@ -38,9 +42,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     task, report, rules = local.task, local.report, local.rules
     measured = dataset.held_out if task.held_out else dataset
     if measured is None:
-        raise TaskFailure(
-            "nothing-held-out", f"the data set {task.dataset!r} has no held-out share here; set `held_out`"
-        )
+        nothing_held_out(local)
     rules.policy.check_measured(measured.examples)
     require_apart(local, loaded.context, measured)
     local.records.measure()
@@ -94,6 +96,40 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     report.metrics |= loaded.built.metrics
     local.check()
     return measured.examples
+
+
+def example_losses(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> Array:
+    """Return the version's loss of each example, float64 [training examples and then held-out ones].
+
+    Raises TaskFailure and UnsupportedRun.
+    """
+    parts, context, ranks = (dataset, dataset.held_out or nothing_held_out(local)), loaded.context, local.setup.ranks
+    size = ranks.same(lambda: local.piece_size.of_batches(local.task.training.batch_size, ranks.size))
+    local.report.begin("evaluating", steps=sum(math.ceil(part.examples / (size or part.examples)) for part in parts))
+    local.records.note_exact(sum(part.examples for part in parts), "attack")
+
+    def counted() -> None:
+        local.report.advance()
+        local.check()
+
+    found = []
+    for part in parts:
+        scores = PredictionCounts(examples=part.examples)
+        batches = Batches(part, size, local.device, trims=is_trimmable(context, part))
+        try:
+            with autocast(local.task.training, local.device):
+                measure(context.model, context.head, batches, counted, ranks, scores)
+        except ValueError as fault:
+            raise UnsupportedRun(f"no attack: {fault}") from fault
+        found.append(scores.losses)
+    return np.asarray(torch.cat(found))
+
+
+def nothing_held_out(local: LocalTask) -> Never:
+    """Raise TaskFailure for a data set without held-out examples."""
+    raise TaskFailure(
+        "nothing-held-out", f"the data set {local.task.dataset!r} has no held-out share here; set `held_out`"
+    )
 
 
 def countable(measured: Dataset, least: int) -> Tensor:

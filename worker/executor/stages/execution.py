@@ -17,7 +17,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.problems import Problem
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import HiddenFailure, Indivisible, InputMismatch, TaskFailure
-from tessera.worker.executor.stages.evaluate import evaluate
+from tessera.worker.executor.stages.evaluate import evaluate, example_losses
 from tessera.worker.executor.stages.load import load
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.rehearse import Rehearsal
@@ -49,8 +49,9 @@ def execute(
     account: Account | None,
     checkpoints: TrainingCheckpoints | None = None,
 ) -> TaskOutcome:
-    """Train, rehearse or evaluate by a task. Raises HiddenFailure if training for a secure sum fails, TaskFailure,
-    PolicyViolation, InputMismatch, UnsupportedRun, MemoryError, the exceptions of the method and of `local.check`."""
+    """Train, rehearse, evaluate or attack by a task. Raises HiddenFailure if training for a secure sum fails,
+    TaskFailure, PolicyViolation, InputMismatch, UnsupportedRun, MemoryError, the exceptions of the method and of
+    `local.check`."""
     rehearsal = Rehearsal(local, dataset, account) if local.task.kind == "rehearse" else None
     if rehearsal:
         local, dataset, account, checkpoints = rehearsal.local, rehearsal.sample(dataset), rehearsal.account, None
@@ -102,6 +103,10 @@ def _executed(
         with hiding(in_sum=in_sum), fitting:
             result, stats = train(local, loaded, dataset, account, checkpoints, rehearsal)
         outcome = TaskOutcome(stats.examples, result, loaded.moments.values)
+    elif task.kind == "attack":
+        with fitting:
+            losses = example_losses(local, loaded, dataset)
+        outcome = TaskOutcome(len(losses), losses=losses)
     else:
         with without_cause(rounds=rounds), fitting:
             outcome = TaskOutcome(evaluate(local, loaded, dataset))

@@ -32,6 +32,8 @@ def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, da
     task, known = local.task, local.cache.tokenized
     # The length of one document decides in which rows the next ones are, and so moves figures without a bound.
     packs = dataset.pack and not (task.kind == "evaluate" and local.rules.rounds_figures(task))
+    # An attack needs the loss of each text.
+    packs = packs and task.kind != "attack"
     if dataset.texts is None and not packs:
         return dataset
     made_as = f"{task.model}{' packed' if packs else ''}"
