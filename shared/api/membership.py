@@ -8,7 +8,7 @@ from tessera.shared.api.class_counts import Count
 from tessera.shared.api.descriptions import DisclosedCounts
 
 LOSS_EDGES = tuple(2.0 ** (k / 8) for k in range(-160, 41))
-"""The edges of the bins of losses: from a millionth to 32, each 9 % above the one before."""
+"""The edges of the bins of losses: from a millionth to 32, in steps of 9 %."""
 
 LOSS_BINS = len(LOSS_EDGES) + 1
 

@@ -66,7 +66,7 @@ class MembershipFigures:
     def sentence(self) -> str:
         """The result in words, for readers who are not engineers."""
         if "auroc" not in self.figures:
-            return f"{self.where}: too few subjects to tell; each count is below the site's minimum."
+            return f"{self.where}: too few subjects for a figure; each count is below the site's minimum."
         found = self.figures["auroc"]
         low, high = (round(100 * (end or 0.0)) for end in (found.low, found.high))
         what = " or ".join({"example": "records", "group": "groups such as patients"}[unit] for unit in self.units)

@@ -170,7 +170,11 @@ def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     assert disturbed == undisturbed
 
 
-@pytest.mark.parametrize("asks", [{"evaluation": {"sites": True}}, {"rehearsal": 5}], ids=["measured", "rehearsed"])
+@pytest.mark.parametrize(
+    "asks",
+    [{"evaluation": {"sites": True}}, {"rehearsal": 5}, {"membership_attack": True}],
+    ids=["measured", "rehearsed", "attacked"],
+)
 def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
     tmp_path: Path, vit: ModelFolder, running: Keep, asks: dict[str, Any]
 ) -> None:
@@ -179,8 +183,12 @@ def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
         uploaded = upload_model(client, vit)
         asked = {"rounds": 0, "dataset": "digits", **asks, "cohort": {"sites": ["a", "b"]}}
         digests = {"model": uploaded.model, "version": uploaded.version}
-        run = client.create_run(RunSpec.model_validate({"name": "measured", **asked, **digests}))
         workers = [running(worker_process(coordinator, s, f"{shard(i)}held_out = 0.3")) for i, s in enumerate("ab")]
+        if "membership_attack" in asks:
+            # Otherwise the sites have no members.
+            trained = digits_run(client, vit, rounds=1)
+            until(lambda: ended(client, trained), seconds=100)
+        run = client.create_run(RunSpec.model_validate({"name": "measured", **asked, **digests}))
         until(lambda: workers[0].said("started"), seconds=60)
         workers[0].kill()
         coordinator.kill()
@@ -189,8 +197,8 @@ def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
         until(lambda: ended(client, run), seconds=100)
         reports = client.reports(run.id)
         assert [(one.site, one.state) for one in reports] == [("a", "accepted"), ("b", "accepted")]
-        if "rehearsal" in asks:
-            assert all(one.rehearsal for one in reports)
+        if "evaluation" not in asks:
+            assert all(one.rehearsal or one.membership for one in reports)
         else:
             assert sorted(one.site for one in client.measurements(run.id)) == ["a", "b"]
         assert findings(coordinator, []) == []

@@ -15,6 +15,7 @@ from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.folder import dataset_file
 from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.executor.stages.direct import Direct
+from tessera.worker.privacy.disclosed_counts import SubjectTables
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.handover import CheckedModel, TaskOutcome
 
@@ -40,6 +41,9 @@ class InMemory:
 
     def digests(self, run: TaskRun, dataset: str) -> ExampleDigests:
         return self.here.digests(run, dataset)
+
+    def subjects(self, run: TaskRun, dataset: str) -> SubjectTables:
+        return self.here.subjects(run, dataset)
 
     def check(self, run: TaskRun, *given: Any) -> CheckedModel:
         self._settle()
