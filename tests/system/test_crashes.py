@@ -186,7 +186,7 @@ def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
         workers = [running(worker_process(coordinator, s, f"{shard(i)}held_out = 0.3")) for i, s in enumerate("ab")]
         if "membership_attack" in asks:
             # Otherwise the sites have no members.
-            trained = digits_run(client, vit, rounds=1)
+            trained = digits_run(client, vit, rounds=3)
             until(lambda: ended(client, trained), seconds=100)
         run = client.create_run(RunSpec.model_validate({"name": "measured", **asked, **digests}))
         until(lambda: workers[0].said("started"), seconds=60)
