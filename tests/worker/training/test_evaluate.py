@@ -251,3 +251,18 @@ def test_figures_leave_a_site_with_three_digits() -> None:
     report = Report(phase="training")
     report.loss = 2.3176862
     assert report.progress().loss == 2.32
+
+
+@pytest.mark.parametrize("family", ["bert", "bert words", "gpt2", "llama"])
+def test_the_loss_of_each_text_is_noted_and_none_for_a_text_without_labels(family: str) -> None:
+    config, head = PADDED[family]
+    model = instantiate({"model_type": family.split(maxsplit=1)[0], **config}, head, seed=1)
+    ids = torch.tensor([[0, 5, 9, 7, 12, 3], [0, 6, 8, 3, 1, 1], [0, 4, 3, 1, 1, 1]])
+    labels = torch.tensor([0, 1, -100])
+    if head != "text-classification":
+        labels = torch.where((ids == 1) | (labels == -100)[:, None], -100, ids % 2 if family == "bert words" else ids)
+    data = Dataset({"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": labels})
+    found = PredictionCounts(examples=3)
+    evaluate(model, head, Batches(data, 2, torch.device("cpu")), lambda: None, scores=found)
+    alone = [scores(model, head, data.rows(torch.tensor([place])), size=1)["loss"] for place in (0, 1)]
+    assert found.losses.tolist() == pytest.approx([*alone, math.nan], rel=1e-5, nan_ok=True)
