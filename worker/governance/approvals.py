@@ -4,15 +4,13 @@ The site's workers may share the requests. An approval covers a run's terms, by 
 another approval.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from tessera.shared.schema import DEFAULT_STUDY, MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
-from tessera.worker.governance.run_history import OF_EVALUATIONS, TaskStatement
+from tessera.shared.schema import MAX_WITHHELD, MAX_WITHHELD_TERMS, TaskKind, Value
+from tessera.worker.governance.run_history import TaskStatement
 from tessera.worker.state.database import StateDatabase, StateError
 
 REASON_CHARACTERS = 200
@@ -113,13 +111,13 @@ class Inbox:
             return
         kinds: list[TaskKind] = ["train", snapshot.kind] if snapshot.held_out else [snapshot.kind]
         now = self._now()
-        requests = [self._find(snapshot.run, terms_digest(snapshot, kind)) for kind in kinds]
+        requests = [self._find(snapshot.run, snapshot.terms_digest(kind)) for kind in kinds]
         if any(request and request.standing(now) == "approved" for request in requests):
             return
         request = next(filter(None, requests), None)
         if request is None:
             self._require_room()
-            request = self._ask(make(terms_digest(snapshot, kinds[0] if trains else snapshot.kind)))
+            request = self._ask(make(snapshot.terms_digest(kinds[0] if trains else snapshot.kind)))
         if (standing := request.standing(now)) != "approved":
             raise Unapproved(standing, request.reason(now))
 
@@ -234,15 +232,3 @@ class Inbox:
             "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)",
             request.run, request.shown_terms, request.model_dump_json(),
         )  # fmt: skip
-
-
-def terms_digest(snapshot: TaskStatement, kind: TaskKind | None = None) -> str:
-    """Return the digest that an approval covers: the run's terms, its data set and its kind of task."""
-    terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
-    # Only evaluations state it: a run that trains and measures is approved once.
-    for name in OF_EVALUATIONS:
-        terms.pop(name, None)
-    if terms.get("study") == DEFAULT_STUDY:
-        # Approvals without it are of runs of this study.
-        del terms["study"]
-    return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

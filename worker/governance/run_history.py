@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import JsonValue, NonNegativeInt, PositiveInt
 
-from tessera.shared.api.tasks import MERGING, Task
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.terms import TERMS, terms_digest, terms_of
 from tessera.shared.rounds.count_table import CountTable
 from tessera.shared.schema import Digest, Label, TaskKind, Value
 from tessera.shared.secure_sums.committee import is_abandoned
@@ -32,18 +33,6 @@ VERSIONS_KEPT = 64
 MAX_RESTORES = 3
 """Times that a worker follows a run back to an earlier round by itself, as after a restore of its coordinator. So a
 run gets at most four times the updates that its rounds and attempts allow."""
-
-TERMS = (
-    "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
-    "keep_updates", *MERGING,
-)  # fmt: skip
-"""Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
-send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which
-only evaluations state, two measurements of a version could differ by a class, and so show its score."""
-
-OF_EVALUATIONS = ("ignore", "subgroups")
-"""Terms that only evaluations state."""
 
 LIVE_TERMS = ("quorum", "deadline_seconds")
 """Rules of cohorts that may change while a run lives, as the number of rounds may."""
@@ -102,13 +91,13 @@ class TaskStatement:
 
     @classmethod
     def of(cls, task: Task) -> TaskStatement:
-        fields = {"study": task.study, "subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
-        # A central evaluation uses another data set than the run.
-        central = task.kind == "evaluate" and not task.held_out
-        omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())
-        terms = {name: fields[name] for name in TERMS if name not in omitted}
+        terms = terms_of(task)
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
+
+    def terms_digest(self, kind: TaskKind | None = None) -> str:
+        """Return the digest that an approval of tasks of this kind covers; by default, of the task's own kind."""
+        return terms_digest(self.terms, self.dataset, kind or self.kind)
 
     @property
     def repeats_model(self) -> bool:

@@ -14,7 +14,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance import approvals
-from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
+from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved
 from tessera.worker.governance.run_history import TaskStatement
 from tessera.worker.state.database import StateDatabase, StateError
 from tests.support.task_document import task_of
@@ -86,7 +86,7 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
         task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 3}),
         task(secure_sums={"helpers": ["a", "b", "d"], "quorum": 5}),
     ):
-        assert terms_digest(TaskStatement.of(changed)) != terms_digest(TaskStatement.of(task()))
+        assert TaskStatement.of(changed).terms_digest() != TaskStatement.of(task()).terms_digest()
         assert asking.code(changed) == "awaiting-approval"
     # What is approved is done, if it is offered; the run as a whole waits for a person.
     assert asking.code(task()) is None
@@ -125,7 +125,7 @@ def test_one_request_of_several_is_named_by_its_terms(asking: Asking) -> None:
 def test_terms_whose_digest_begins_as_that_of_approved_ones_are_not_approved(asking: Asking, tmp_path: Path) -> None:
     asking.code(task())
     asking.decide("r1")
-    terms = terms_digest(TaskStatement.of(task()))
+    terms = TaskStatement.of(task()).terms_digest()
     change = "UPDATE requests SET request = replace(request, ?, ?)"
     StateDatabase.of(tmp_path).write(change, terms, terms[:16] + "0" * 48)
     with pytest.raises(InboxError, match="a request on other terms"):
@@ -206,7 +206,7 @@ def test_a_run_that_measures_before_it_trains_asks_once(asking: Asking) -> None:
     assert asking.code(measuring) == "awaiting-approval"
     assert asking.code(task()) == "awaiting-approval"
     (asked,) = asking.inbox.find("r1")
-    assert asked.terms == terms_digest(TaskStatement.of(task()))
+    assert asked.terms == TaskStatement.of(task()).terms_digest()
     asking.decide("r1")
     assert asking.code(measuring) is asking.code(task()) is None
     asking.decide("r1", approved=False)

@@ -13,7 +13,6 @@ from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.shared.units import size
-from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import in_words, policy_in_words, summary
 from tessera.worker.governance.policy import Policy
 from tessera.worker.governance.run_history import TaskStatement
@@ -146,7 +145,7 @@ def test_runs_that_merge_updates_otherwise_are_other_requests_in_other_words(nam
     """A person who approves three runs that seem alike lets their versions be compared."""
     tasks = [task(**{name: value}) for value in values]
     assert len({summary(each, MODEL, 10) for each in tasks}) == len(values)
-    assert len({terms_digest(TaskStatement.of(each)) for each in tasks}) == len(values)
+    assert len({TaskStatement.of(each).terms_digest() for each in tasks}) == len(values)
 
 
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:
@@ -252,5 +251,5 @@ def test_a_run_that_keeps_updates_says_so_and_asks_anew() -> None:
     kept = task_of(keep_updates="run")
     assert "keeps each update as long as the run" in summary(kept, MODEL, 100)
     assert "keeps each update" not in summary(task_of(), MODEL, 100)
-    asked, before = (terms_digest(TaskStatement.of(one)) for one in (kept, task_of()))
+    asked, before = (TaskStatement.of(one).terms_digest() for one in (kept, task_of()))
     assert asked != before

@@ -18,7 +18,6 @@ from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.executor.stages.direct import Direct
-from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import ClientPrivacyFloor, Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory, TaskStatement
@@ -171,7 +170,7 @@ def test_a_run_keeps_its_client_level_privacy(tmp_path: Path, later: ClientPriva
 
 
 def test_an_approval_covers_the_client_level_privacy() -> None:
-    agreed, weak, none = (terms_digest(TaskStatement.of(task_of(FAIR, given))) for given in (AGREED, WEAK, None))
+    agreed, weak, none = (TaskStatement.of(task_of(FAIR, given)).terms_digest() for given in (AGREED, WEAK, None))
     assert len({agreed, weak, none}) == 3
 
 

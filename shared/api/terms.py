@@ -1,0 +1,43 @@
+"""The terms of a run as its tasks state them, and the digest of the terms that a site's approval covers."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from tessera.shared.api.tasks import MERGING, Task
+from tessera.shared.schema import DEFAULT_STUDY, TaskKind
+
+TERMS = (
+    "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
+    "keep_updates", *MERGING,
+)  # fmt: skip
+"""Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
+send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which
+only evaluations state, two measurements of a version could differ by a class, and so show its score."""
+
+OF_EVALUATIONS = ("ignore", "subgroups")
+"""Terms that only evaluations state."""
+
+
+def terms_of(task: Task) -> dict[str, JsonValue]:
+    """Return the run's terms, as far as the task states them."""
+    fields = {"study": task.study, "subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
+    # A central evaluation uses another data set than the run.
+    central = task.kind == "evaluate" and not task.held_out
+    omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())
+    return {name: fields[name] for name in TERMS if name not in omitted}
+
+
+def terms_digest(terms: Mapping[str, JsonValue], dataset: str, kind: TaskKind) -> str:
+    """Return the digest that an approval covers: a run's terms, its data set and the kind of its tasks."""
+    covered = {**terms, "dataset": dataset, "kind": kind}
+    # Only evaluations state it: a run that trains and measures is approved once.
+    for name in OF_EVALUATIONS:
+        covered.pop(name, None)
+    if covered.get("study") == DEFAULT_STUDY:
+        # Approvals without it are of runs of this study.
+        del covered["study"]
+    return hashlib.sha256(json.dumps(covered, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
