@@ -211,9 +211,21 @@ def _by_name(environment: Mapping[str, str], prefix: str) -> dict[str, str]:
 def toml(value: Any) -> str:
     """Return a value as TOML on one line. Keys of tables that are None are left out."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{key} = {toml(each)}" for key, each in value.items() if each is not None)
+        inner = ", ".join(f"{_key(key)} = {toml(each)}" for key, each in value.items() if each is not None)
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(toml, value))}]"
-    # A date or a time is a text.
-    return json.dumps(value, ensure_ascii=False, default=str)
+    # A date or a time is a text. TOML, unlike JSON, has no raw DEL.
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)
+
+
+def toml_file(values: Mapping[str, Any], above: str = "") -> str:
+    """Return a document as TOML, with a heading for each table. Keys that are None are left out."""
+    tables = {key: each for key, each in values.items() if isinstance(each, dict)}
+    simple = (f"{_key(key)} = {toml(each)}\n" for key, each in values.items() if not isinstance(each, dict | None))
+    parts = (f"\n[{above}{_key(key)}]\n" + toml_file(each, f"{above}{_key(key)}.") for key, each in tables.items())
+    return "".join((*simple, *parts))

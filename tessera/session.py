@@ -16,7 +16,7 @@ from tessera.shared.client.lookup import find_run
 from tessera.shared.client.previews import preview_notes, previewed
 from tessera.shared.client.round_outcomes import follow, outcomes
 from tessera.shared.client.run_comparison import compare_runs
-from tessera.shared.client.run_file import check_spec, read_spec, settings_of
+from tessera.shared.client.run_file import check_spec, read_spec
 from tessera.shared.client.run_versions import Wanted, described, export_version, new_run
 from tessera.shared.metrics.classification import group_figures
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
@@ -181,7 +181,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The content of its run file, with all defaults: what `start` takes."""
-        return settings_of(self.record)
+        return self.record.spec.settings
 
     def __repr__(self) -> str:
         made = f"version {self.record.version.number} of {self.record.spec.rounds}"

@@ -27,7 +27,6 @@ from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.metrics.comparison import MAIN_SCORES
 from tessera.shared.metrics.site_spread import PERSONAL
-from tessera.shared.schema import ACCEPTED, EPSILON
 
 router = APIRouter(prefix=f"{PREFIX}/site", include_in_schema=False, route_class=PageRoute)
 
@@ -153,7 +152,9 @@ def show_run(run_id: str, request: Request, serving: Serving, who: SignedSite, b
             # The round after the latest version may not have begun, or not with this site.
             rounds=[(n, tasks[n]) for n in range(last, first - 1, -1) if n <= latest or tasks[n]],
             declared=_declared(session, site, share.run.spec.dataset),
-            spent=_spent(session, site, run_id) if share.run.spec.privacy else [],
+            spent=views.spent_epsilon(session, run_id, TaskRow.worker_id.in_(_workers(site)))
+            if share.run.spec.privacy
+            else [],
             measurements=measurements,
             scores=[
                 name
@@ -198,11 +199,3 @@ def _declared(session: Session, site: SiteRow, dataset: str) -> dict[str, int]:
     rows = session.execute(select(WorkerRow.name, WorkerRow.declared).where(WorkerRow.site_id == site.id))
     counts = {worker: declared.get("datasets", {}).get(dataset, 0) for worker, declared in rows}
     return {worker: count for worker, count in sorted(counts.items()) if count}
-
-
-def _spent(session: Session, site: SiteRow, run_id: str) -> Sequence[tuple[str, float]]:
-    """Return the epsilon that each worker has reported with its updates."""
-    spent = func.max(TaskRow.metrics[EPSILON].as_float())
-    query = select_tasks(WorkerRow.name, spent).where(TaskRow.worker_id.in_(_workers(site)), TaskRow.run_id == run_id)
-    reported = query.where(TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED)).group_by(WorkerRow.name)
-    return [(worker, value) for worker, value in session.execute(reported) if value is not None]

@@ -52,7 +52,7 @@ def by_site(session: Session, run: RunRow, live_since: float) -> list[SiteCovera
             .group_by(SiteRow.name)
         ).all()
     )
-    before, causes = _rounds_before(session, run, workers), _causes(session, run)
+    before, causes = _rounds_before(session, run, workers), left_out(session, run, number).get(number, {})
     found = []
     for site, examples in sorted(_examples(terms, workers).items(), key=lambda item: (-item[1], item[0])):
         missed = min(WINDOW, number - last.get(site, before.get(site, 0)))
@@ -111,25 +111,29 @@ def _rounds_before(session: Session, run: RunRow, workers: Iterable[LiveWorker])
     }
 
 
-def _causes(session: Session, run: RunRow) -> dict[str, str]:
-    """Return the reasons for which the latest round was merged without sites that it asked."""
+def left_out(session: Session, run: RunRow, first: int) -> dict[int, dict[str, str]]:
+    """Return the reasons for which committed rounds, from round `first` on, were merged without tasks that they
+    offered, by round and site."""
     rows = session.execute(
-        select_tasks(SiteRow.name, TaskRow.state, TaskRow.problem, RoundRow.reason)
+        select_tasks(RoundRow.number, SiteRow.name, TaskRow.state, TaskRow.problem, RoundRow.reason)
         .join(RoundRow, RoundRow.id == TaskRow.round_id)
-        .where(RoundRow.run_id == run.id, RoundRow.number == run.version_number, RoundRow.state == "committed")
-        .where(TaskRow.kind == "train")
+        .where(RoundRow.run_id == run.id, RoundRow.number >= first, RoundRow.state == "committed")
+        .where(TaskRow.kind == "train", TaskRow.state != "merged")
     )
-    found = defaultdict[str, list[str]](list)
-    for site, state, problem, closed_because in rows:
+    found = defaultdict[tuple[int, str], list[str]](list)
+    for number, site, state, problem, closed_because in rows:
         if problem:
-            found[site].append(f"{problem['code']}: {problem['detail'][:200]}")
+            found[number, site].append(f"{problem['code']}: {problem['detail'][:200]}")
         elif state == "expired":
-            found[site].append("its lease ran out, and nothing was heard of it")
+            found[number, site].append("its lease ran out, and nothing was heard of it")
         elif state == "left_out":
-            found[site].append("its update was left out: its norm is too large")
+            found[number, site].append("its update was left out: its norm is too large")
         elif state == "cancelled":
-            found[site].append(f"its update had not come when the round closed: {closed_because}")
-    return {site: "; ".join(dict.fromkeys(reasons)) for site, reasons in found.items()}
+            found[number, site].append(f"its update had not come when the round closed: {closed_because}")
+    by_round = defaultdict[int, dict[str, str]](dict)
+    for (number, site), reasons in found.items():
+        by_round[number][site] = "; ".join(dict.fromkeys(reasons))
+    return by_round
 
 
 def _unasked(terms: RunTerms, workers: Iterable[LiveWorker], live: set[str]) -> str:

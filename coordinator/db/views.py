@@ -38,7 +38,8 @@ from tessera.shared.problems import BadRequest, NotFound
 from tessera.shared.rounds.client_privacy import EPSILON
 from tessera.shared.rounds.outliers import PREFIX
 from tessera.shared.rounds.planning import dataset_of
-from tessera.shared.schema import Page
+from tessera.shared.schema import ACCEPTED, Page
+from tessera.shared.schema import EPSILON as WORKER_EPSILON
 
 V = TypeVar("V", bound=BaseModel)
 
@@ -263,6 +264,18 @@ def latest_measurements(
     return measurements(
         session, run_id, spec, *which, TaskRow.version_number == newest.correlate(None).scalar_subquery()
     )
+
+
+def spent_epsilon(session: Session, run_id: str, *which: ColumnElement[bool]) -> list[tuple[str, str, float]]:
+    """Return the epsilon that each worker has reported with its updates under these conditions: the names of the site
+    and worker, and the value."""
+    spent = func.max(TaskRow.metrics[WORKER_EPSILON].as_float())
+    query = select_tasks(SiteRow.name, WorkerRow.name, spent).where(TaskRow.run_id == run_id, *which)
+    reported = query.where(TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED)).group_by(
+        SiteRow.name, WorkerRow.name
+    )
+    rows = session.execute(reported.order_by(SiteRow.name, WorkerRow.name))
+    return [(site, worker, value) for site, worker, value in rows if value is not None]
 
 
 def site_reports(session: Session, run_id: str) -> list[SiteReport]:

@@ -455,6 +455,11 @@ class RunSpec(Value):
         return self.asks in ("describe", "attack")
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as a run's file would have them, with all defaults."""
+        return self.model_dump(mode="json", exclude={"model", "version"}, exclude_none=True)
+
+    @property
     def trained(self) -> Self:
         """The run that trains by these settings: that which a rehearsal rehearses, or the run itself."""
         return self.model_copy(update={"rounds": self.rehearsal, "rehearsal": None}) if self.rehearsal else self

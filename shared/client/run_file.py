@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import Run, RunPatch, RunSpec
+from tessera.shared.api.runs import RunPatch, RunSpec
 from tessera.shared.diagnostics import toml_of
 from tessera.shared.methods.base import Method, MethodSpec
 from tessera.shared.methods.registry import (
@@ -69,11 +69,6 @@ def read_toml(file: Path, settings: Iterable[str], note: Note = lambda _: None) 
         raise Invalid(f"{file} is not TOML: {fault}", remedy=REMEDY) from fault
     _change_all(given, list(settings), note)
     return given
-
-
-def settings_of(run: Run) -> dict[str, Any]:
-    """Return a run's settings as its file would have them, with all defaults."""
-    return run.spec.model_dump(mode="json", exclude={"model", "version"}, exclude_none=True)
 
 
 def changed(given: dict[str, Any], settings: Iterable[str], note: Note = lambda _: None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.export import export_file, export_folder
 from tessera.shared.client.lookup import find_run, only
 from tessera.shared.client.model_upload import upload_model
-from tessera.shared.client.run_file import changed, settings_of
+from tessera.shared.client.run_file import changed
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.problems import Gone, Invalid, NotFound
 from tessera.shared.units import size
@@ -140,7 +140,7 @@ def new_run(
         )
     if start_from is not None:
         run, version, best = find_start(client, start_from)
-        settings = changed(settings_of(run), changes, note) if given is None else given
+        settings = changed(run.spec.settings, changes, note) if given is None else given
         words = f"the best version, {described(best)}," if best else f"version {version.number}"
         if without is not None:
             sites = list(client.sites())

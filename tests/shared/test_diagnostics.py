@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tessera.coordinator.cli import app as coordinator_app
-from tessera.shared.diagnostics import HIDDEN, effective, shown
+from tessera.shared.diagnostics import HIDDEN, effective, shown, toml_file
 from tessera.worker.cli.worker import app as worker_app
 
 SECRET = "hunter2hunter2"
@@ -106,3 +107,10 @@ def test_what_a_worker_says_when_nothing_works_has_no_secret(config: Path) -> No
         assert said.exit_code == 1, said.output
         assert "cannot" in said.output or "no " in said.output
         assert SECRET not in said.output
+
+
+def test_a_document_with_any_names_is_read_back_as_it_was() -> None:
+    odd = {"a b": 1, "c\x7f\n\"'#": {"k.\u00e9": [1, {"z y": "]\n[evil]", "q": True}]}, "": 0.5}
+    document = {"name": "a", "absent": None, "method": {"settings": odd, "none": {}}, "small": 1e-5, "last": []}
+    written = toml_file(document)
+    assert tomllib.loads(written) == {name: value for name, value in document.items() if value is not None}
