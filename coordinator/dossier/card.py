@@ -142,10 +142,13 @@ def concerns(found: Record) -> Iterator[str]:
     yield from _of_sites(found)
     run, number = found["run"], found["version"]["number"]
     yield from _of_results(found["results"], run["id"])
-    if not found["attacks"]:
+    for attack in found["attacks"]:
+        if attack["succeeded"]:
+            yield f"The membership attack of the run {attack['run_name']} did better than a guess: see below."
+    if not any(attack["figures"] for attack in found["attacks"]):
         yield (
             "No membership attack was made on this model: it was not tried whether the model shows whose records it "
-            f"was trained on. To try it: tessera run attack {run['id']}@{number}"
+            f"was trained on. To try it: tessera run attack --from {run['id']}@{number}"
         )
     if number and not (run["spec"].privacy or run["spec"].client_privacy):
         yield (

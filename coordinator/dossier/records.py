@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import case, distinct, func, select
@@ -27,12 +28,16 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.metrics.classification import Figure, GroupFigures, group_figures, share
 from tessera.shared.metrics.comparison import MainScore, main_score
+from tessera.shared.metrics.membership import AttackResult
 from tessera.shared.metrics.site_spread import scores_by_site
 from tessera.shared.rounds.client_privacy import EPSILON
 from tessera.shared.rounds.planning import task_of
 from tessera.shared.schema import TaskKind
 
 Record = dict[str, Any]
+
+GUESS = 0.5
+"""The AUROC of an attack that guesses."""
 
 
 def at(seconds: float) -> str:
@@ -212,6 +217,21 @@ def _scores(main: MainScore, ones: Sequence[Measurement], number: int, evaluatio
         },
         "pooled": pooled.as_json()["found"] if pooled else None,
         "figures": [one.as_json() for one in figures.values()],
+    }
+
+
+def attack_of(session: Session, run: RunRow) -> Record:
+    """Return the result of a run's membership attack."""
+    found = AttackResult.of(views.run_view(session, run), views.site_reports(session, run.id))
+    return {
+        "run": run.id,
+        "run_name": run.name,
+        "succeeded": any((one.figures["auroc"].low or 0) > GUESS for one in found.found if "auroc" in one.figures),
+        "sentences": found.sentences,
+        "figures": [
+            {**asdict(one), "figures": {name: figure._asdict() for name, figure in one.figures.items()}}
+            for one in found.found
+        ],
     }
 
 

@@ -19,8 +19,9 @@ from tessera.coordinator.dossier.contents import documents
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.class_counts import ScoreCounts
+from tessera.shared.api.membership import LOSS_BINS, MembershipCounts
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch, RunSpec
-from tessera.shared.api.tasks import AdvertisedPolicy, EvaluationResult, Failure, Submission, Task
+from tessera.shared.api.tasks import AdvertisedPolicy, EvaluationResult, Failure, ReportResult, Submission, Task
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Gone, NotFound
 from tessera.shared.run_settings import Privacy
@@ -69,7 +70,12 @@ class Dossier:
 def site(
     coordinator: LiveCoordinator, name: str, examples: int = 10, study: str = "default", **about: Any
 ) -> ScriptedWorker:
-    given = {"kinds": ("train", "evaluate"), "datasets": {"data": examples}, "held_out": {"data": 200}, **about}
+    given = {
+        "kinds": ("train", "evaluate", "attack"),
+        "datasets": {"data": examples},
+        "held_out": {"data": 200},
+        **about,
+    }
     return ScriptedWorker(coordinator.client("site", name, (study,)), name, **given).enrol()
 
 
@@ -80,6 +86,18 @@ def evaluate(one: ScriptedWorker, task: Task) -> None:
         class_counts=summed(dict(counts)), subgroup_counts=dict(counts),
     )  # fmt: skip
     one.client.submit_evaluation(task.id, found)
+
+
+def answer(one: ScriptedWorker, task: Task) -> None:
+    if task.kind == "evaluate":
+        evaluate(one, task)
+        return
+    # Of 100 members all have a smaller loss than 100 others.
+    members, others = ([100 * (place == at) for place in range(LOSS_BINS)] for at in (10, 20))
+    counts = MembershipCounts(
+        unit="example", minimum=10, step=5, members=tuple(members), others=tuple(others), known=True
+    )
+    one.client.submit_report(task.id, ReportResult(token=task.token, membership=counts))
 
 
 def train(one: ScriptedWorker, epsilon: float | None = None) -> Task:
@@ -96,12 +114,12 @@ def train(one: ScriptedWorker, epsilon: float | None = None) -> Task:
 
 
 def ended(client: Client, run: Run, *workers: ScriptedWorker) -> None:
-    """Answer evaluations until the run has ended."""
+    """Answer evaluations and attacks until the run has ended."""
 
     def over() -> bool:
         for one in workers:
             if (task := one.claim(0)) is not None:
-                evaluate(one, task)
+                answer(one, task)
         return client.run(run.id).state not in ("running", "paused")
 
     until(over)
@@ -144,6 +162,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         }  # fmt: skip
         again = client.create_run(RunSpec.model_validate({"name": "again", **given}))
         ended(client, again, north, south)
+        attack = client.create_run(
+            RunSpec.model_validate({**given, "name": "attack", "evaluation": None, "membership_attack": True})
+        )
+        ended(client, attack, north, south)
         west = site(coordinator, "west", study="other")
         hidden = {**given, "name": "hidden-run", "study": "other", "cohort": Cohort()}
         elsewhere = client.create_run(RunSpec.model_validate(hidden))
@@ -227,6 +249,17 @@ def test_no_name_becomes_markup(dossier: Dossier) -> None:
     # What GitHub and the hub make a link without brackets.
     assert not re.search(r"(www\.|(?<!\\)://)evil", dossier.text["README.md"])
     assert dossier.json["results.json"]["classes"] == list(NAMES.values())
+
+
+def test_an_attack_is_stated_and_the_lack_of_one_too(scene: Scene, dossier: Dossier) -> None:
+    (attack,) = dossier.json["results.json"]["attacks"]
+    assert attack["figures"][0]["figures"]["auroc"]["value"] == 1.0
+    assert "The membership attack of the run attack did better than a guess: see below." in dossier.said
+    assert any("picks the right one 100 of 100 times" in said for said in dossier.said)
+    assert "No membership attack" not in dossier.text["README.md"]
+    start = Dossier(scene.coordinator, scene.run, 0)
+    command = f"tessera run attack --from {scene.run.id}@0"
+    assert any("No membership attack" in said and said.endswith(command) for said in start.said)
 
 
 def test_a_reader_of_one_study_gets_nothing_of_another(scene: Scene) -> None:
