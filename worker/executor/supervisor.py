@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1
 END = signal.SIGUSR1
 """The signal by which the agent, or the kernel at the agent's end, has the supervisor end the ranks."""
 
-RANK = "from tessera.worker.executor.rank import main; main()"
+RANK = "from tessera.shared.lazy_import import load; load('tessera.worker.executor.rank').main()"
 """The code of a rank: its loaders import the main module of their parent, and need nothing of it."""
 
 
