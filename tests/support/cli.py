@@ -24,6 +24,12 @@ NOWHERE = "http://127.0.0.1:9"
 # Made anew for each line, a command takes longer than most of them do.
 main.get_command = cache(main.get_command)
 
+HEAVY = (
+    "torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "huggingface_hub", "matplotlib", "sqlalchemy",
+    "alembic", "obstore", "fastapi", "uvicorn",
+)  # fmt: skip
+"""Modules that an agent never imports, and a command only if it needs them."""
+
 COMMAND = (sys.executable, "-m", "tessera.shared.cli")
 
 

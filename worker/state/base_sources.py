@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from huggingface_hub import snapshot_download
 
 from tessera.shared.client.transport import tls_context
+from tessera.shared.lazy_import import load
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Invalid
 from tessera.shared.tensors.lazy import digest_of
@@ -156,7 +156,7 @@ def snapshot_folder(pinned: re.Match[str]) -> Path:
     Raises ValueError.
     """
     try:
-        folder = snapshot_download(
+        folder = load("huggingface_hub").snapshot_download(
             pinned["name"],
             revision=pinned["revision"],
             allow_patterns=["*.json", "*.safetensors"],

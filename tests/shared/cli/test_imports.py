@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.cli import COMMAND, NOWHERE, environment, process
+from tests.support.cli import COMMAND, HEAVY, NOWHERE, environment, process
 
 # Walks the whole tree of commands in one process, which imports no more than the last of them would.
 PROGRAM = """
@@ -17,15 +17,14 @@ from typer.main import get_command
 from typer.testing import CliRunner
 from tessera.shared.cli.main import app
 
-HEAVY = {"torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "huggingface_hub", "matplotlib",
-         "sqlalchemy", "alembic", "obstore", "fastapi", "uvicorn"}
+lines, heavy = json.loads(sys.argv[1]), set(json.loads(sys.argv[2]))
 found, codes, tree = {}, {}, get_command(app)
 
 def ask(*words, **env):
     done = CliRunner().invoke(app, words, env=env, prog_name="tessera")
     line = " ".join(words) or env["COMP_WORDS"]
     codes[line] = done.exit_code
-    if new := HEAVY.intersection(sys.modules) - set().union(*found.values()):
+    if new := heavy.intersection(sys.modules) - set().union(*found.values()):
         found[line] = sorted(new)
 
 def walk(command, words):
@@ -41,7 +40,7 @@ def walk(command, words):
         ask(_TESSERA_COMPLETE="complete_bash", COMP_WORDS=" ".join(line), COMP_CWORD=str(len(line) - 1))
 
 walk(tree, [])
-for line in json.loads(sys.argv[1]):
+for line in lines:
     ask(*line)
 print(json.dumps({"found": found, "codes": codes}))
 """
@@ -67,7 +66,7 @@ def test_a_command_without_tensors_or_tables_imports_neither_torch_nor_a_databas
     lines += [["simulate", missing], ["compare", str(tmp_path), missing], ["model", "blocks", missing]]
     lines += [["model", "merge", missing, missing], ["audit", "verify", "--config", config]]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(lines)],
+        [sys.executable, "-c", PROGRAM, json.dumps(lines), json.dumps(HEAVY)],
         env=environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
