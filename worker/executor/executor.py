@@ -79,8 +79,8 @@ FOLDER = "executor"
 """The name of the executor's folder in the state folder."""
 MARGIN_SECONDS = 30.0
 """The agent counts on idle processes for this much less, so that it hands no task to some that are about to end."""
-LEAST_LOOK_SECONDS, LOOK_SECONDS = 0.002, 0.02
-"""Time between two looks at a task's folder. It grows while nothing happens."""
+LOOK_SECONDS = 0.05
+"""Longest time between two looks at a task's folder."""
 STOP_SECONDS = 15.0
 """Time in which the ranks have to reach the end of a step, once the task is no longer wanted."""
 END_SECONDS = 0.2
@@ -274,7 +274,8 @@ class ProcessExecutor:
         try:
             hand_over(folder)
             handle = self._launcher.submit(folder)
-            result = TaskWait(folder, run, functions, partial(self._launcher.poll, handle)).wait()
+            alive, pause = partial(self._launcher.poll, handle), partial(self._launcher.wait, handle)
+            result = TaskWait(folder, run, functions, alive, pause).wait()
             arrays = read_arrays(folder / RESULT_ARRAYS) if (folder / RESULT_ARRAYS).is_file() else {}
         except Unwanted as unwanted:
             raise unwanted.reason from None
@@ -346,12 +347,18 @@ class TaskWait:
     """The agent's wait for the end of a task, during which it answers the executor."""
 
     def __init__(
-        self, folder: Path, run: TaskRun, functions: Mapping[str, Callable[..., Any]], alive: Callable[[], bool]
+        self,
+        folder: Path,
+        run: TaskRun,
+        functions: Mapping[str, Callable[..., Any]],
+        alive: Callable[[], bool],
+        pause: Callable[[float], None],
     ) -> None:
         self._folder = folder
         self._run = run
         self._functions = functions
         self._alive = alive
+        self._pause = pause
         self._answered = self._reported = 0
         self._unwanted: BaseException | None = None
         """The reason why the task is no longer wanted."""
@@ -359,7 +366,6 @@ class TaskWait:
 
     def wait(self) -> ResultRecord:
         """Return the result. Raises Unwanted once the ranks wait for the next task, and otherwise what ended it."""
-        pause = LEAST_LOOK_SECONDS
         while True:
             # Looked at before the files, so that the last files of a process that has ended are read.
             alive = self._alive()
@@ -368,12 +374,9 @@ class TaskWait:
                 return result
             if not alive:
                 raise self._unwanted or ExecutorEnded("executor-ended", ENDED)
-            if self._answers():
-                pause = LEAST_LOOK_SECONDS
-                continue
-            self._check()
-            time.sleep(pause)
-            pause = min(1.2 * pause, LOOK_SECONDS)
+            if not self._answers():
+                self._check()
+                self._pause(LOOK_SECONDS)
 
     def _read_progress(self) -> None:
         path = self._folder / PROGRESS
@@ -397,7 +400,7 @@ class TaskWait:
         """Return the exception of a failure: that of a process which has ended, if it may be the cause."""
         until = time.monotonic() + END_SECONDS
         while record.code == UNEXPLAINED and self._alive() and time.monotonic() < until:
-            time.sleep(LEAST_LOOK_SECONDS)
+            time.sleep(END_SECONDS / 100)
         if record.code == UNEXPLAINED and not self._alive():
             return ExecutorEnded("executor-ended", ENDED)
         if record.disk:

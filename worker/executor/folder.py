@@ -8,12 +8,15 @@
 - `stop`: the task is no longer wanted.
 - `result.json`, `result.safetensors`, or `failure.json`: the end, written last.
 
-Each file appears complete, by a rename. Other users cannot enter the folder. Above it and the folder of the
-processes lie files of later processes, too: `inventory.json`, the facts about the data sets that the first processes
+Each file appears complete, by a rename. Other users cannot enter the folder. Beside it lies `wake`, a named pipe by
+which the executor wakes the agent. Above it and the folder of the processes lie files of later processes, too:
+`inventory.json`, the facts about the data sets that the first processes
 have loaded, and `dataset-NAME`, a data set that several processes map.
 """
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +46,7 @@ DIGESTS, SUBJECTS, CHECK, CONVERT = "digests.json", "subjects.json", "check.json
 INVENTORY = "inventory.json"
 PROGRESS, STOP = "progress.json", "stop"
 RESULT, RESULT_ARRAYS, FAILURE = "result.json", "result.safetensors", "failure.json"
+WAKE = "wake"
 STOPPED = "stopped"
 """The code of a failure that is the end of a task which the agent asked to stop."""
 
@@ -214,6 +218,16 @@ def write_document(path: Path, document: BaseModel) -> None:
 
 def read_document(kind: type[D], path: Path) -> D:
     return kind.model_validate_json(path.read_bytes())
+
+
+def wake_agent(home: Path) -> None:
+    """Wake the agent from its wait for a document, which it would find a little later by itself."""
+    with suppress(OSError):
+        descriptor = os.open(home / WAKE, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(descriptor, b"\n")
+        finally:
+            os.close(descriptor)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:

@@ -1,16 +1,18 @@
 """Launchers of tasks: an interface for the processes of this machine, or for a cluster's queue."""
 
 import os
+import select
 import shutil
 import subprocess
 import sys
 import threading
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from tessera.worker.executor.folder import Document, write_document
+from tessera.worker.executor.folder import WAKE, Document, write_document
 from tessera.worker.executor.supervisor import END
 from tessera.worker.settings import ENVIRONMENT_PREFIX, DataSources, DeviceName
 
@@ -58,6 +60,9 @@ class Launcher(Protocol):
     def poll(self, handle: Any) -> bool:
         """Return True if the task may still end by itself, with a file in its folder that says how."""
 
+    def wait(self, handle: Any, seconds: float) -> None:
+        """Return once the folder may have a new file, after this time at the latest."""
+
     def cancel(self, handle: Any) -> None:
         """End the task at once, and everything that executes it."""
 
@@ -80,6 +85,7 @@ class LocalLauncher:
         # Of an agent that was killed together with its supervisor.
         shutil.rmtree(home, ignore_errors=True)
         self._started: tuple[subprocess.Popen[bytes], Path] | None = None
+        self._wake: FileIO | None = None
 
     def home(self) -> Path:
         """Return the folder of the processes, started if there are none. It is removed when they end."""
@@ -102,6 +108,11 @@ class LocalLauncher:
 
     def poll(self, handle: "subprocess.Popen[bytes]") -> bool:
         return handle.poll() is None
+
+    def wait(self, handle: "subprocess.Popen[bytes]", seconds: float) -> None:
+        wakes = [self._wake] if self._wake else []
+        for pipe in select.select(wakes, [], [], seconds)[0]:
+            pipe.read()
 
     def cancel(self, handle: "subprocess.Popen[bytes]") -> None:
         """End the supervisor, its ranks and their folder."""
@@ -131,7 +142,9 @@ class LocalLauncher:
         """End the processes, if there are any."""
         if self._started:
             self.cancel(self._started[0])
-        self._started = None
+        if self._wake:
+            self._wake.close()
+        self._started = self._wake = None
 
     def _start(self) -> "tuple[subprocess.Popen[bytes], Path]":
         """Start the supervisor, which starts the ranks. Return it and its folder."""
@@ -140,6 +153,10 @@ class LocalLauncher:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.mkdir(mode=0o700)
         write_document(folder / SETTINGS, self._settings)
+        # Some network file systems have no named pipes: `wait` then takes its whole time.
+        with suppress(OSError):
+            os.mkfifo(folder / WAKE, 0o600)
+            self._wake = FileIO(os.open(folder / WAKE, os.O_RDWR | os.O_NONBLOCK))
         arguments = [str(os.getpid()), str(folder), str(len(self._settings.devices))]
         # Overrides of settings may be secrets, of which it needs none.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}

@@ -63,6 +63,7 @@ from tessera.worker.executor.folder import (
     ConvertRecord,
     DatasetRecord,
     DiskError,
+    Document,
     FailureRecord,
     InventoryRecord,
     ProgressDocument,
@@ -73,6 +74,7 @@ from tessera.worker.executor.folder import (
     read_arrays,
     read_document,
     under,
+    wake_agent,
     write_arrays,
     write_document,
 )
@@ -255,14 +257,14 @@ class Rank:
             return
         except TaskStopped:
             if self.ranks.is_first:
-                write_document(folder / FAILURE, FailureRecord(code=STOPPED, detail=""))
+                self._answer(FAILURE, FailureRecord(code=STOPPED, detail=""))
             return
         except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
             record = _failure(fault)
             explained = not (record.code == UNEXPLAINED or record.hidden or fault.__cause__)
             about = {"rank": self._number, "code": record.code, "detail": in_short(fault)}
             structlog.get_logger("worker").error("rank-failed", exc_info=None if explained else fault, **about)
-            write_document(folder / FAILURE, record)
+            self._answer(FAILURE, record)
             if is_device_failure(fault):
                 # Only a new process can use the GPU again.
                 sys.exit(1)
@@ -359,7 +361,7 @@ class Rank:
         with hiding(in_sum=given.in_sum):
             digests = digests_of(self._whole(given.dataset), self._check_alone)
         write_arrays(self._folder / RESULT_ARRAYS, {"digests": digests.readable})
-        self._answer(ResultRecord(report=given.report, content=digests.content))
+        self._answer(RESULT, ResultRecord(report=given.report, content=digests.content))
 
     def _describe(self, request: Path) -> None:
         """Write the subjects of a data set."""
@@ -371,7 +373,7 @@ class Rank:
             arrays |= {f"examples/{name}": table.examples, f"cells/{name}": table.cells}
         write_arrays(self._folder / RESULT_ARRAYS, arrays)
         sizes = {name: table.size for name, table in found.tables.items()}
-        self._answer(ResultRecord(report=given.report, tables=sizes, unknown_tokens=found.unknown_tokens))
+        self._answer(RESULT, ResultRecord(report=given.report, tables=sizes, unknown_tokens=found.unknown_tokens))
 
     def _check_model(self, request: Path) -> None:
         """Write the model's block table."""
@@ -379,7 +381,7 @@ class Rank:
         self._report = given.report
         local = replace(self._local(given), check=self._check_alone)
         checked = check(local, given.document, given.mapping, given.dataset)
-        self._answer(ResultRecord(report=given.report, checked=checked))
+        self._answer(RESULT, ResultRecord(report=given.report, checked=checked))
 
     def _convert(self, request: Path) -> None:
         """Hand the agent each block that transformers makes of a published model. Raises TaskFailure."""
@@ -394,10 +396,11 @@ class Rank:
         except (Invalid, ValueError) as fault:
             # Of files of this site, for its own log.
             raise TaskFailure("no-base", str(fault)) from fault
-        self._answer(ResultRecord(report=self._report))
+        self._answer(RESULT, ResultRecord(report=self._report))
 
-    def _answer(self, result: ResultRecord) -> None:
-        write_document(self._folder / RESULT, result)
+    def _answer(self, name: str, document: Document) -> None:
+        write_document(self._folder / name, document)
+        wake_agent(self._home)
 
     # ------------------------------------------------------------ data sets
 
@@ -446,9 +449,7 @@ class Rank:
             arrays["losses"] = outcome.losses
         write_arrays(self._folder / RESULT_ARRAYS, arrays)
         metrics = None if result is None else dict(result.metrics)
-        write_document(
-            self._folder / RESULT, ResultRecord(examples=outcome.examples, metrics=metrics, report=self._report)
-        )
+        self._answer(RESULT, ResultRecord(examples=outcome.examples, metrics=metrics, report=self._report))
 
     # ------------------------------------------------------------ the agent
 
@@ -488,9 +489,7 @@ class Rank:
         self._show()
         self._requests += 1
         answer = self._folder / f"answer-{self._requests}.json"
-        write_document(
-            self._folder / f"request-{self._requests}.json", AgentCall(call=call, arguments=list(arguments))
-        )
+        self._answer(f"request-{self._requests}.json", AgentCall(call=call, arguments=list(arguments)))
         # The supervisor ends this process with the agent.
         while not answer.exists():
             time.sleep(ANSWER_SECONDS)
