@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
@@ -16,12 +17,19 @@ import numpy as np
 from examples.processes import Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.client.client import Client
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.schema import TaskKind
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet
-from tessera.worker.inventory import load_source
 from tessera.worker.settings import HELD_OUT_KEY_FILE, DataSource
+
+# They import torch. The processes of a demo start meanwhile.
+if TYPE_CHECKING:
+    from tessera.worker import inventory
+    from tessera.worker.data.partition import division
+else:
+    inventory = DeferredModule("tessera.worker.inventory")
+    division = DeferredModule("tessera.worker.data.partition.division")
 
 VIT = Path(__file__).parent / "digits/vit.json"
 
@@ -66,7 +74,7 @@ def holdings() -> tuple[Holding, ...]:
 
 def label_counts(holding: Holding) -> list[int]:
     """Return a site's number of images per digit."""
-    labels = load_source(holding.source).tensors["labels"].numpy()
+    labels = inventory.load_source(holding.source).tensors["labels"].numpy()
     return [int(count) for count in np.bincount(labels, minlength=CLASSES)]
 
 
@@ -181,7 +189,7 @@ class Federation:
             lines.append(f"held_out = {holding.source.held_out}")
             # A real site's key is made by its worker; here the same images are held out in every demo.
             (home / "state").mkdir()
-            (home / "state" / HELD_OUT_KEY_FILE).write_text(key_of_seed(SEED).hex(), encoding="ascii")
+            (home / "state" / HELD_OUT_KEY_FILE).write_text(division.key_of_seed(SEED).hex(), encoding="ascii")
         if part := holding.source.part:
             values = ", ".join(f"{name} = {_toml(value)}" for name, value in part.model_dump().items())
             lines.append(f"part = {{ {values} }}")
@@ -198,12 +206,19 @@ class Federation:
 
     def make_model(self, *options: str) -> ModelFolder:
         """Create a model with these options of `tessera model init`; without options, a ViT with random weights."""
-        out = self.folder / "model"
+        self.begin_model(*options)
+        return self.model()
+
+    def begin_model(self, *options: str) -> None:
+        """Start to create a model as `make_model` does."""
         options = options or ("--config", str(VIT), "--head", "image-classification", "--random")
         options = (*options, "--seed", str(SEED))
-        self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
+        self.processes.start("model-init", tessera("model", "init", str(self.folder / "model"), *options), {})
+
+    def model(self) -> ModelFolder:
+        """Return the model once it is created."""
         self.processes.finish("model-init")
-        return ModelFolder.open(out)
+        return ModelFolder.open(self.folder / "model")
 
 
 def _toml(value: object) -> str:

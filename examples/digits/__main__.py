@@ -10,14 +10,12 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 from rich.markup import escape
 
 from examples.digits import screen
-from examples.digits.picture import draw
-from examples.digits.reload import Scores, measure
 from examples.federation import LABORATORY, SITES, Federation, holdings
 from examples.ledger import Entry, percent_of_full, stages
 from examples.staging import DemoFailed, parser, play
@@ -27,9 +25,17 @@ from tessera.shared.client.export import export_folder
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.round_outcomes import RunProgress, at_work, follow
 from tessera.shared.client.run_file import read_spec
+from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.methods.fedfrozen import Scope
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.updates.model_folder import ModelFolder
+
+# Used after the run, with libraries that take seconds to import.
+if TYPE_CHECKING:
+    from examples.digits import picture, reload
+else:
+    picture = DeferredModule("examples.digits.picture")
+    reload = DeferredModule("examples.digits.reload")
 
 HERE = Path(__file__).parent
 
@@ -51,7 +57,6 @@ def _demo(console: Console, federation: Federation, given: argparse.Namespace) -
         "[bold]Tessera[/]: four institutions train a vision transformer, and no image leaves any of them.\n"
     )
     wanted = read_spec(HERE / "run.toml", [*given.settings, *_scope_setting(given.scope)])
-    screen.print_skew(console, holdings())
     with console.status("starting a coordinator"):
         federation.start_coordinator()
     with federation.admin() as client:
@@ -62,7 +67,7 @@ def _demo(console: Console, federation: Federation, given: argparse.Namespace) -
         entries = _follow(console, federation, client, run, folder.model.nbytes)
         screen.print_summary(console, entries, time.monotonic() - begun_at)
         _say_what_it_shows(console, entries)
-        draw(entries, federation.folder / "rounds.png")
+        picture.draw(entries, federation.folder / "rounds.png")
         _check_export(console, federation, client, run, entries[-1])
     console.print(f"Picture, model and logs: {escape(str(given.out))}")
 
@@ -73,10 +78,12 @@ def _scope_setting(scope: str | None) -> list[str]:
 
 def _gather(console: Console, federation: Federation, client: Client) -> ModelFolder:
     """Start every worker, and create the model while they start."""
+    federation.begin_model()
     for holding in holdings():
         federation.start_worker(client, holding)
+    screen.print_skew(console, holdings())
     with console.status("making the model") as status:
-        folder = federation.make_model()
+        folder = federation.model()
         for there in federation.await_workers(client):
             status.update(f"{there} of {len(SITES) + 1} workers are there")
     console.print(
@@ -134,8 +141,8 @@ def _check_export(console: Console, federation: Federation, client: Client, run:
     """Export the global model, and check that it has the same accuracy in transformers alone."""
     out = federation.folder / "global-model"
     export_folder(client, run, out, None, lambda _: None)
-    again = measure(out)
-    told = Scores(**{name: last.scores.get(name, math.nan) for name in ("accuracy", "macro_f1")})
+    again = reload.measure(out)
+    told = reload.Scores(**{name: last.scores.get(name, math.nan) for name in ("accuracy", "macro_f1")})
     console.print(
         f"\nExported; loaded again with transformers' from_pretrained: accuracy {again.accuracy:.4f}, "
         f"macro F1 {again.macro_f1:.4f}. {LABORATORY} had measured {told.accuracy:.4f} and {told.macro_f1:.4f}.",
