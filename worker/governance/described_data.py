@@ -41,6 +41,12 @@ class DescribedData:
     def __init__(self, folder: Path) -> None:
         self._database = StateDatabase.of(folder)
 
+    def find(
+        self, answers: Answers[A], dataset: str, question: str, digests: Array, rule: DisclosureRule
+    ) -> A | None:
+        """Return the last answer to a question; None if another one is due. Raises PolicyViolation as `answer`."""
+        return self._kept(answers, dataset, question, digests, rule)[2].get(question)
+
     def answer(
         self,
         answers: Answers[A],
@@ -50,22 +56,18 @@ class DescribedData:
         rule: DisclosureRule,
         make: Callable[[], A],
     ) -> A:
-        """Return the last answer to the question again, or else keep durably what `make` returns. Count it. `digests`
+        """Return the last answer to a question again, or else keep durably what `make` returns. Count it. `digests`
         has the subjects' digests, uint64 [subjects, 2].
 
-        Raises PolicyViolation and the exceptions of `make`, which may take long: other workers do not wait for it.
+        Raises PolicyViolation and the exceptions of `make`.
         """
-        made: A | None = None
-        while True:
-            with self._database.writing():
-                times, known, found = self._kept(answers, dataset, question, digests, rule)
-                answer = found.get(question) or made
-                if answer is not None:
-                    stored = {each: one.model_dump(mode="json") for each, one in {**found, question: answer}.items()}
-                    row = f"{dataset} {answers.limit}", times + 1, known, json.dumps(stored)
-                    self._database.write("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", *row)
-                    return answer
-            made = make()
+        with self._database.writing():
+            times, known, found = self._kept(answers, dataset, question, digests, rule)
+            answer = found.get(question) or make()
+            stored = {each: one.model_dump(mode="json") for each, one in {**found, question: answer}.items()}
+            row = f"{dataset} {answers.limit}", times + 1, known, json.dumps(stored)
+            self._database.write("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", *row)
+        return answer
 
     def _kept(
         self, answers: Answers[A], dataset: str, question: str, digests: Array, rule: DisclosureRule
