@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import case, distinct, func, select
@@ -228,10 +227,7 @@ def attack_of(session: Session, run: RunRow) -> Record:
         "run_name": run.name,
         "succeeded": any((one.figures["auroc"].low or 0) > GUESS for one in found.found if "auroc" in one.figures),
         "sentences": found.sentences,
-        "figures": [
-            {**asdict(one), "figures": {name: figure._asdict() for name, figure in one.figures.items()}}
-            for one in found.found
-        ],
+        "figures": found.as_json(),
     }
 
 

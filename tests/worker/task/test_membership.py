@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tessera.shared.api.membership import LOSS_BINS, LOSS_EDGES, MembershipCounts
 from tessera.shared.api.runs import Evaluation, Run, RunSpec, SiteReport, Training
 from tessera.shared.client.previews import attack_of
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.metrics.membership import MembershipFigures, membership_figures
 from tessera.shared.run_settings import Budget
 from tessera.worker.data.dataset import Dataset
@@ -240,6 +241,18 @@ def test_a_site_that_trained_in_no_run_measures_nothing(coordinator: LiveCoordin
     site = Site(coordinator, tmp_path, pictures())
     start_run(site.admin, *untrained(VIT, "image-classification"), rounds=0, membership_attack=True)
     with pytest.raises(TaskFailure, match="no run has trained on the data set 'data' here"):
+        site.runner().run(site.worker.take(), lambda: None, Report())
+
+
+def test_a_model_of_numbers_is_refused_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    whole = images(MEMBERS + OTHERS)
+    whole = replace(whole, tensors={**whole.tensors, "labels": whole.tensors["labels"].float()})
+    rows = torch.arange(whole.examples)
+    data = replace(whole.rows(rows[:MEMBERS]), held_out=whole.rows(rows[MEMBERS:]))
+    site = Site(coordinator, tmp_path, data, history=None)
+    model = untrained({**VIT, "num_labels": 1}, "image-classification")
+    start_run(site.admin, *model, rounds=0, membership_attack=True)
+    with pytest.raises(UnsupportedRun, match="no attack: per-example losses need logits and integer labels"):
         site.runner().run(site.worker.take(), lambda: None, Report())
 
 
