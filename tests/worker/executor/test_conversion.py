@@ -10,6 +10,7 @@ import pytest
 
 from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock
 from tessera.worker.errors import TaskFailure
+from tessera.worker.executor import executor as module
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.model.pretrained import plain_config, read_object
 from tessera.worker.task.environment import TaskRun
@@ -20,7 +21,11 @@ from tests.worker.privacy.test_private_task import task as task_of
 Bytes = dict[str, tuple[bytes, tuple[Path, ...]]]
 
 
-def test_a_rank_converts_a_published_model_as_this_process_does(alone: ProcessExecutor, tmp_path: Path) -> None:
+def test_a_rank_converts_a_published_model_as_this_process_does(
+    alone: ProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rank wakes the agent for each block and for a failure.
+    monkeypatch.setattr(module, "LOOK_SECONDS", 3600.0)
     folder = saved(tmp_path / "snapshot", "mixtral", MIXTRAL, "causal-lm")
     blocks, convert = wanted(folder)
     run = TaskRun(cast("Any", None), task_of(), lambda: None, Report(), cast("Any", None))
