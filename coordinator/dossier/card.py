@@ -145,7 +145,7 @@ def concerns(found: Record) -> Iterator[str]:
     for attack in found["attacks"]:
         if attack["succeeded"]:
             yield f"The membership attack of the run {attack['run_name']} did better than a guess: see below."
-    if not any(attack["figures"] for attack in found["attacks"]):
+    if not any(one["figures"] for attack in found["attacks"] for one in attack["figures"]):
         yield (
             "No membership attack was made on this model: it was not tried whether the model shows whose records it "
             f"was trained on. To try it: tessera run attack --from {run['id']}@{number}"
