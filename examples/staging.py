@@ -15,7 +15,7 @@ from rich.markup import escape
 from examples.federation import Federation, Holding
 from examples.ledger import Entry, percent_of_full
 from examples.processes import Died, Processes, end_by_interrupt
-from tessera.shared import units
+from tessera.shared import lazy_import, units
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.client.export import export_folder
 from tessera.shared.client.model_upload import upload_model
@@ -47,6 +47,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 def play(demo: Callable[[Console, Federation, argparse.Namespace], None], given: argparse.Namespace) -> int:
     """Play a demo. Return 0 when done, 1 when a process ended unexpectedly, 130 when interrupted."""
     console = output.out()
+    lazy_import.frozen = True
     end_by_interrupt()
     try:
         folder = _fresh(given.out)

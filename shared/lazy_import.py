@@ -4,8 +4,13 @@ import gc
 import importlib
 import os
 import signal
+import sys
 import threading
 from typing import Any
+
+frozen = False
+"""True in a program of Tessera: the garbage collector passes over its imports, which would take 0.3 s each time where
+torch is among them. In a notebook, it would pass over objects of the person too."""
 
 
 def _end(number: int, _frame: object) -> None:
@@ -20,7 +25,7 @@ def load(module: str) -> Any:
 
     An interrupt meanwhile ends the process as it ends any program, with a line in place of an import's traceback.
     """
-    enabled, handler = gc.isenabled(), signal.getsignal(signal.SIGINT)
+    enabled, known, handler = gc.isenabled(), module in sys.modules, signal.getsignal(signal.SIGINT)
     ends = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     gc.disable()
     if ends:
@@ -31,6 +36,8 @@ def load(module: str) -> Any:
         if ends:
             signal.signal(signal.SIGINT, handler)
         if enabled:
+            if frozen and not known:
+                gc.freeze()
             gc.enable()
 
 

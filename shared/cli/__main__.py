@@ -1,11 +1,12 @@
 """The command `tessera`, also where scripts are not installed: `python -m tessera.shared.cli`."""
 
-from tessera.shared.lazy_import import load
+from tessera.shared import lazy_import
 
 
 def main() -> None:
     """Import and run the command line."""
-    load("tessera.shared.cli.main").main()
+    lazy_import.frozen = True
+    lazy_import.load("tessera.shared.cli.main").main()
 
 
 if __name__ == "__main__":
