@@ -10,6 +10,7 @@ from tessera.shared.cli.connection import CaBundle, Connection, TokenFile, Token
 from tessera.shared.client.client import DEFAULT_URL
 from tessera.shared.client.data_descriptions import compare_data
 from tessera.shared.metrics.data_comparison import CountTable, DataAnswers
+from tessera.shared.problems import Invalid
 from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson
@@ -28,7 +29,7 @@ def compare(
             "--secure-sums", help="Sites, with commas, that open secure sums: only totals over sites are learned."
         ),
     ] = None,
-    quorum: Annotated[int, typer.Option(help="The fewest sites of a secure sum.", min=3)] = 5,
+    quorum: Annotated[int | None, typer.Option(help="The fewest sites of a secure sum, by default 5.", min=3)] = None,
     repeat: Annotated[
         bool,
         typer.Option("--repeat", help="Ask for another sum of the same data set, if people at the sites allow it."),
@@ -42,8 +43,11 @@ def compare(
     Exit code 1 if no site answered.
     """
     with Connection(url, token, token_file, ca_bundle).client() as client:
-        helpers = tuple(sums.split(",")) if sums else ()
-        run, answers = compare_data(client, dataset, study, wait, helpers, quorum, repeat=repeat)
+        helpers = [name.strip() for name in sums.split(",") if name.strip()] if sums else []
+        if not helpers and (quorum or repeat or sums is not None):
+            remedy = "Name the helpers, as in --secure-sums north,south,west, or leave the options out."
+            raise Invalid("--quorum and --repeat are for --secure-sums, which names no site", remedy=remedy)
+        run, answers = compare_data(client, dataset, study, wait, helpers, quorum or 5, repeat=repeat)
     if as_json:
         sites = {site: each.model_dump(mode="json") for site, each in answers.found.items()}
         totals = {"totals": answers.summed.totals} if answers.summed else {}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tessera.shared.api.runs import Preview, Run, RunSpec
+from pydantic import ValidationError
+
+from tessera.shared.api.runs import Preview, Run, RunPatch, RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.client.previews import ended
-from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
+from tessera.shared.metrics.data_comparison import UNANSWERED, DataAnswers, SummedCounts
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import Invalid
+from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.rounds.count_table import BLOCK, CountTable
 from tessera.shared.schema import DEFAULT_STUDY
 
@@ -52,7 +55,7 @@ def compare_data(
 
     With `helpers`, the sites that open secure sums, only totals over at least `quorum` sites are learned; `repeat`
     asks for a second sum of the data set. Return the answers with the run that asked. Raises Invalid if no site has
-    the data set.
+    the data set, or fewer than the quorum.
     """
     uploaded = upload_model(client, CountTable(dataset) if helpers else _NoModel())
     about = {"name": f"describe-{dataset}"[:64], "dataset": dataset, "study": study, "rounds": 0, "describe": True}
@@ -62,17 +65,31 @@ def compare_data(
         about |= {"rounds": 1, "secure_sums": sums, "method": {"name": "fedavg"}}
         cohort["quorum"] = quorum
     given = {**about, "model": uploaded.model, "version": uploaded.version, "cohort": cohort}
-    able, others = _sites(client.preview_run(RunSpec.model_validate(given)))
+    able, others = _sites(client.preview_run(_spec(given)))
     if not able:
         said = "; ".join(f"{site}: {reason}" for site, reason in others.items()) or "no worker has ever connected"
         remedy = "Correct the name of the data set, or repair the sites."
         raise Invalid(f"no site can describe a data set {dataset!r} ({said})", remedy=remedy)
+    if helpers and len(able) < quorum:
+        remedy = "Lower the quorum, to 3 at the least, or repair the other sites."
+        raise Invalid(f"{len(able)} sites can count {dataset!r} together, and a sum takes {quorum}", remedy=remedy)
     # Named, it ends as soon as they have answered.
-    given["cohort"] = {**cohort, "sites": able}
-    run, reports = ended(client, client.create_run(RunSpec.model_validate(given)))
-    if helpers:
-        return run, _totals(client, run, others)
-    return run, DataAnswers.of(run, reports, others)
+    given["cohort"] = {**cohort, "sites": sorted({*able, *helpers})}
+    # The deadline of a round begins with the round, which waits for approvals.
+    run, reports = ended(client, client.create_run(_spec(given)), wait_seconds if helpers else math.inf)
+    if not helpers:
+        return run, DataAnswers.of(run, reports, others)
+    if run.state == "running":
+        run = client.patch_run(run.id, RunPatch(state="cancelled"))
+    return run, _totals(client, run, others)
+
+
+def _spec(given: Mapping[str, Any]) -> RunSpec:
+    try:
+        return RunSpec.model_validate(given)
+    except ValidationError as fault:
+        faults = faults_of(fault, model=RunSpec)
+        raise Invalid("the sites cannot be asked like this", errors=faults, remedy="Fix what is named.") from None
 
 
 def _totals(client: Client, run: Run, others: Mapping[str, str]) -> DataAnswers:
@@ -80,7 +97,7 @@ def _totals(client: Client, run: Run, others: Mapping[str, str]) -> DataAnswers:
     tasks = [task for round_ in client.rounds(run.id) for task in round_.tasks if task.kind == "train"]
     counted = {_site(task.worker) for task in tasks if task.state == "merged"}
     failed = {_site(task.worker): task.problem.detail for task in tasks if task.problem}
-    waited = dict.fromkeys(run.spec.cohort.sites or (), run.reason or "it has not answered")
+    waited = dict.fromkeys(run.spec.cohort.sites or (), run.reason or UNANSWERED)
     silent = {site: reason for site, reason in {**others, **waited, **failed}.items() if site not in counted}
     if not counted:
         return DataAnswers({}, silent)

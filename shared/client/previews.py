@@ -1,5 +1,6 @@
 """Previews and rehearsals of a run, attacks on its model, and the notes to read before it starts."""
 
+import math
 import time
 from collections.abc import Collection, Iterator
 
@@ -61,9 +62,11 @@ def remarks(found: Preview, asked: Collection[str]) -> Iterator[str]:
             yield f"{one.worker}{'' if one.worker in asked else ' is not asked'}: {said}"
 
 
-def ended(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, list[SiteReport]]:
-    """Return a run without rounds and its reports, once each site has answered or the run is over."""
-    while wait and run.state == "running":
+def ended(client: Client, run: Run, seconds: float = math.inf) -> tuple[Run, list[SiteReport]]:
+    """Return a run and the reports on it, once each site has answered or the run is over, after `seconds` at the
+    latest."""
+    until = time.monotonic() + seconds
+    while run.state == "running" and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
         run = client.run(run.id)
     return run, client.reports(run.id)
@@ -71,5 +74,5 @@ def ended(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, list[Sit
 
 def forecast_of(client: Client, run: Run, *, wait: bool = True) -> tuple[Run, RunForecast]:
     """Return a rehearsal, as `ended` does, and the forecast of its run."""
-    run, reports = ended(client, run, wait=wait)
+    run, reports = ended(client, run, math.inf if wait else 0.0)
     return run, RunForecast.of(run.spec, reports)

@@ -17,6 +17,8 @@ TITLES: Mapping[TableName, str] = {
     "pixels": "Longer side of an image, in pixels",
 }
 
+UNANSWERED = "its worker is not live, or a person there has not approved the run (`tessera worker inbox`)"
+
 
 @dataclass(frozen=True)
 class DataAnswers:
@@ -147,7 +149,7 @@ def silent_sites(run: Run, reports: Iterable[SiteReport], answered: Collection[s
 
 def _reason(report: SiteReport | None) -> str:
     if report is None:
-        return "its worker is not live, or a person there has not approved the run (`tessera worker inbox`)"
+        return UNANSWERED
     return report.problem.detail if report.problem else f"it has not answered (its task is {report.state})"
 
 

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.rounds.count_table import CountTable
@@ -59,6 +61,24 @@ def other_table(coordinator: LiveCoordinator) -> list[str]:
 SUMS = ("--secure-sums", "north,south,west", "--quorum", "3", "--json")
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--secure-sums", "north, south"), "secure_sums/helpers: "),
+        (("--secure-sums", "north,north,south"), "a site is named twice"),
+        (("--secure-sums", "north,south,west", "--quorum", "2000"), "secure_sums/quorum: "),
+        (("--quorum", "3"), "--quorum and --repeat are for --secure-sums"),
+    ],
+)
+def test_a_sum_that_cannot_be_is_refused_at_once(
+    coordinator: LiveCoordinator, options: tuple[str, ...], told: str
+) -> None:
+    done = compare(coordinator, *options)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert list(coordinator.client().runs()) == []
+
+
 def test_the_coordinator_learns_totals_of_rounded_counts_and_no_site_s(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
@@ -70,6 +90,9 @@ def test_the_coordinator_learns_totals_of_rounded_counts_and_no_site_s(
         # The difference of two sums could be a site's own counts.
         again = compare(coordinator, *SUMS)
         other = other_table(coordinator)
+        few = compare(coordinator, *SUMS[:2], "--quorum", "4")
+        # A second sum waits for a person at each site.
+        late = compare(coordinator, *SUMS, "--repeat", "--wait", "3")
     # Of the 9 patients at one site none count there.
     assert told["totals"]["classes"] == [50, 45]
     assert told["sites"] == told["silent"] == {}
@@ -79,6 +102,11 @@ def test_the_coordinator_learns_totals_of_rounded_counts_and_no_site_s(
     assert [event.use for event in line.events] == ["description"]
     page = signed_in(coordinator).http.get(f"/page/runs/{told['run']}").text
     assert "Totals of 3 sites in a secure sum" in page
+    assert "3 sites can count 'wards' together, and a sum takes 4" in few.stderr
+    asked = json.loads(late.stdout)
+    assert late.returncode == 1
+    assert "approv" in asked["silent"]["north"], asked
+    assert coordinator.client().run(asked["run"]).state == "cancelled"
     assert again.returncode == 1
     assert "had sums from a model with the same values" in json.loads(again.stdout)["silent"]["north"]
     # Three times, and then the run pauses.
