@@ -206,19 +206,12 @@ class Federation:
 
     def make_model(self, *options: str) -> ModelFolder:
         """Create a model with these options of `tessera model init`; without options, a ViT with random weights."""
-        self.begin_model(*options)
-        return self.model()
-
-    def begin_model(self, *options: str) -> None:
-        """Start to create a model as `make_model` does."""
+        out = self.folder / "model"
         options = options or ("--config", str(VIT), "--head", "image-classification", "--random")
         options = (*options, "--seed", str(SEED))
-        self.processes.start("model-init", tessera("model", "init", str(self.folder / "model"), *options), {})
-
-    def model(self) -> ModelFolder:
-        """Return the model once it is created."""
+        self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
         self.processes.finish("model-init")
-        return ModelFolder.open(self.folder / "model")
+        return ModelFolder.open(out)
 
 
 def _toml(value: object) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from examples.digits import screen
-from examples.federation import LABORATORY, SITES, Federation, holdings
+from examples.federation import LABORATORY, SEED, SITES, VIT, Federation, holdings
 from examples.ledger import Entry, percent_of_full, stages
 from examples.staging import DemoFailed, parser, play
 from tessera.shared.api.runs import Run, RunSpec
@@ -29,6 +29,7 @@ from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.methods.fedfrozen import Scope
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.cli.model import init
 
 # Used after the run, with libraries that take seconds to import.
 if TYPE_CHECKING:
@@ -78,12 +79,14 @@ def _scope_setting(scope: str | None) -> list[str]:
 
 def _gather(console: Console, federation: Federation, client: Client) -> ModelFolder:
     """Start every worker, and create the model while they start."""
-    federation.begin_model()
     for holding in holdings():
         federation.start_worker(client, holding)
     screen.print_skew(console, holdings())
     with console.status("making the model") as status:
-        folder = federation.model()
+        # In this process: another one would import torch once more.
+        out = federation.folder / "model"
+        init(out, str(VIT), "image-classification", SEED, pretrained=False)
+        folder = ModelFolder.open(out)
         for there in federation.await_workers(client):
             status.update(f"{there} of {len(SITES) + 1} workers are there")
     console.print(
