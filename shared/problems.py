@@ -466,8 +466,8 @@ OF_WORKERS: Mapping[str, str] = {
     "too-little-memory": "Begin a run with a smaller model or fewer trained blocks, such as adapters, or leave the "
     "worker's site out (cohort.sites).",
     "diverged": "Begin a run with a lower training.learning_rate.",
-    "no-figures": "Ask the site to read its own log. Where it rounds figures, it sends no cause that may depend on "
-    "an example.",
+    "no-figures": "Ask the site to read its own log. Where it rounds figures, and in an attack, it sends no cause "
+    "that may depend on an example.",
     "not-trained": "Leave the site out (cohort.sites): it has nothing that the attack could recognise.",
     "no-finite-loss": "Ask the site to check its data for infinite or missing values and labels; if several sites "
     "report this, begin a run from an earlier version, with a lower training.learning_rate.",

@@ -43,6 +43,10 @@ class ExecutorEnded(TaskFailure):
     """The end of an executor's process while it loads the data sets, or within a task."""
 
 
+NO_FIGURES = "no-figures", "this site has no figures of the version; its own log has more"
+"""The code and the text of a TaskFailure whose cause stays at the site."""
+
+
 class HiddenFailure(Exception):
     """A failure in a secure sum that may depend on the data, by the name of its class: the coordinator learns nothing
     of it."""

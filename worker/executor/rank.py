@@ -285,10 +285,9 @@ class Rank:
             # A model that is kept is whole.
             self._cache = RunCache()
         local = self._local(given, given.loss_scale, given.noise_seed)
-        trains = task.trains
-        rounds = not trains and local.rules.rounds_figures(task)
+        in_sum = task.trains and task.sums is not None
         # Its files may have changed since the agent started.
-        with hiding(in_sum=trains and task.sums is not None), without_cause(rounds=rounds):
+        with hiding(in_sum=in_sum), without_cause(hides=local.rules.hides_cause(task)):
             dataset = self._read(task.dataset)
         blocks = {block.name: block for block in given.blocks}
         fetched = FetchedVersion(

@@ -41,12 +41,6 @@ class DescribedData:
     def __init__(self, folder: Path) -> None:
         self._database = StateDatabase.of(folder)
 
-    def find(
-        self, answers: Answers[A], dataset: str, question: str, digests: Array, rule: DisclosureRule
-    ) -> A | None:
-        """Return the last answer to a question; None if another one is due. Raises PolicyViolation as `answer`."""
-        return self._kept(answers, dataset, question, digests, rule)[2].get(question)
-
     def answer(
         self,
         answers: Answers[A],
@@ -56,37 +50,53 @@ class DescribedData:
         rule: DisclosureRule,
         make: Callable[[], A],
     ) -> A:
-        """Return the last answer to a question again, or else keep durably what `make` returns. Count it. `digests`
-        has the subjects' digests, uint64 [subjects, 2].
+        """Return the last answer to a question again, or else keep durably what `make` returns. `digests` has the
+        subjects' digests, uint64 [subjects, 2].
 
-        Raises PolicyViolation and the exceptions of `make`.
+        It is counted durably before `make` is called: a failure reveals something of the data too. Raises
+        PolicyViolation and the exceptions of `make`.
         """
+        about, name = (answers, dataset, question, digests, rule), f"{dataset} {answers.limit}"
         with self._database.writing():
-            times, known, found = self._kept(answers, dataset, question, digests, rule)
-            answer = found.get(question) or make()
-            stored = {each: one.model_dump(mode="json") for each, one in {**found, question: answer}.items()}
-            row = f"{dataset} {answers.limit}", times + 1, known, json.dumps(stored)
-            self._database.write("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", *row)
+            self._count(answers, dataset)
+            kept = self._kept(*about)[1].get(question)
+        if kept:
+            return kept
+        # Other workers would wait for the database.
+        made = make()
+        with self._database.writing():
+            known, found = self._kept(*about)
+            answer = found.setdefault(question, made)
+            stored = json.dumps({each: one.model_dump(mode="json") for each, one in found.items()})
+            update = "UPDATE descriptions SET digests = ?, description = ? WHERE dataset = ?"
+            self._database.write(update, known, stored, name)
         return answer
 
-    def _kept(
-        self, answers: Answers[A], dataset: str, question: str, digests: Array, rule: DisclosureRule
-    ) -> tuple[int, bytes, dict[str, A]]:
-        """Return the number of answers so far, the digests of the subjects that the kept ones are of, and these by
-        question; none once enough subjects have changed. Raises PolicyViolation."""
-        query = "SELECT times, digests, description FROM descriptions WHERE dataset = ?"
-        times, known, stored = self._database.row(query, f"{dataset} {answers.limit}") or (0, b"", "{}")
+    def _count(self, answers: Answers[A], dataset: str) -> None:
+        """Count an answer. Raises PolicyViolation."""
+        name = f"{dataset} {answers.limit}"
+        (times,) = self._database.row("SELECT times FROM descriptions WHERE dataset = ?", name) or (0,)
         if times >= answers.most:
             raise PolicyViolation(
                 answers.limit,
                 f"the data set {dataset!r} was {answers.done} {times} times, the most that the policy allows",
             )
+        count = "INSERT INTO descriptions VALUES (?, 1, ?, '{}') ON CONFLICT DO UPDATE SET times = times + 1"
+        self._database.write(count, name, b"")
+
+    def _kept(
+        self, answers: Answers[A], dataset: str, question: str, digests: Array, rule: DisclosureRule
+    ) -> tuple[bytes, dict[str, A]]:
+        """Return the digests of the subjects that the kept answers are of, and these by question; none once enough
+        subjects have changed. Raises PolicyViolation."""
+        query = "SELECT digests, description FROM descriptions WHERE dataset = ?"
+        known, stored = self._database.row(query, f"{dataset} {answers.limit}") or (b"", "{}")
         found = {each: answers.kind.model_validate(one) for each, one in json.loads(stored).items()}
         last = next(iter(found.values()), None)
         changed = changed_subjects(np.frombuffer(known, "<u8").reshape(-1, 2), digests)
         alike = last is not None and (last.minimum, last.step) == (rule.minimum, rule.step)
         if last is None or changed >= max(rule.minimum, last.minimum) or not (changed or alike):
-            return times, digests.astype("<u8").tobytes(), {}
+            return digests.astype("<u8").tobytes(), {}
         if changed and (rule.minimum > last.minimum or rule.step > last.step):
             raise PolicyViolation(
                 "min_subjects",
@@ -98,7 +108,7 @@ class DescribedData:
                 "min_subjects",
                 f"too few subjects of {dataset!r} have changed since it was last {answers.done}, for another version",
             )
-        return times, known, found
+        return known, found
 
 
 def changed_subjects(earlier: Array, now: Array) -> int:

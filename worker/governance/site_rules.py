@@ -44,6 +44,13 @@ class SiteRules:
         by_site = bool(rounded) or policy.require_secure_sums or bool(self.privacy_rules(task.dataset))
         return by_site or (bool(hidden) and not is_central)
 
+    def hides_cause(self, task: Task) -> bool:
+        """Return True if the cause of a task's failure, which may depend on an example, is for this site's log alone.
+
+        In an attack a version of the coordinator's choice computes each example.
+        """
+        return not task.trains and (task.kind == "attack" or self.rounds_figures(task))
+
     def rehearses_synthetic(self, task: Task) -> bool:
         """Return True if a rehearsal trains on synthetic rows: in private runs, in secure sums and under a rule of
         privacy, also on another data set, which may share examples. Elsewhere the times of tasks leave too."""

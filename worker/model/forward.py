@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from tessera.shared.methods.base import Output
+from tessera.shared.methods.base import Output, UnsupportedRun
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.model.training_loss import class_weights_of
 from tessera.shared.run_settings import Training
@@ -156,11 +156,11 @@ def losses(output: Output, head: Head, labels: Tensor, objective: CrossEntropy |
     """Return the loss of each example of a batch, [examples], each independent of the other examples.
 
     The model's own loss is not the mean of these for texts: it divides by the tokens of the whole batch. Raises
-    ValueError for a head without logits and for floating-point labels.
+    UnsupportedRun for a head without logits and for floating-point labels.
     """
     logits = output.logits
     if logits is None or labels.is_floating_point():
-        raise ValueError(
+        raise UnsupportedRun(
             f"per-example losses need logits and integer labels: the head {head} has "
             f"{'no logits' if logits is None else f'labels of {labels.dtype}'}"
         )

@@ -7,7 +7,7 @@ import numpy as np
 from tessera.shared.api.membership import LOSS_BINS, LOSS_EDGES, MembershipCounts
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset_info import DatasetInfo
-from tessera.worker.errors import TaskFailure
+from tessera.worker.errors import NO_FIGURES, ExecutorEnded, TaskFailure
 from tessera.worker.governance.described_data import Answers
 from tessera.worker.governance.policy import require
 from tessera.worker.privacy.disclosed_counts import SubjectTables, counts_along
@@ -22,9 +22,16 @@ def attack(run: TaskRun, dataset: DatasetInfo) -> MembershipCounts:
     known, found = _origin(run), env.executor.subjects(run, task.dataset)
     rule = env.policy.disclosure
 
+    run.report.begin("fetching")
+    # First, so that a failure of the network is not counted.
+    fetched = fetch(run, dataset)
+
     def make() -> MembershipCounts:
-        run.report.begin("fetching")
-        losses = env.executor.execute(run, fetch(run, dataset), None, None).losses
+        try:
+            losses = env.executor.execute(run, fetched, None, None).losses
+        except ExecutorEnded as end:
+            # One example may have ended it.
+            raise TaskFailure(*NO_FIGURES) from end
         assert losses is not None  # noqa: S101  (of an attack)
         members, others = (
             tuple(counts_along(cells, LOSS_BINS, rule).tolist()) for cells in _cells(losses, found, dataset.examples)
@@ -41,10 +48,7 @@ def attack(run: TaskRun, dataset: DatasetInfo) -> MembershipCounts:
     if env.described is None:
         return make()
     answers = Answers(MembershipCounts, "max_attacks", env.policy.max_attacks, "attacked")
-    about = answers, task.dataset, task.version.digest, found.digests, rule
-    # Other workers would wait for the database.
-    made = env.described.find(*about) or make()
-    return env.described.answer(*about, lambda: made)
+    return env.described.answer(answers, task.dataset, task.version.digest, found.digests, rule, make)
 
 
 def _origin(run: TaskRun) -> bool:
@@ -66,13 +70,14 @@ def _origin(run: TaskRun) -> bool:
 
 
 def _cells(losses: Array, found: SubjectTables, examples: int) -> tuple[Array, Array]:
-    """Return the bin of each subject's mean loss, int64 [subjects], of the training examples and of the others.
+    """Return the bin of each subject's mean loss, int64 [subjects], of the training examples and of the others: the
+    last one for a loss that is infinite.
 
     An example without a label that counts is left out.
     """
     cells = []
     for part in (slice(examples), slice(examples, None)):
-        scored = np.isfinite(losses[part])
+        scored = ~np.isnan(losses[part])
         _, numbers = np.unique(found.subjects[part][scored], return_inverse=True)
         means = np.bincount(numbers, losses[part][scored]) / np.bincount(numbers)
         cells.append(np.searchsorted(LOSS_EDGES, means, side="right"))

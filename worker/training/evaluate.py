@@ -40,7 +40,8 @@ class PredictionCounts:
 
     def __init__(self, subgroups: Subgroups | None = None, examples: int = 0) -> None:
         self.losses = torch.zeros(examples, dtype=torch.float64)
-        """The mean loss of each example's scored labels, [examples], nan without any; of no element to note none."""
+        """The mean loss of each example's scored labels, [examples]: nan without any, infinite if not finite. Of no
+        element to note none."""
         self.subgroups = subgroups
         """The subgroups of the data set by which scores are counted; None counts no scores."""
         self.confusion = torch.zeros(0, dtype=torch.int64)
@@ -140,7 +141,8 @@ def evaluate(
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels, without
     those at the places `ignored`. Each of
     several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. The
-    counts are added to `scores`. Leaves the model in evaluation mode. Raises NoFiniteLoss.
+    counts are added to `scores`. Leaves the model in evaluation mode. Raises NoFiniteLoss, unless `scores` notes the
+    loss of each example: there one example must not fail all.
     """
     ranks = ranks or OneRank()
     model.train(mode=False)
@@ -165,7 +167,7 @@ def evaluate(
     scores.sum_over(ranks)
     weight = ranks.examples(weight)
     loss = ranks.total(loss_sum) / weight if weight else math.nan
-    if not math.isfinite(loss):
+    if not (math.isfinite(loss) or scores.losses.numel()):
         raise NoFiniteLoss(f"the version's loss on this data is {loss}" + NO_LABELS * (not weight))
     counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
     by_class = scores.by_class(ignored)
@@ -211,9 +213,11 @@ def texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Rank
 
 
 def _losses(output: Output, head: Head, labels: Tensor) -> Tensor:
-    """Return the loss of each example, float64 [examples]; nan for one without a label that counts."""
+    """Return the loss of each example, float64 [examples]: nan without a label that counts, and infinite if it is not
+    finite."""
     scored = (counted_labels(head, labels) != IGNORED).flatten(1).any(1) if labels.ndim > 1 else labels != IGNORED
-    return torch.where(scored, losses(output, head, labels).double(), math.nan).cpu()
+    found = losses(output, head, labels).double()
+    return torch.where(scored, torch.where(found.isfinite(), found, math.inf), math.nan).cpu()
 
 
 def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head: Head, rows: Tensor) -> int:

@@ -252,7 +252,42 @@ def test_a_model_of_numbers_is_refused_with_the_reason(coordinator: LiveCoordina
     site = Site(coordinator, tmp_path, data, history=None)
     model = untrained({**VIT, "num_labels": 1}, "image-classification")
     start_run(site.admin, *model, rounds=0, membership_attack=True)
-    with pytest.raises(UnsupportedRun, match="no attack: per-example losses need logits and integer labels"):
+    with pytest.raises(UnsupportedRun, match="per-example losses need logits and integer labels"):
+        site.runner().run(site.worker.take(), lambda: None, Report())
+
+
+def test_no_odd_example_fails_a_version_that_was_crafted_for_it(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    """A large weight lets the images that have a property overflow, so that a failure would tell of one of them."""
+    document, start = untrained(VIT, "image-classification")
+    (weight,) = [name for name in start if name.endswith("patch_embeddings.projection.weight")]
+    start[weight] = np.full_like(start[weight], 4e18)
+    site = Site(coordinator, tmp_path, pictures(), history=None, described=None)
+    pixels = site.data.tensors["pixel_values"].clamp(-3, 3)
+    for pixel in (3.0, 30.0):
+        pixels[0] = pixel
+        site.data = replace(site.data, tensors={**site.data.tensors, "pixel_values": pixels.clone()})
+        run = start_run(site.admin, document, start, rounds=0, membership_attack=True)
+        site.runner().run(site.worker.take(), lambda: None, Report())
+        (report,) = site.admin.reports(run.id)
+        assert report.membership
+
+
+@pytest.mark.parametrize("figures", ["exact", "rounded"])
+def test_a_failure_at_one_example_has_no_cause_and_is_counted(
+    coordinator: LiveCoordinator, tmp_path: Path, figures: Any
+) -> None:
+    data = pictures()
+    # The model has no such class.
+    labels = data.tensors["labels"].clone()
+    labels[7] = 99
+    data = replace(data, tensors={**data.tensors, "labels": labels})
+    site = Site(coordinator, tmp_path, data, history=None, policy=Policy(max_attacks=2, figures=figures))
+    for _ in range(2):
+        start_run(site.admin, *untrained(VIT, "image-classification"), rounds=0, membership_attack=True)
+        with pytest.raises(TaskFailure, match=r"^this site has no figures of the version; its own log has more$"):
+            site.runner().run(site.worker.take(), lambda: None, Report())
+    start_run(site.admin, *untrained(VIT, "image-classification"), rounds=0, membership_attack=True)
+    with pytest.raises(PolicyViolation, match="attacked 2 times"):
         site.runner().run(site.worker.take(), lambda: None, Report())
 
 

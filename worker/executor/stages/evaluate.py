@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, ClassCounts
-from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
@@ -116,11 +115,8 @@ def example_losses(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> 
     for part in parts:
         scores = PredictionCounts(examples=part.examples)
         batches = Batches(part, size, local.device, trims=is_trimmable(context, part))
-        try:
-            with autocast(local.task.training, local.device):
-                measure(context.model, context.head, batches, counted, ranks, scores)
-        except ValueError as fault:
-            raise UnsupportedRun(f"no attack: {fault}") from fault
+        with autocast(local.task.training, local.device):
+            measure(context.model, context.head, batches, counted, ranks, scores)
         found.append(scores.losses)
     return np.asarray(torch.cat(found))
 

@@ -16,7 +16,7 @@ import torch
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.problems import Problem
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.errors import HiddenFailure, Indivisible, InputMismatch, TaskFailure
+from tessera.worker.errors import NO_FIGURES, HiddenFailure, Indivisible, InputMismatch, TaskFailure
 from tessera.worker.executor.stages.evaluate import evaluate, example_losses
 from tessera.worker.executor.stages.load import load
 from tessera.worker.executor.stages.local_task import LocalTask
@@ -77,14 +77,14 @@ def _executed(
 ) -> tuple[TaskOutcome, BuiltModel]:
     task = local.task
     trains, ranks = task.trains, local.setup.ranks
-    in_sum, rounds = trains and task.sums is not None, not trains and local.rules.rounds_figures(task)
-    silent = in_sum or task.privacy is not None or rounds
+    in_sum, hides = trains and task.sums is not None, local.rules.hides_cause(task)
+    silent = in_sum or task.privacy is not None or hides
     loaded = load(local, fetched)
     loaded = replace(loaded, context=ranks.context(loaded.context))
     context = loaded.context
     if rehearsal:
         rehearsal.mark()
-    with without_cause(rounds=rounds):
+    with without_cause(hides=hides):
         dataset = tokenize(local, fetched, loaded, dataset)
     if rehearsal:
         dataset = rehearsal.fill(context, dataset)
@@ -104,11 +104,11 @@ def _executed(
             result, stats = train(local, loaded, dataset, account, checkpoints, rehearsal)
         outcome = TaskOutcome(stats.examples, result, loaded.moments.values)
     elif task.kind == "attack":
-        with fitting:
+        with without_cause(hides=hides), fitting:
             losses = example_losses(local, loaded, dataset)
         outcome = TaskOutcome(len(losses), losses=losses)
     else:
-        with without_cause(rounds=rounds), fitting:
+        with without_cause(hides=hides), fitting:
             outcome = TaskOutcome(evaluate(local, loaded, dataset))
     context.close()
     return outcome, loaded.built
@@ -126,8 +126,8 @@ def hiding(*, in_sum: bool) -> Iterator[None]:
 
 
 @contextmanager
-def without_cause(*, rounds: bool) -> Iterator[None]:
-    """If figures leave rounded, report a failed evaluation without its cause, which may depend on an example.
+def without_cause(*, hides: bool) -> Iterator[None]:
+    """If the site `hides` the cause of a failed evaluation or attack, report it without.
 
     This site's log has it. Raises TaskFailure.
     """
@@ -136,7 +136,7 @@ def without_cause(*, rounds: bool) -> Iterator[None]:
     except VISIBLE:
         raise
     except Exception as fault:
-        if not rounds:
+        if not hides:
             raise
         structlog.get_logger("worker").error("no-figures", cause=type(fault).__name__, exc_info=fault)
-        raise TaskFailure("no-figures", "this site has no figures of the version; its own log has more") from fault
+        raise TaskFailure(*NO_FIGURES) from fault
