@@ -143,7 +143,8 @@ def terms_record(terms: RunTerms, run: RunRow) -> Record:
         spec, Plan(stage="train"), VersionRef(number=0, digest=spec.version), task_id=run.id, token=0, kind="train",
         held_out=False, run=run.id, number=0, seed=0, lease_seconds=60, orchestrator=terms.orchestrator,
     )  # fmt: skip
-    digests = {kind: terms_digest(terms_of(task), spec.dataset, kind) for kind in kinds}
+    tasks = {kind: task.model_copy(update={"kind": kind}) for kind in kinds}
+    digests = {kind: terms_digest(terms_of(each), spec.dataset, kind) for kind, each in tasks.items()}
     # A person is named without the provider's address.
     asked = (terms.orchestrator or "").rpartition("#")[2]
     return {"orchestrator": asked, "digests": digests, "changes_since_the_start": run.changes}

@@ -12,11 +12,12 @@ from tessera.shared.schema import DEFAULT_STUDY, TaskKind
 TERMS = (
     "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
-    "keep_updates", *MERGING,
+    "keep_updates", "version", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which
-only evaluations state, two measurements of a version could differ by a class, and so show its score."""
+only evaluations state, two measurements of a version could differ by a class, and so show its score. Without the
+digest of the `version`, which only attacks state, one approval would be of any number of versions."""
 
 OF_EVALUATIONS = ("ignore", "subgroups")
 """Terms that only evaluations state."""
@@ -25,9 +26,11 @@ OF_EVALUATIONS = ("ignore", "subgroups")
 def terms_of(task: Task) -> dict[str, JsonValue]:
     """Return the run's terms, as far as the task states them."""
     fields = {"study": task.study, "subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
+    fields["version"] = task.version.digest
     # A central evaluation uses another data set than the run.
     central = task.kind == "evaluate" and not task.held_out
     omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())
+    omitted |= {"version"} if task.kind != "attack" else set()
     return {name: fields[name] for name in TERMS if name not in omitted}
 
 

@@ -13,6 +13,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
+from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance import approvals
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved
 from tessera.worker.governance.run_history import TaskStatement
@@ -91,6 +92,13 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
     # What is approved is done, if it is offered; the run as a whole waits for a person.
     assert asking.code(task()) is None
     assert set(asking.inbox.withheld()) == {"r1"}
+
+
+def test_an_approval_of_an_attack_is_of_one_version(asking: Asking) -> None:
+    attacks = [task(kind="attack", version=VersionRef(number=0, digest=digest_of(raw))) for raw in (b"one", b"other")]
+    asking.code(attacks[0])
+    asking.decide("r1")
+    assert [asking.code(each) for each in attacks] == [None, "awaiting-approval"]
 
 
 def test_what_was_not_shown_is_not_decided(asking: Asking) -> None:
