@@ -12,12 +12,13 @@ from tessera.shared.schema import DEFAULT_STUDY, TaskKind
 TERMS = (
     "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
-    "keep_updates", "version", *MERGING,
+    "keep_updates", "version", "describe", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which
 only evaluations state, two measurements of a version could differ by a class, and so show its score. Without the
-digest of the `version`, which only attacks state, one approval would be of any number of versions."""
+digest of the `version`, which only attacks state, one approval would be of any number of versions. Without
+`describe`, one to train would be of counts of the data in a secure sum too."""
 
 OF_EVALUATIONS = ("ignore", "subgroups")
 """Terms that only evaluations state."""
@@ -25,8 +26,8 @@ OF_EVALUATIONS = ("ignore", "subgroups")
 
 def terms_of(task: Task) -> dict[str, JsonValue]:
     """Return the run's terms, as far as the task states them."""
-    fields = {"study": task.study, "subgroups": None, **task.model_dump(mode="json", include=set(TERMS))}
-    fields["version"] = task.version.digest
+    shown = task.model_dump(mode="json", include=set(TERMS))
+    fields = {"study": task.study, "subgroups": None, "describe": False, **shown, "version": task.version.digest}
     # A central evaluation uses another data set than the run.
     central = task.kind == "evaluate" and not task.held_out
     omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())
@@ -40,7 +41,8 @@ def terms_digest(terms: Mapping[str, JsonValue], dataset: str, kind: TaskKind) -
     # Only evaluations state it: a run that trains and measures is approved once.
     for name in OF_EVALUATIONS:
         covered.pop(name, None)
-    if covered.get("study") == DEFAULT_STUDY:
-        # Approvals without it are of runs of this study.
-        del covered["study"]
+    for name, usual in {"study": DEFAULT_STUDY, "describe": False}.items():
+        # Approvals without it are of such runs.
+        if covered.get(name) == usual:
+            del covered[name]
     return hashlib.sha256(json.dumps(covered, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -190,6 +190,11 @@ def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: 
         asking.code(task())
 
 
+def test_approvals_of_earlier_releases_stay_valid() -> None:
+    known = "b56db733bc8a6aaa95a6ba55d988527b6639f084c7692d78128efde5819eeff2"
+    assert TaskStatement.of(task_of()).terms_digest() == known
+
+
 def test_an_approval_of_masked_updates_is_none_of_updates_that_can_be_read(asking: Asking) -> None:
     sums = {"helpers": ["a", "b", "c"], "quorum": 5}
     masked = task(secure_sums=sums, sums=SumTask(terms=DIGEST))
@@ -197,7 +202,8 @@ def test_an_approval_of_masked_updates_is_none_of_updates_that_can_be_read(askin
     asking.decide("r1")
     assert asking.code(masked) is None
     assert asking.code(task(kind="evaluate", held_out=True, secure_sums=sums)) is None
-    assert asking.code(task()) == "awaiting-approval"
+    for changed in (task(), task(secure_sums=sums, sums=SumTask(terms=DIGEST), describe=True)):
+        assert asking.code(changed) == "awaiting-approval"
 
 
 def test_an_approval_covers_the_client_privacy_that_was_shown(asking: Asking) -> None:
