@@ -48,7 +48,9 @@ def attack(run: TaskRun, dataset: DatasetInfo) -> MembershipCounts:
     if env.described is None:
         return make()
     answers = Answers(MembershipCounts, "max_attacks", env.policy.max_attacks, "attacked")
-    return env.described.answer(answers, task.dataset, task.version.digest, found.digests, rule, make)
+    # The rest of a task changes no loss.
+    question = f"{task.model} {task.version.digest} {task.training.precision}"
+    return env.described.answer(answers, task.dataset, question, _digests(found, dataset.examples), rule, make)
 
 
 def _origin(run: TaskRun) -> bool:
@@ -67,6 +69,14 @@ def _origin(run: TaskRun) -> bool:
             "not-trained", f"no run has trained on the data set {task.dataset!r} here, so that no version knows it"
         )
     return known
+
+
+def _digests(found: SubjectTables, examples: int) -> Array:
+    """Return the digests of subjects, uint64 [subjects, 2], which differ for training examples and held-out ones: a
+    subject that moves between them has changed."""
+    digests = found.digests.copy()
+    digests[np.unique(found.subjects[examples:]), 1] ^= np.uint64(1)
+    return digests
 
 
 def _cells(losses: Array, found: SubjectTables, examples: int) -> tuple[Array, Array]:

@@ -53,8 +53,13 @@ def pictures(groups: int | None = None) -> Dataset:
     if groups:
         names = [f"patient {place // groups}".encode() for place in range(whole.examples)]
         whole = replace(whole, groups=names)
+    return split(MEMBERS, whole)
+
+
+def split(members: int, whole: Dataset | None = None) -> Dataset:
+    whole = whole or images(MEMBERS + OTHERS)
     rows = torch.arange(whole.examples)
-    return replace(whole.rows(rows[:MEMBERS]), held_out=whole.rows(rows[MEMBERS:]))
+    return replace(whole.rows(rows[:members]), held_out=whole.rows(rows[members:]))
 
 
 def counts(members: Mapping[int, int], others: Mapping[int, int], *, known: bool = True) -> MembershipCounts:
@@ -182,6 +187,37 @@ def test_the_same_version_is_answered_alike_however_often_a_coordinator_asks(
         site.runner().run(site.worker.take(), lambda: None, Report())
 
 
+def test_a_subject_that_is_held_out_now_has_changed(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    """Otherwise two versions with the same losses, one before and one after, would be compared by it alone."""
+    site = Site(coordinator, tmp_path, split(MEMBERS), history=None)
+    for seed in (0, 1):
+        start_run(site.admin, *untrained(VIT, "image-classification", seed=seed), rounds=0, membership_attack=True)
+    site.runner().run(site.worker.take(), lambda: None, Report())
+    site.data, task = split(MEMBERS - 1), site.worker.take()
+    with pytest.raises(PolicyViolation, match="too few subjects"):
+        site.runner().run(task, lambda: None, Report())
+    site.data = split(MEMBERS - 90)
+    site.runner().run(task, lambda: None, Report())
+    (report,) = site.admin.reports(task.run)
+    assert report.membership
+    assert sum(report.membership.members) < sum(report.membership.others)
+
+
+def test_the_same_weights_under_another_model_are_another_question(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    site = Site(coordinator, tmp_path, pictures(), history=None)
+    document, start = untrained(VIT, "image-classification")
+    found = []
+    for config in (VIT, {**VIT, "layer_norm_eps": 10.0}):
+        run = start_run(
+            site.admin, document.model_copy(update={"config": config}), start, rounds=0, membership_attack=True
+        )
+        site.runner().run(site.worker.take(), lambda: None, Report())
+        found.append(site.admin.reports(run.id)[0].membership)
+    assert found[0] != found[1]
+
+
 def test_a_hostile_coordinator_that_asks_1000_times_learns_no_subject(tmp_path: Path) -> None:
     """It asks about one version and another while subjects come and go. The answers it gets are all of one data set,
     so that no two of them differ by a few subjects."""
@@ -247,9 +283,7 @@ def test_a_site_that_trained_in_no_run_measures_nothing(coordinator: LiveCoordin
 def test_a_model_of_numbers_is_refused_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     whole = images(MEMBERS + OTHERS)
     whole = replace(whole, tensors={**whole.tensors, "labels": whole.tensors["labels"].float()})
-    rows = torch.arange(whole.examples)
-    data = replace(whole.rows(rows[:MEMBERS]), held_out=whole.rows(rows[MEMBERS:]))
-    site = Site(coordinator, tmp_path, data, history=None)
+    site = Site(coordinator, tmp_path, split(MEMBERS, whole), history=None)
     model = untrained({**VIT, "num_labels": 1}, "image-classification")
     start_run(site.admin, *model, rounds=0, membership_attack=True)
     with pytest.raises(UnsupportedRun, match="per-example losses need logits and integer labels"):
