@@ -200,9 +200,10 @@ def _spec(given: Mapping[str, Any], uploaded: ModelUpload, *, is_tested: bool) -
             remedy="Fix the named fields.",
         ) from None
     check_method(spec.method)
-    if spec.describe or spec.rehearsal:
+    if spec.describe or spec.membership_attack or spec.rehearsal:
         raise Invalid(
-            "a simulation trains; it describes and rehearses nothing", remedy="Leave describe and rehearsal out."
+            "a simulation trains; it describes, attacks and rehearses nothing",
+            remedy="Leave describe, membership_attack and rehearsal out.",
         )
     if spec.evaluation and spec.evaluation.dataset and not is_tested:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")

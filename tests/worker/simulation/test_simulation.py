@@ -638,9 +638,10 @@ def test_a_spec_that_makes_no_run_is_refused(model: Weights, wanted: dict[str, A
     assert pointer in {fault.pointer for fault in caught.value.errors}
 
 
-def test_a_simulation_describes_no_data(model: Weights) -> None:
+@pytest.mark.parametrize("asked", ["describe", "membership_attack"])
+def test_a_simulation_asks_for_no_counts_of_data(model: Weights, asked: str) -> None:
     with refusing("invalid", "a simulation trains"):
-        simulate(spec(rounds=0, describe=True), model, SITES)
+        simulate(spec(rounds=0, **{asked: True}), model, SITES)
 
 
 def test_a_federation_needs_a_site(model: Weights) -> None:
