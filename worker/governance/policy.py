@@ -352,9 +352,9 @@ class Policy(Value):
         description="descriptions of one data set over all runs, counted over the workers that share runs_dir",
     )
     max_attacks: PositiveInt = Field(
-        default=20,
-        description="membership inference attacks that are measured on one data set over all runs, counted over the "
-        "workers that share runs_dir",
+        default=5,
+        description="membership inference attacks on one data set over all runs, failed ones too, counted over the "
+        "workers that share runs_dir: each may reveal something of single subjects",
     )
     figures: Literal["exact", "rounded"] = Field(
         default="exact",

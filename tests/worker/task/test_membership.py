@@ -218,7 +218,7 @@ def test_the_same_weights_under_another_model_are_another_question(
     assert found[0] != found[1]
 
 
-def test_a_hostile_coordinator_that_asks_1000_times_learns_no_subject(tmp_path: Path) -> None:
+def test_a_hostile_coordinator_that_asks_1000_times_compares_no_two_data_sets(tmp_path: Path) -> None:
     """It asks about one version and another while subjects come and go. The answers it gets are all of one data set,
     so that no two of them differ by a few subjects."""
     StateDatabase.of(tmp_path, durable=False)
@@ -236,6 +236,26 @@ def test_a_hostile_coordinator_that_asks_1000_times_learns_no_subject(tmp_path: 
             got.setdefault(version, set()).add(found.members.index(10))
     assert len(set.union(*got.values())) == 1
     assert len(got) > 1
+
+
+def test_versions_of_its_choice_halve_one_subjects_value_until_max_attacks(tmp_path: Path) -> None:
+    """Each lets twelve subjects score low, and one more whose value is below a threshold: thirteen leave as fifteen,
+    and twelve as ten. Only the limit ends it, as the documentation says."""
+    described, rule, most = DescribedData(tmp_path), DisclosureRule(), Policy().max_attacks
+    kind, subjects = Answers(MembershipCounts, "max_attacks", most, "attacked"), np.arange(40, dtype=np.uint64)
+    digests, value, low, high = np.stack([subjects, subjects], axis=1), 0.3, 0.0, 1.0
+
+    def ask(threshold: float) -> int:
+        cells = np.where(subjects < 12 + (value < threshold), 0, LOSS_BINS - 1)
+        made = partial(counts, dict(enumerate(counts_along(cells, LOSS_BINS, rule).tolist())), {})
+        return described.answer(kind, "data", str(threshold), digests, rule, made).members[0]
+
+    for _ in range(most):
+        middle = (low + high) / 2
+        low, high = (low, middle) if ask(middle) == 15 else (middle, high)
+    assert (low, high) == (0.28125, 0.3125)
+    with pytest.raises(PolicyViolation, match="attacked 5 times"):
+        ask(0.3)
 
 
 @given(cells=st.lists(st.integers(0, 30), max_size=200), least=st.integers(10, 25), step=st.integers(5, 12))
