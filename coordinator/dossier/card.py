@@ -111,7 +111,7 @@ def _metadata(found: Record) -> str:
     results = [
         {
             "task": {"type": task},
-            "dataset": {"name": one["measured_on"], "type": found["run"]["spec"].dataset},
+            "dataset": {"name": one["measured_on"], "type": one["dataset"]},
             "metrics": [
                 {
                     "type": one["score"],
@@ -147,8 +147,8 @@ def concerns(found: Record) -> Iterator[str]:
             yield f"The membership attack of the run {attack['run_name']} did better than a guess: see below."
     if not any(one["figures"] for attack in found["attacks"] for one in attack["figures"]):
         yield (
-            "No membership attack was made on this model: it was not tried whether the model shows whose records it "
-            f"was trained on. To try it: tessera run attack --from {run['id']}@{number}"
+            "No membership attack was made on this model with the run's data: it was not tried whether the model "
+            f"shows whose records it was trained on. To try it: tessera run attack --from {run['id']}@{number}"
         )
     if number and not (run["spec"].privacy or run["spec"].client_privacy):
         yield (

@@ -61,7 +61,12 @@ def documents(services: Services, caller: Principal, run_id: str, number: int) -
             "sites": sites,
             "classes": class_names(model),
             "results": [result for each in measured for result in records.results_of(session, *each)],
-            "attacks": [records.attack_of(session, one) for one, spec, _ in measured if spec.membership_attack],
+            # With other data, an attack asks about records that the run did not train on.
+            "attacks": [
+                records.attack_of(session, one)
+                for one, spec, _ in measured
+                if spec.membership_attack and spec.dataset == terms.spec.dataset
+            ],
             "audit": records.audit_of(session, run_id, sites),
         }
     settings = RUN_FILE.format(run=run.id, model=terms.spec.model, version=terms.spec.version)

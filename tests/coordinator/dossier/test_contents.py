@@ -262,6 +262,24 @@ def test_an_attack_is_stated_and_the_lack_of_one_too(scene: Scene, dossier: Doss
     assert any("No membership attack" in said and said.endswith(command) for said in start.said)
 
 
+def test_what_was_asked_of_other_data_is_not_stated_of_the_run_s(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    sizes: dict[str, Any] = {"datasets": {"data": 10, "other": 10}, "held_out": {"data": 200, "other": 200}}
+    north = site(coordinator, "north", **sizes)
+    run = measure(client)
+    other = {"dataset": "other", "name": "elsewhere"}
+    attack = {"membership_attack": True, "evaluation": None}
+    for each in (run, measure(client, **other), measure(client, **other, **attack)):
+        ended(client, each, north)
+    found = Dossier(coordinator, run, 0)
+    assert found.json["results.json"]["attacks"] == []
+    assert any("No membership attack was made on this model with the run's data" in said for said in found.said)
+    data = [one["dataset"] for one in found.front["model-index"][0]["results"]]
+    assert [(one["name"], one["type"]) for one in data] == [
+        (f"examples of {name} that sites hold out", name) for name in ("data", "other")
+    ]
+
+
 def test_a_reader_of_one_study_gets_nothing_of_another(scene: Scene) -> None:
     own = Dossier(scene.coordinator, scene.run, 1, "default")
     for found in (own, Dossier(scene.coordinator, scene.run, 1)):
