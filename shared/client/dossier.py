@@ -137,7 +137,7 @@ def _changes(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Fault]:
     """Yield the files that were changed, removed or added since the folder was signed."""
     found = dict[str, str]()
     for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix().encode(errors="replace").decode()
+        name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             found[name] = "a link, or something else than a file"
         elif path.is_file() and name != SIGNATURE_FILE:
@@ -146,7 +146,9 @@ def _changes(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Fault]:
         if name not in found:
             yield Fault(pointer=name, detail="is signed and missing")
         elif name not in signed:
-            yield Fault(pointer=name, detail="is not signed: it was added afterwards")
+            # A signature has no name that is not UTF-8; a folder may.
+            shown = name.encode(errors="backslashreplace").decode()
+            yield Fault(pointer=shown, detail="is not signed: it was added afterwards")
         elif found[name] != signed[name]:
             yield Fault(pointer=name, detail=f"is {found[name]}; signed is {signed[name]}")
 

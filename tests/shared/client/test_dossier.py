@@ -211,6 +211,14 @@ def test_each_change_of_a_dossier_is_found_with_its_file(copied: Path, change: s
     assert "another copy" in done.stderr
 
 
+def test_a_name_that_is_no_text_hides_no_file(made: Made, copied: Path) -> None:
+    (copied / "a?").write_text("x")
+    resigned(copied, made.key.path)
+    assert tessera("verify", str(copied)).returncode == 0
+    shutil.copy(copied / "a?", copied / os.fsdecode(b"a\xff"))
+    assert tessera("verify", str(copied)).returncode == 1
+
+
 def test_a_dossier_of_another_s_key_is_refused(made: Made, copied: Path, tmp_path: Path) -> None:
     other = signing_key.create(tmp_path / "other.pem")
     given = tessera("verify", str(copied), "--key", str(other.public_path))
