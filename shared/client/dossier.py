@@ -116,6 +116,9 @@ def verify(folder: Path, key: Path | None = None) -> VerifiedFolder:
     if not signature.is_file():
         remedy = "Name the folder that `tessera run dossier` wrote, or another with a signature of this name."
         raise Invalid(f"{folder} has no {SIGNATURE_FILE}", remedy=remedy)
+    # To open a pipe would wait for its other end.
+    if not public.is_file():
+        raise Invalid(f"{public} is missing, or no file", remedy=GIVE_KEY)
     try:
         with public.open("rb") as file:
             owner = fingerprint(file.read(MAX_KEY_BYTES))
@@ -134,7 +137,7 @@ def verify(folder: Path, key: Path | None = None) -> VerifiedFolder:
 
 
 def _changes(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Fault]:
-    """Yield the files that were changed, removed or added since the folder was signed."""
+    """Yield the files, links and empty folders that were changed, removed or added since the folder was signed."""
     found = dict[str, str]()
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -142,6 +145,8 @@ def _changes(folder: Path, signed: Mapping[str, Digest]) -> Iterator[Fault]:
             found[name] = "a link, or something else than a file"
         elif path.is_file() and name != SIGNATURE_FILE:
             found[name] = digest_at(path)
+        elif path.is_dir() and not any(path.iterdir()):
+            found[name] = "an empty folder"
     for name in sorted({*signed, *found}):
         if name not in found:
             yield Fault(pointer=name, detail="is signed and missing")

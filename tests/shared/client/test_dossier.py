@@ -190,6 +190,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "added": (lambda folder: (folder / "model" / "more.txt").write_text("x"), "model/more.txt"),
     "hidden": (lambda folder: (folder / ".gitignore").write_text("x"), ".gitignore"),
     "signature": (lambda folder: (folder / "model" / "model.sig").write_text("x"), "model/model.sig"),
+    "empty folder": (lambda folder: (folder / "more").mkdir(), "more"),
     "link": (lambda folder: (folder / "more").symlink_to("/etc"), "more"),
     "own link": (
         lambda folder: [
@@ -282,13 +283,16 @@ def test_any_folder_that_was_signed_so_is_verified(made: Made, tmp_path: Path) -
     folder = tmp_path / "bundle"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
-    tool = [sys.executable, "-m", "model_signing", "sign", "key", str(folder)]
+    (folder / ".gitattributes").write_text("b")
+    tool = [sys.executable, "-m", "model_signing", "sign", "key", str(folder), "--no-ignore-git-paths"]
     tool += ["--signature", str(folder / "model.sig"), "--private_key", str(made.key.path)]
     assert subprocess.run(tool, check=False, capture_output=True).returncode == 0
     done = tessera("verify", str(folder), "--key", str(made.key.public_path))
-    assert (done.returncode, "1 files are as" in done.stdout) == (0, True)
-    with pytest.raises(Invalid, match=r"signing-key\.pub cannot be read"):
-        verify(folder)
+    assert (done.returncode, "2 files are as" in done.stdout) == (0, True)
+    os.mkfifo(tmp_path / "pipe")
+    for missing in (None, tmp_path / "pipe"):
+        with pytest.raises(Invalid, match="is missing, or no file"):
+            verify(folder, missing)
     with pytest.raises(Invalid, match="is no public key"):
         verify(folder, folder / "a.txt")
     with pytest.raises(Invalid, match=r"has no model\.sig"):
