@@ -95,6 +95,9 @@ WATCHING_PATIENCE_SECONDS = 300.0
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 
+DOSSIER_SECONDS = 600.0
+"""The time limit for a dossier to begin: the coordinator hashes all weights before that."""
+
 _FILES = ("token_file", "ca_bundle", "client_cert", "client_key")
 
 MAX_PAGES = 20_000
@@ -264,7 +267,8 @@ class Client:
     def dossier(self, run_id: str, number: int) -> bytes:
         """Return the documents and the signature of a version's dossier as a zip, unverified."""
         path = f"{_run_path(run_id)}/versions/{number}/dossier"
-        return self._transport.request("GET", path, headers={"Accept": "application/zip"}).content
+        headers, timeout = {"Accept": "application/zip"}, httpx.Timeout(DOSSIER_SECONDS, connect=10.0)
+        return self._transport.request("GET", path, headers=headers, timeout=timeout).content
 
     # ------------------------------------------------------------ blobs
 

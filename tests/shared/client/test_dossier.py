@@ -9,15 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 from safetensors.numpy import load
 
 from tessera.coordinator.dossier import signing_key
+from tessera.coordinator.dossier.archive import archive
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tessera.shared.client.dossier import fetch_dossier, unpacked, verify
@@ -323,6 +326,19 @@ def test_without_the_library_a_coordinator_and_a_reader_get_the_command_that_ins
     monkeypatch.setitem(sys.modules, "model_signing", None)
     answer = made.live.http("orchestrator").get(f"/v1/runs/{made.run.id}/versions/1/dossier")
     assert "pip install 'tessera-fl[signing]'" in refused(answer, 409, "conflict").remedy
+
+
+def test_a_dossier_on_a_large_model_is_awaited_longer_than_other_answers(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*given: Any) -> bytes:
+        time.sleep(1.5)
+        return archive(*given)
+
+    monkeypatch.setattr("tessera.coordinator.api.dossier.archive", slow)
+    token = made.live.token("orchestrator")
+    with Client(made.live.url, token, patience_seconds=0, answer_seconds=1) as client:
+        assert "model.sig" in unpacked(client.dossier(made.run.id, 1))
 
 
 def packed_as(*files: tuple[str, bytes], compression: int = 0) -> bytes:
