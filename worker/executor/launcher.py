@@ -110,9 +110,12 @@ class LocalLauncher:
         return handle.poll() is None
 
     def wait(self, handle: "subprocess.Popen[bytes]", seconds: float) -> None:
-        wakes = [self._wake] if self._wake else []
-        for pipe in select.select(wakes, [], [], seconds)[0]:
-            pipe.read()
+        # Unlike select, for a descriptor beyond 1023 too.
+        wakes = select.poll()
+        if self._wake:
+            wakes.register(self._wake, select.POLLIN)
+        if wakes.poll(1000 * seconds) and self._wake:
+            self._wake.read()
 
     def cancel(self, handle: "subprocess.Popen[bytes]") -> None:
         """End the supervisor, its ranks and their folder."""

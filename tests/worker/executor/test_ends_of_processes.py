@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import HiddenFailure
 from tessera.worker.executor import executor as executor_module
 from tessera.worker.executor.executor import FOLDER, ProcessExecutor
-from tessera.worker.executor.folder import RESULT_ARRAYS, UNEXPLAINED
+from tessera.worker.executor.folder import RESULT_ARRAYS, UNEXPLAINED, WAKE
+from tessera.worker.executor.launcher import LocalLauncher, RankSettings
 from tessera.worker.executor.rank import _failure
 from tessera.worker.simulation import Stalled
 from tessera.worker.task.runner import TaskRunner
@@ -188,6 +191,23 @@ def test_idle_processes_that_grow_are_replaced_and_counted(tmp_path: Path, monke
     assert first.poll() is not None
     assert executor._launcher._started[0] is not first
     executor.close()
+
+
+def test_an_agent_with_many_open_files_is_woken(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    launcher, files = LocalLauncher(RankSettings(devices=("cpu",)), tmp_path / "home"), [os.dup(2)]
+    try:
+        while files[-1] < 1024:
+            files.append(os.dup(2))
+        (launcher.home() / WAKE).write_bytes(b"x")
+        assert launcher._started
+        launcher.wait(launcher._started[0], 3600)
+    finally:
+        launcher.close()
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class BlockingRunner(TaskRunner):
