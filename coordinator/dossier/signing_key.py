@@ -28,7 +28,8 @@ class SigningKey:
 
     @property
     def public_path(self) -> Path:
-        return self.path.with_suffix(".pub")
+        """Of this key alone: `key.pem` and `key.new` have different ones."""
+        return self.path.with_name(f"{self.path.name}.pub")
 
     @property
     def fingerprint(self) -> str:

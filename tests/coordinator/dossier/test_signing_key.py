@@ -29,10 +29,16 @@ def test_a_key_is_created_once_for_its_owner_alone_and_shown_again(tmp_path: Pat
     assert path.read_bytes() == private
     assert path.stat().st_mode & 0o777 == 0o600
     public, fingerprint = first.stdout.splitlines()
-    assert Path(public) == tmp_path / "key.pub"
+    assert Path(public) == tmp_path / "key.pem.pub"
     assert load_pem_public_key(Path(public).read_bytes())
     assert fingerprint == signing_key.read(path).fingerprint
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["key.pem", "key.pub"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["key.pem", "key.pem.pub"]
+
+
+def test_a_second_key_leaves_the_first_one_s_public_key(tmp_path: Path) -> None:
+    first = signing_key.create(tmp_path / "key.pem")
+    signing_key.create(tmp_path / "key.new")
+    assert first.public_path.read_bytes() == first.public
 
 
 def test_by_default_the_key_is_beside_the_coordinator_s_data(tmp_path: Path) -> None:

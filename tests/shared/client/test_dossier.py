@@ -226,7 +226,7 @@ def test_a_name_that_is_no_text_hides_no_file(made: Made, copied: Path) -> None:
 def test_a_dossier_of_another_s_key_is_refused(made: Made, copied: Path, tmp_path: Path) -> None:
     other = signing_key.create(tmp_path / "other.pem")
     given = tessera("verify", str(copied), "--key", str(other.public_path))
-    assert (given.returncode, "is no signature by other.pub" in given.stderr) == (1, True)
+    assert (given.returncode, "is no signature by other.pem.pub" in given.stderr) == (1, True)
     # Signed again as a whole, it is found only by who has the key from elsewhere.
     (copied / "signing-key.pub").write_bytes(other.public)
     (copied / "sbom.cdx.json").write_text("{}")
