@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -17,6 +18,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tessera.shared.updates.signatures import fingerprint
+
+TEMPORARY = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -50,20 +53,25 @@ def read(path: Path) -> SigningKey:
 def create(path: Path) -> SigningKey:
     """Return the key in a file, created if the file is missing, and write its public key beside it. Raises as `read`.
 
-    A process that is killed leaves the whole key or none.
+    A process that is killed leaves the whole key or none, and the next call removes its temporary file.
     """
     if not path.exists():
         key = generate_private_key(SECP256R1())
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
+        with (
+            # Another process that has created the key meanwhile removes the temporary file.
+            suppress(FileExistsError, FileNotFoundError),
+            NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY) as file,
+        ):
             file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
             file.flush()
             os.fsync(file.fileno())
-            # Unlike a rename, a link does not replace a key that another process has created meanwhile.
-            with suppress(FileExistsError):
-                os.link(file.name, path)
+            # Unlike a rename, a link does not replace a key.
+            os.link(file.name, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
     found = read(path)
+    for left in path.parent.glob(f".{escape(path.name)}.*{TEMPORARY}"):
+        left.unlink(missing_ok=True)
     found.public_path.write_bytes(found.public)
     return found

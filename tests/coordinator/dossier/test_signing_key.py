@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,19 @@ def test_processes_that_create_a_key_at_once_get_the_same(tmp_path: Path) -> Non
             assert one.stdout
             told.add(one.stdout.read())
     assert told == {f"{signing_key.read(tmp_path / 'key.pem').fingerprint}\n"}
+
+
+@pytest.mark.parametrize("at", ["fsync", "link"])
+def test_a_killed_process_leaves_no_other_key(tmp_path: Path, at: str) -> None:
+    path = tmp_path / "key.pem"
+    code = (
+        "import os, pathlib, signal; from tessera.coordinator.dossier import signing_key as s; "
+        f"os.{at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); s.create(pathlib.Path({str(path)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), check=False)
+    assert (done.returncode, path.exists(), len(list(tmp_path.iterdir()))) == (-signal.SIGKILL, False, 1)
+    signing_key.create(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["key.pem", "key.pem.pub"]
 
 
 @pytest.mark.parametrize("kind", ["curve", "encrypted", "text", "folder"])
