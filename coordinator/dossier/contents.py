@@ -9,18 +9,18 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.studies import find_study
-from tessera.coordinator.db.tables import RunRow, VersionRow
+from tessera.coordinator.db.tables import RunRow
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.dossier import records
 from tessera.coordinator.dossier.card import front_page, model_card
 from tessera.coordinator.dossier.records import Record
+from tessera.coordinator.operations.exports import kept_version
 from tessera.coordinator.services import Services
 from tessera.shared.diagnostics import toml_file
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import Gone, NotFound
 from tessera.shared.version import VERSION
 
 RUN_FILE = """\
@@ -40,11 +40,7 @@ def documents(services: Services, caller: Principal, run_id: str, number: int) -
     now = services.database.now()
     with services.reading(caller) as session:
         run = views.find_run(session, run_id)
-        version = session.get(VersionRow, (run_id, number))
-        if version is None:
-            raise NotFound(f"run {run_id} has no version {number}; the latest is {run.version_number}")
-        if version.retired_at is not None:
-            raise Gone(f"the blocks of version {number} are no longer kept (setting keep_versions)")
+        version = kept_version(session, run, number)
         terms = terms_of(session, run.id, run.changes)
         model = services.states.model(terms.spec.model)
         versions = records.versions_of(session, run, number)

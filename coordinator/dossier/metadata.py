@@ -3,11 +3,11 @@
 import json
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from importlib.metadata import Distribution, distributions
 from mimetypes import guess_type
 from typing import Any
 
+from tessera.coordinator.dossier.records import at
 from tessera.coordinator.operations.exports import VersionExport
 from tessera.shared.model.spec import WEIGHTS_FILE
 from tessera.shared.rounds.export import CRATE_FILE, MODEL_FOLDER
@@ -64,7 +64,7 @@ def crate(export: VersionExport, files: Mapping[str, FileEntry], now: float) -> 
             "@type": "Dataset",
             "name": f"Dossier of {title}",
             "description": f"Documents, model and signature of {title} of the study {spec.study}.",
-            "datePublished": _instant(now),
+            "datePublished": at(now),
             "license": "The dossier grants no licence: ask the person who gave it to you.",
             "identifier": export.digest,
             "hasPart": [{"@id": name} for name in sorted(files)],
@@ -75,8 +75,8 @@ def crate(export: VersionExport, files: Mapping[str, FileEntry], now: float) -> 
             "@type": "CreateAction",
             "name": f"Federated training: {spec.name}",
             "identifier": export.run_id,
-            "startTime": _instant(export.started_at),
-            "endTime": _instant(export.ended_at),
+            "startTime": at(export.started_at),
+            "endTime": at(export.ended_at),
             "instrument": {"@id": "#tessera"},
             "object": [{"@id": one} for one in ("#start", "#model", "#data", *files.keys() & {"run.toml"})],
             "result": {"@id": weights},
@@ -97,10 +97,6 @@ def crate(export: VersionExport, files: Mapping[str, FileEntry], now: float) -> 
         entities.append({"@id": name, "@type": "File", "name": name, **described})
     context = [f"{CRATE}/context", {"sha256": "https://schema.org/sha256"}]
     return _json({"@context": context, "@graph": entities})
-
-
-def _instant(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _json(document: dict[str, Any]) -> bytes:
