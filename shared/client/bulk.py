@@ -8,11 +8,11 @@ one recycled buffer. All else about a request stays httpx's: its URL, headers, a
 from __future__ import annotations
 
 import http.client
-import select
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import BinaryIO, cast
 
 import httpx
@@ -85,7 +85,7 @@ class BulkTransport(httpx.HTTPTransport):
         while self._idle:
             connection = self._idle.pop()
             # The server has closed an idle connection that can be read.
-            if not select.select([connection.sock], [], [], 0)[0]:
+            if not wait([connection.sock], 0):
                 connection.sock.settimeout(timeouts["read"])
                 return connection
             connection.close()

@@ -1,13 +1,14 @@
 """Launchers of tasks: an interface for the processes of this machine, or for a cluster's queue."""
 
 import os
-import select
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from io import FileIO
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -111,10 +112,9 @@ class LocalLauncher:
 
     def wait(self, handle: "subprocess.Popen[bytes]", seconds: float) -> None:
         # Unlike select, for a descriptor beyond 1023 too.
-        wakes = select.poll()
-        if self._wake:
-            wakes.register(self._wake, select.POLLIN)
-        if wakes.poll(1000 * seconds) and self._wake:
+        if not self._wake:
+            time.sleep(seconds)
+        elif connection.wait([self._wake.fileno()], seconds):
             self._wake.read()
 
     def cancel(self, handle: "subprocess.Popen[bytes]") -> None:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import cache
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -265,7 +266,7 @@ def _exit_status(process: subprocess.Popen[bytes], request: bytes, check: Callab
     process.stdin.write(request)
     process.stdin.flush()
     give_up_at = time.monotonic() + WALL_SECONDS
-    while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
+    while not wait([process.stdout.fileno()], POLL_SECONDS):
         check()
         if time.monotonic() > give_up_at:
             return None

@@ -195,6 +195,8 @@ def test_idle_processes_that_grow_are_replaced_and_counted(tmp_path: Path, monke
 
 def test_an_agent_with_many_open_files_is_woken(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 1200:
+        pytest.skip("this user may open no more files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     launcher, files = LocalLauncher(RankSettings(devices=("cpu",)), tmp_path / "home"), [os.dup(2)]
     try:
