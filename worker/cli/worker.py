@@ -12,6 +12,7 @@ import typer
 
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import examined
+from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, Problem, Unauthenticated
@@ -78,6 +79,8 @@ def run(config: ConfigFile) -> None:
         file = SettingsFile(config)
         settings = file.settings
         logging.configure(sys.stdout, console=settings.logs_to_console)
+        # Without it the scratch of each chunk that is encoded would be mapped anew.
+        keep_freed_memory()
         # Cache and vault belong to one process.
         with alone_or(lambda reason: SettingsError(f"state_dir: {reason}"), settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -114,7 +114,7 @@ REPORT_SECONDS = 0.5
 """Least time between two reports of progress."""
 ANSWER_SECONDS = 0.002
 """Time between two looks for an answer of the agent."""
-KEEP_SECONDS = 1.0
+KEEP_SECONDS = 4.0
 """Time without a task after which memory that is not used goes back to the machine."""
 
 

@@ -55,11 +55,8 @@ class Cache:
         self._noted_until: dict[str, float] = {}
         self._paths: dict[str, Path] = {}
         self._bytes = OrderedDict(_found(folder))  # by digest, the longest unused first
+        self.total_bytes = sum(self._bytes.values())
         self._make_room(0)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._bytes.values())
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._bytes
@@ -103,6 +100,7 @@ class Cache:
 
     def take(self, digest: str, size: int) -> None:
         """Register a blob that was written to its path."""
+        self.total_bytes += size - self._bytes.get(digest, 0)
         self._bytes[digest] = size
         self._checked.add(digest)
 
@@ -148,7 +146,7 @@ class Cache:
             self._checked.add(digest)
             return True
         path.unlink(missing_ok=True)
-        del self._bytes[digest]
+        self.total_bytes -= self._bytes.pop(digest)
         return False
 
     def _download(self, digest: str, path: Path, max_bytes: int, source: Source, progress: Progress | None) -> None:
@@ -172,15 +170,17 @@ class Cache:
         self.take(digest, size)
 
     def _make_room(self, nbytes: int) -> None:
-        over = self.total_bytes + nbytes - self._limit_bytes
+        # Each fetch looks, and a cache may hold tens of thousands of blobs.
+        if self.total_bytes + nbytes <= self._limit_bytes:
+            return
         for digest in [digest for digest in self._bytes if digest not in self._pinned]:
-            if over <= 0:
-                return
             self.path(digest).unlink(missing_ok=True)
             self._noted_until.pop(digest, None)
             self._paths.pop(digest, None)
-            over -= self._bytes.pop(digest)
-        if over > 0:
+            self.total_bytes -= self._bytes.pop(digest)
+            if self.total_bytes + nbytes <= self._limit_bytes:
+                return
+        if over := self.total_bytes + nbytes - self._limit_bytes:
             raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
 
 

@@ -34,7 +34,7 @@ class Residual:
 class Feedback:
     """Residuals of one stage's blocks."""
 
-    stage: str
+    stage: str = ""
     rests: dict[str, Residual] = field(default_factory=dict)
     """By block."""
 

@@ -29,6 +29,7 @@ from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import NO_HEAD, StateRolledBack
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
+from tessera.worker.state.error_feedback import Feedback, without_feedback
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
 from tessera.worker.task.handover import FetchedVersion
 
@@ -80,7 +81,17 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
     tokenizer = _tokenizer_files(run, document) if dataset.raw_texts else {}
     state, kept = _fetch_memory(run, manifest), _kept(run)
     return FetchedVersion(
-        document, run.mapping(document), manifest, blocks, bases, checked.four_bits, state, kept, tokenizer, transfer
+        document,
+        run.mapping(document),
+        manifest,
+        blocks,
+        bases,
+        checked.four_bits,
+        state,
+        without_feedback(kept),
+        tokenizer,
+        transfer,
+        Feedback.of(kept, task.plan.stage, task.round),
     )
 
 

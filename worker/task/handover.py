@@ -11,6 +11,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.state.error_feedback import Feedback
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class FetchedVersion:
     server_state: Mapping[str, Array] = field(default_factory=dict)
     """The server state that the plan requests."""
     kept: Mapping[str, Array] = field(default_factory=dict)
-    """The tensors that this site keeps between the run's rounds."""
+    """The tensors that this site keeps between the run's rounds, without residuals."""
     tokenizer: Mapping[FileName, bytes] = field(default_factory=dict)
     """The files of the run's tokenizer, if the data set takes it."""
     transfer: tuple[int, float] = (0, 0.0)
     """The bytes of blocks that were not here, and the seconds of their transfer."""
+    feedback: Feedback = field(default_factory=Feedback)
+    """The residuals of earlier updates, of which the executor knows nothing."""
 
     @property
     def is_whole(self) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 from tessera.shared.api.rehearsals import Rehearsal
 from tessera.shared.methods.base import LocalResult
-from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.task.admission import AdmittedTask
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.fetch import fetch
@@ -57,5 +56,5 @@ def _update_bytes(run: TaskRun, fetched: FetchedVersion, result: LocalResult) ->
     if task.secure_sums:
         run.wait_for_quantum(run.check)
         return sum(block.numel for block in task.plan.sent(fetched.blocks)) * task.secure_sums.bits // 8
-    with Egress(run).checked(result, fetched, Feedback.of(fetched.kept, task.plan.stage, task.round)) as update:
+    with Egress(run).checked(result, fetched) as update:
         return update.nbytes

@@ -29,7 +29,6 @@ from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import LEAVING, StateRolledBack
 from tessera.worker.state.database import StateError
-from tessera.worker.state.error_feedback import Feedback, without_feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerEntry, noisy_in
 from tessera.worker.task.admission import admit
@@ -117,11 +116,10 @@ class TaskRunner(TaskEnvironment):
 
     def _sent(self, egress: Egress, fetched: FetchedVersion, outcome: TaskOutcome) -> HeldUpdate | None:
         """Submit the update of an outcome, or return it held for release."""
-        task, result = egress.run.task, outcome.result
+        result = outcome.result
         assert result  # noqa: S101 (for the types)
-        feedback = Feedback.of(fetched.kept, task.plan.stage, task.round)
-        with spans.span("upload"), egress.checked(result, fetched, feedback) as update:
-            keep, blocks = {**result.keep, **feedback.kept(), **outcome.moments}, fetched.blocks
+        with spans.span("upload"), egress.checked(result, fetched) as update:
+            keep, blocks = {**result.keep, **fetched.feedback.kept(), **outcome.moments}, fetched.blocks
             if self.airlock:
                 return HeldUpdate.of(egress, self.airlock, update, keep, outcome.examples, blocks)
             ready = egress.leave(update, outcome.examples, blocks, keeps=bool(keep))
@@ -240,7 +238,7 @@ def _without_step(
         run.report.metrics = {EPSILON: account.spent()}
     asked = run.task.plan.upload.resolve(fetched.blocks)
     upload = {block.name: to_array(fetched.bases[block.name]) for block in asked if block.name in fetched.bases}
-    return TaskOutcome(units, LocalResult(upload, without_feedback(fetched.kept)))
+    return TaskOutcome(units, LocalResult(upload, fetched.kept))
 
 
 def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:

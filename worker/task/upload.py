@@ -109,9 +109,10 @@ class Egress:
     """The terms of the secure sum that the update goes into."""
 
     @contextmanager
-    def checked(self, result: LocalResult, fetched: FetchedVersion, feedback: Feedback) -> Iterator[UpdateFile]:
+    def checked(self, result: LocalResult, fetched: FetchedVersion) -> Iterator[UpdateFile]:
         """Yield the update, written and checked. Raises TaskFailure, PolicyViolation, OverBudget."""
         task, report = self.run.task, self.run.report
+        feedback = fetched.feedback
         changes = feedback.add(_changes(result, fetched.bases, task.plan))
         asked = task.plan.sent(fetched.blocks)
         written = self._masked(changes, feedback) if self.terms else self._written(changes)

@@ -44,7 +44,6 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Weights
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import Cache
-from tessera.worker.state.error_feedback import Feedback
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
 from tessera.worker.state.vault import Vault
@@ -227,7 +226,7 @@ class Trained:
             return str(fault)
         assert admission.terms
         egress = Egress(run, terms=admission.terms)
-        with egress.checked(result, fetched, Feedback("")) as update, update.open() as file:
+        with egress.checked(result, fetched) as update, update.open() as file:
             rings = ring_of(file.read(), admission.terms, sorted(admission.terms.blocks))
         return {name: b"".join(chunk.tobytes() for chunk in ring.chunks()) for name, ring in rings.items()}
 

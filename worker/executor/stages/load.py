@@ -17,7 +17,6 @@ from tessera.worker.model.build import allocate, laid_out, memory_of, write_bloc
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.four_bits import four_bit_layers, put_four_bits
 from tessera.worker.state.blob_cache import BlobTensor
-from tessera.worker.state.error_feedback import without_feedback
 from tessera.worker.task.fetch import require_finite
 from tessera.worker.task.handover import FetchedVersion
 from tessera.worker.training.context import LocalTaskContext
@@ -71,7 +70,7 @@ def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
         fetched.document.head,
         task.plan,
         built.blocks,
-        without_moments(without_feedback(fetched.kept)),
+        without_moments(fetched.kept),
         fetched.server_state,
         objective=objective_of(task.training, fetched.document, local.device, private=task.privacy is not None),
         training=task.training,
