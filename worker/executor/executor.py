@@ -276,7 +276,7 @@ class ProcessExecutor:
             handle = self._launcher.submit(folder)
             alive, pause = partial(self._launcher.poll, handle), partial(self._launcher.wait, handle)
             result = TaskWait(folder, run, functions, alive, pause).wait()
-            arrays = read_arrays(folder / RESULT_ARRAYS) if (folder / RESULT_ARRAYS).is_file() else {}
+            arrays = read_arrays(folder / RESULT_ARRAYS)
         except Unwanted as unwanted:
             raise unwanted.reason from None
         except BaseException:
@@ -416,6 +416,7 @@ class TaskWait:
             return False
         self._answered += 1
         request, answer = read_document(AgentCall, path), CallResult()
+        vars(self._run.report).update(vars(request.report))
         try:
             value = self._functions[request.call](*request.arguments)
             answer = CallResult(value=value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
@@ -468,6 +469,6 @@ def functions_of(
 def _place(path: Path, base: BlobTensor) -> Base:
     """Return the place of a block's values, written to a file if they are in memory."""
     if base.data is None:
-        return Base(path=base.path, offset=base.offset)
+        return Base(path=str(base.path), offset=base.offset)
     path.write_bytes(base.data)
-    return Base(path=path)
+    return Base(path=str(path))

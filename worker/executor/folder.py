@@ -76,7 +76,7 @@ class Document(BaseModel):
 class Base(Document):
     """The place of a block's values on this machine."""
 
-    path: Path
+    path: str
     offset: int = 0
 
 
@@ -168,10 +168,11 @@ class ProgressDocument(BaseModel):
 
 
 class AgentCall(Document):
-    """A call of a function of the agent, by its name."""
+    """A call of a function of the agent, by its name, and the report so far."""
 
     call: str
     arguments: list[Any]
+    report: Report
 
 
 class CallResult(Document):
@@ -231,7 +232,10 @@ def wake_agent(home: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays, which appear when they are complete. Raises OSError, and ValueError for a kind without a name."""
+    """Write arrays, which appear when they are complete, and no file for none. Raises OSError, and ValueError for a
+    kind without a name."""
+    if not arrays:
+        return
     if odd := sorted({str(array.dtype) for array in arrays.values() if array.dtype not in _NAMES}):
         raise ValueError(f"no file can hold arrays of {', '.join(odd)}")
     layout = [(name, _NAMES[array.dtype], array.shape) for name, array in arrays.items()]
@@ -240,7 +244,9 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
-    """Return the arrays of a file, as its pages until they are written to."""
+    """Return the arrays of a file, as its pages until they are written to; none if there is no file."""
+    if not path.exists():
+        return {}
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         header = read_header(file, nbytes)

@@ -114,6 +114,8 @@ REPORT_SECONDS = 0.5
 """Least time between two reports of progress."""
 ANSWER_SECONDS = 0.002
 """Time between two looks for an answer of the agent."""
+LOOK_SECONDS = 0.02
+"""Least time between two looks for a stop."""
 KEEP_SECONDS = 4.0
 """Time without a task after which memory that is not used goes back to the machine."""
 
@@ -218,7 +220,7 @@ class Rank:
         self._dataset: tuple[object, Dataset] | None = None
         self._folder = home
         self._report = Report()
-        self._reported_at = 0.0
+        self._reported_at = self._looked_at = 0.0
         self._requests = 0
         self._checkpoints: GroupCheckpoints | None = None
 
@@ -295,7 +297,7 @@ class Rank:
             given.mapping,
             given.manifest,
             given.blocks,
-            {name: BlobTensor(base.path, blocks[name], base.offset) for name, base in given.bases.items()},
+            {name: BlobTensor(Path(base.path), blocks[name], base.offset) for name, base in given.bases.items()},
             given.four_bits,
             below("state", arrays),
             below("kept", arrays),
@@ -471,8 +473,13 @@ class Rank:
         """Report the progress, in the first rank, and return True if the agent asked it to stop."""
         if not self.ranks.is_first:
             return False
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+        now = time.monotonic()
+        if now - self._reported_at >= REPORT_SECONDS:
             self._show()
+        # Each step and each block of a model asks.
+        if now - self._looked_at < LOOK_SECONDS:
+            return False
+        self._looked_at = now
         return (self._folder / STOP).exists()
 
     def _show(self) -> None:
@@ -485,10 +492,10 @@ class Rank:
         return self.ranks.same(lambda: self._ask_alone(call, *arguments))
 
     def _ask_alone(self, call: str, *arguments: Any) -> Any:
-        self._show()
         self._requests += 1
         answer = self._folder / f"answer-{self._requests}.json"
-        self._answer(f"request-{self._requests}.json", AgentCall(call=call, arguments=list(arguments)))
+        asked = AgentCall(call=call, arguments=list(arguments), report=self._report)
+        self._answer(f"request-{self._requests}.json", asked)
         # The supervisor ends this process with the agent.
         while not answer.exists():
             time.sleep(ANSWER_SECONDS)

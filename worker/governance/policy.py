@@ -1,6 +1,7 @@
 """A site's policy: limits on every task, checked against the worker's own block table."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -80,6 +81,12 @@ REMEDIES = {
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
+
+
+@cache
+def half_of_memory() -> int:
+    """Return half of the worker's memory limit, which is read once: each task validates a policy."""
+    return available_bytes() // 2
 
 
 class PolicyViolation(Exception):
@@ -372,7 +379,7 @@ class Policy(Value):
         "confusion matrix and binned scores, also by the subgroups that a run names; never under privacy",
     )
     max_model_bytes: Bytes = Field(
-        default_factory=lambda: available_bytes() // 2,
+        default_factory=half_of_memory,
         description="largest model; half of the worker's memory limit if left out",
     )
     max_upload_bytes: Bytes = Field(default=16 * GIB, description="largest update")
