@@ -322,6 +322,8 @@ class Output:
     """A scalar, the mean over the scored examples or positions, by the run's settings of the training loss."""
     logits: torch.Tensor | None
     """[examples, classes] or [examples, positions, classes]; None for a task without classes."""
+    each: torch.Tensor | None = None
+    """The loss of each example, [examples], where labels are numbers rather than classes."""
 
 
 class TaskContext(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import JsonValue
 
 from tessera.shared.problems import Invalid
+from tessera.shared.schema import MAX_NUMBER
 
 # Keys of a config, and their possible effects in transformers.
 UNSAFE_KEYS = {
@@ -45,6 +46,10 @@ INTERNAL = {
     "validate_layer_type", "validate_output_attentions", "validate_rope", "validate_token_ids",
 }  # fmt: skip
 """Methods and tables of the config classes. With `attribute_map`, a config could disguise one key as another."""
+
+TARGET_SCALE = ("target_mean", "target_deviation")
+"""The keys by which a run standardises a regression's targets. They are Tessera's own: no number of theirs may turn a
+target into one that is not finite."""
 
 MAX_DEPTH = 16
 MAX_COUNT = 1 << 20
@@ -92,6 +97,10 @@ def _reasons(key: str, value: JsonValue, internal: Collection[str]) -> Iterator[
         yield UNSAFE_KEYS[key]
     elif key == "model_type" and (value in UNSAFE_MODEL_TYPES or not isinstance(value, str)):
         yield f"may not be {value!r}"
+    elif key in TARGET_SCALE:
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+        if not fits or (key == "target_deviation" and value <= 0):  # type: ignore[operator]
+            yield f"may not be {value!r}: give a {'positive ' * (key == 'target_deviation')}number"
     elif (key == "dtype" or key.endswith("_dtype")) and value is not None:
         if value not in DTYPES:
             yield f"may not be {value!r}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from unicodedata import normalize
 
 from pydantic import Field, JsonValue, PositiveInt
@@ -56,6 +57,9 @@ FROM_PADDING = (
 )
 """Model types that number the tokens of a text from `pad_token_id` + 1 on: no token has the positions before it."""
 
+MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
+"""Values of a config's `problem_type`: an example has several labels, or none; its label is a number."""
+
 SINGLE_LABEL = (None, "single_label_classification")
 """The values of a config's `problem_type` with which transformers takes a label for the number of a class."""
 
@@ -68,6 +72,7 @@ MAX_NAMES = 100
 """The most classes whose names are compared."""
 MAX_LISTED = 400
 """The most characters of a list of names in a message."""
+Problem = Literal["multi_label", "regression"]
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
@@ -95,6 +100,8 @@ class DatasetSchema(Message):
     class_names: tuple[ShortDigest, ...] = Field(default=(), max_length=MAX_NAMES)
     vocabulary: ShortDigest | None = None
     tokens: PositiveInt | None = None
+    problem: Problem | None = Field(default=None, exclude_if=operator.not_)
+    """The task of labels that are several for an example, or numbers; None for classes and for words."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
@@ -111,6 +118,7 @@ class DatasetSchema(Message):
             return [f"the model takes {' and '.join(takes)}; the data set gives {' and '.join(given)}"]
         found = [self._image_mismatch(model)] if PIXELS in takes else []
         found += [self._class_mismatch(model), self._loss_mismatch(model), self._label_mismatch(model.head)]
+        found.append(self._problem_mismatch(model))
         if IDS in takes and (padded or model.head == "contrastive"):
             found.append(self._length_mismatch(model))
         if IDS in takes:
@@ -137,7 +145,9 @@ class DatasetSchema(Message):
         return None if takes == list(shape) else f"images are {list(shape)}; the model takes {takes}"
 
     def _class_mismatch(self, model: Model) -> str | None:
-        classes = class_count(model)
+        classes = class_count(model) if self.problem is None else None
+        if self.problem == problem_of(model) == "multi_label" and self.classes != (classes := output_count(model)):
+            return f"the model has {classes} labels; the data set has {self.classes}"
         if not (self.classes and classes):
             return None
         if classes < self.classes:
@@ -148,7 +158,7 @@ class DatasetSchema(Message):
         """Return the reason why transformers would learn classes as numbers: a key of the model's config that is
         left of another task."""
         labels = self.inputs.get(LABELS)
-        if not (self.classes or (labels and labels.dtype.startswith("int"))) or class_count(model):
+        if self.problem or not (self.classes or (labels and labels.dtype.startswith("int"))) or class_count(model):
             return None
         if not model.head.endswith("-classification"):
             return None
@@ -157,6 +167,17 @@ class DatasetSchema(Message):
         return (
             f"the labels are classes, and the model's config has {said}, with which it learns numbers: make it "
             "again with `tessera model init --labels`"
+        )
+
+    def _problem_mismatch(self, model: Model) -> str | None:
+        """Return the reason why a model of classes, or of another task, would not learn several labels or numbers."""
+        if self.problem is None or self.problem == (found := problem_of(model)):
+            return None
+        kind = "several labels for each example" if self.problem == "multi_label" else "a number for each example"
+        return (
+            f"the labels are {kind} (problem_type {self.problem!r}), and the model, for {model.head}, learns "
+            f"{'classes' if found is None else found}: make it again with `tessera model init --problem-type "
+            f"{self.problem}`"
         )
 
     def _order_mismatch(self, names: Sequence[str]) -> str | None:
@@ -203,16 +224,36 @@ class DatasetSchema(Message):
 
 def class_count(model: Model) -> int | None:
     """Return the number of classes of a model whose labels are classes; None for a model of another kind."""
-    config, names = model.config, _part(model.config, "id2label")
+    config = model.config
     if not model.head.endswith("-classification"):
         return None
     if model.head != "token-classification" and config.get("problem_type") not in SINGLE_LABEL:
         return None
-    said = {len(names)} if names else set()
-    said |= {count} if isinstance(count := config.get("num_labels"), int) else set()
-    # Without either, transformers makes two. With one, the model learns a number rather than classes.
-    classes = max(said) if said else 2
-    return classes if classes > 1 else None
+    # With one, the model learns a number rather than classes.
+    return classes if (classes := output_count(model)) > 1 else None
+
+
+def output_count(model: Model) -> int:
+    """Return the number of outputs of a classifier: of its classes or labels, or 1 for a number."""
+    said = [len(_part(model.config, "id2label")), model.config.get("num_labels")]
+    # Without either, transformers makes two.
+    return max((count for count in said if isinstance(count, int) and count), default=2)
+
+
+def problem_of(model: Model) -> Problem | None:
+    """Return the task of a model that learns several labels of an example, or numbers; None for any other model."""
+    if model.head not in ("text-classification", "image-classification"):
+        return None
+    said = model.config.get("problem_type")
+    if said == MULTI_LABEL:
+        return "multi_label"
+    return "regression" if said == REGRESSION or (said is None and output_count(model) == 1) else None
+
+
+def target_scale(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the mean and the deviation by which a run standardises a regression's targets: `target_mean` and
+    `target_deviation` of the model's config, by default 0 and 1."""
+    return float(config.get("target_mean", 0.0)), float(config.get("target_deviation", 1.0))
 
 
 def class_names(model: Model) -> list[str]:
@@ -225,7 +266,7 @@ def class_names(model: Model) -> list[str]:
 
 def ignore_fault(names: Sequence[str], model: Model) -> str | None:
     """Return the reason why macro F1 cannot leave these classes out; None if it can."""
-    known = class_names(model) if class_count(model) else []
+    known = class_names(model) if class_count(model) or problem_of(model) == "multi_label" else []
     if names and not known:
         return "names classes, and the model's config names none: add `id2label` to it, or leave this out"
     if unknown := [name for name in names if name not in known]:

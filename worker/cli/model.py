@@ -20,6 +20,7 @@ from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.client.export import copy_rest, require_new_folder
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import Problem as ProblemType
 from tessera.shared.model.dataset_schema import class_count
 from tessera.shared.model.spec import (
     BLOCKS_FILE,
@@ -49,7 +50,7 @@ from tessera.worker.cli.model_options import (
     caption_ids,
     decoder_from,
     float32_of,
-    labels_from,
+    label_keys,
     lora_from,
     padding_from,
     prompts_from,
@@ -112,6 +113,16 @@ def init(
             help="The head's classes: their names in order, separated by commas as in CSV, or their number."
         ),
     ] = None,
+    problem_type: Annotated[
+        ProblemType | None,
+        typer.Option(help="Several labels for each example, or a number; one class if unset."),
+    ] = None,
+    target_mean: Annotated[
+        float | None, typer.Option(help="For regression: about the mean of the targets, which becomes 0 in training.")
+    ] = None,
+    target_deviation: Annotated[
+        float | None, typer.Option(help="For regression: about their standard deviation, which becomes 1.")
+    ] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="The weights' dtype; the config's if unset. Blocks to be trained must be float32."),
@@ -167,7 +178,10 @@ def init(
     with exits(ERRORS):
         require_new_folder(out)
         mapping = read_mapping(mapping_file) if mapping_file else None
-        settings = _settings(config, head, labels, dtype, hub=pretrained)
+        keys = label_keys(problem_type, labels, target_mean, target_deviation)
+        if problem_type and head not in ("text-classification", "image-classification"):
+            raise ValueError(f"--problem-type: a model with the head {head} has one kind of labels; leave it out")
+        settings = _settings(config, head, keys, dtype, hub=pretrained)
         caption = caption_ids(text_prompt_from, config)
         started = vision_start(vision_prompt_from, partial(client_of, ctx))
         counts, fusion = (vision_prompts, text_prompts), (prompt_fusion, fusion_heads)
@@ -207,19 +221,19 @@ def init(
             document = _with_external_base(document, model, new)
         _write(out, model, document, partial(_save_preprocessing, config, hub=pretrained))
     weights = f"weights of {config}" if pretrained else f"random weights from seed {seed}"
-    _print_created(out, document, weights, as_json=as_json)
+    _print_created(out, document, weights, as_json=as_json, warns=problem_type is None)
 
 
 def _settings(
-    source: str, head: Head, labels: str | None, dtype: Dtype | None, *, hub: bool
+    source: str, head: Head, of_labels: pretrained_weights.Config, dtype: Dtype | None, *, hub: bool
 ) -> pretrained_weights.Config:
     """Return a source's config with the changes of the head and the options. Raises ValueError."""
     settings = pretrained_weights.plain_config(_read_config(source))
-    if labels is not None:
+    if of_labels:
         if not head.endswith("-classification"):
             raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
         settings = {key: value for key, value in settings.items() if key not in OF_LABELS}
-        settings |= labels_from(labels)
+        settings |= of_labels
     settings |= padding_from(settings, head, partial(_padding_token, source, hub=hub))
     settings |= decoder_from(settings, head)
     return settings if dtype is None else settings | {"dtype": dtype}
@@ -242,8 +256,8 @@ def _with_external_base(document: Model, model: transformers.PreTrainedModel, ne
     )
 
 
-def _print_created(out: Path, document: Model, weights: str, *, as_json: bool) -> None:
-    if document.head.endswith("-classification") and class_count(document) is None:
+def _print_created(out: Path, document: Model, weights: str, *, as_json: bool, warns: bool = False) -> None:
+    if warns and document.head.endswith("-classification") and class_count(document) is None:
         output.note(
             "warning: the model learns numbers rather than classes, by problem_type or the number of labels in its "
             "config: give --labels for classes"

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from tessera.shared.client.client import Client
 from tessera.shared.client.run_versions import find_start
 from tessera.shared.lazy_import import DeferredModule
+from tessera.shared.model.config_safety import TARGET_SCALE, unsafe_settings
+from tessera.shared.model.dataset_schema import MULTI_LABEL, REGRESSION, Problem
 from tessera.shared.model.spec import WEIGHTS_FILE, Float32Role, Fusion, Head, Lora, Prompts
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ def float32_of(
     return tuple(role for role, there in added.items() if there)
 
 
-OF_LABELS = ("num_labels", "id2label", "label2id", "problem_type")
+OF_LABELS = ("num_labels", "id2label", "label2id", "problem_type", *TARGET_SCALE)
 """Keys of a config about its classes. The labels' dtype decides the loss where `problem_type` is left out."""
 
 
@@ -164,6 +166,27 @@ def labels_from(labels: str) -> Config:
             "comma stands in quotation marks"
         )
     return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
+
+
+def label_keys(problem: Problem | None, labels: str | None, mean: float | None, deviation: float | None) -> Config:
+    """Return the keys of a config about a classifier's outputs, or none without options. Raises ValueError."""
+    if problem != "regression":
+        if (mean, deviation) != (None, None):
+            raise ValueError("--target-mean and --target-deviation need --problem-type regression")
+        if problem and labels is None:
+            raise ValueError(f"--problem-type {problem} needs --labels")
+        return {} if labels is None else labels_from(labels) | ({"problem_type": MULTI_LABEL} if problem else {})
+    if labels is not None:
+        raise ValueError("--problem-type regression has no classes: leave --labels out")
+    if mean is None or deviation is None:
+        raise ValueError(
+            "--problem-type regression needs --target-mean and --target-deviation: about the mean and the standard "
+            "deviation of the targets, by a source other than the sites' data; or 0 and 1 for targets as they are"
+        )
+    scale: Config = {"target_mean": mean, "target_deviation": deviation}
+    if faults := unsafe_settings(scale):
+        raise ValueError("; ".join(faults))
+    return {"num_labels": 1, "problem_type": REGRESSION, **scale}
 
 
 def decoder_from(settings: Config, head: Head) -> Config:

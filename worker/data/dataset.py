@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema, TensorSchema, name_digests
+from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema, Problem, TensorSchema, name_digests
 from tessera.shared.schema import Value
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset_info import DatasetInfo, Pixels
@@ -287,7 +287,8 @@ class Dataset:
             pack=self.pack,
             raw_texts=self.texts is not None,
             raw_examples=self.texts is not None and not self.texts.of_classes,
-            several_labels=len(self.inputs[LABELS].shape) > 1,
+            # The losses of examples with a number for each label add up.
+            several_labels=len(self.inputs[LABELS].shape) > 1 and not self.inputs[LABELS].dtype.is_floating_point,
             pixels=None if pixels is None else _pixels(pixels, from_bytes=self.normalization is not None),
         )
 
@@ -380,6 +381,16 @@ class Dataset:
         """Return the examples with everything in memory. Raises DataError."""
         return replace(self, tensors=self.read(torch.arange(self.examples)), on_disk=None) if self.on_disk else self
 
+    def standardised(self, mean: float, deviation: float) -> Dataset:
+        """Return the examples with targets less this mean, over this deviation; held-out ones too. Without targets in
+        memory, and for 0 and 1, they stay as they are."""
+        labels = self.tensors.get(LABELS)
+        if (mean, deviation) == (0, 1) or labels is None or not labels.is_floating_point():
+            return self
+        targets = ((labels.double() - mean) / deviation).to(labels.dtype)
+        held_out = self.held_out and self.held_out.standardised(mean, deviation)
+        return replace(self, tensors={**self.tensors, LABELS: targets}, held_out=held_out)
+
     def padded(self) -> Dataset:
         """Return the examples with texts padded to the maximal length, so that no shape reveals the longest text."""
         if self.padding is None:
@@ -457,8 +468,9 @@ def schema_of(
     shapes: Mapping[str, Shape],
     classes: int | None = None,
     names: Sequence[str] | None = None,
+    problem: Problem | None = None,
 ) -> DatasetSchema:
-    """Return the schema of these tensors.
+    """Return the schema of these tensors, whose labels are of a `problem` that has no classes.
 
     `shapes` are for one example. The settings fix them, the number of classes, and the classes' names in order; names
     give the number too.
@@ -468,7 +480,7 @@ def schema_of(
         for name, tensor in tensors.items()
     }
     count = len(names) if names else classes
-    return DatasetSchema(inputs=inputs, classes=count, class_names=name_digests(names or ()))
+    return DatasetSchema(inputs=inputs, classes=count, class_names=name_digests(names or ()), problem=problem)
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (the field's letter for options)

@@ -106,6 +106,8 @@ class LoadReport:
     """The number of images with further pages or frames, which are not read."""
     group_bytes: int = 0
     """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
+    unlabelled: int = 0
+    """The number of examples with none of several possible labels."""
     empty_texts: int = 0
     """The number of texts without a character but spaces."""
     unusable: Sequence[str] = ()
@@ -140,6 +142,11 @@ class LoadReport:
             yield (
                 f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
                 "Use the tokenizer that the model was trained with, for texts in this language.",
+            )
+        if count := self.unlabelled:
+            yield (
+                f"{count} example{'s have' if count > 1 else ' has'} no label",
+                "The model learns that none applies; remove examples that were never labelled.",
             )
         if self.truncation and self.truncation.cut:
             yield self.truncation.warning()
@@ -217,7 +224,7 @@ class LoadReport:
         if self.combined:
             yield (
                 f"{', '.join(map(repr, self.combined[:MAX_REASONS]))} may be several classes, and counts as one more",
-                "An example has one class: leave one to each, or keep such names if they are classes.",
+                'If an example has several labels, set problem_type = "multi_label"; keep names that are classes.',
             )
 
     def _on_both_sides(self) -> Iterator[tuple[str, str]]:

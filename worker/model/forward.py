@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from tessera.shared.methods.base import Output, UnsupportedRun
+from tessera.shared.model.dataset_schema import MULTI_LABEL, REGRESSION
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.model.training_loss import class_weights_of
 from tessera.shared.run_settings import Training
 
 IGNORED = -100
 """Label of positions that the loss ignores, in transformers' models and in ours."""
+
+NUMBER_HEADS: tuple[Head, ...] = ("text-classification", "image-classification")
+"""The heads whose labels may be numbers."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,16 @@ def forward(
     if head == "text-classification" and "attention_mask" in inputs and _reads_last_place(model):
         inputs = _padded_on_the_left(inputs)
     # Some models make the inputs of their decoder from the labels.
-    ours = head == "contrastive" or (objective is not None and head != "seq2seq-lm")
+    numbers = has_numbers(head, batch.get("labels"))
+    ours = head == "contrastive" or numbers or (objective is not None and head != "seq2seq-lm")
     labels = inputs.pop("labels") if ours else None
     if head == "causal-lm" and "position_ids" in inputs:
         # With a cache, transformers does not look for the documents of packed rows.
         inputs["use_cache"] = False  # type: ignore[assignment]
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
+    if numbers:
+        logits, each = output.logits, number_losses(model, output.logits, batch["labels"])
+        return Output(each.mean(), logits, each)
     if objective:
         logits, loss = output.logits, objective.of_batch(output.logits, head, batch["labels"])
     elif labels is None:
@@ -110,6 +118,37 @@ def forward(
         logits = output.logits_per_image  # [examples, classes]
         loss = cross_entropy(logits, labels)
     return Output(_zero_without_labels(loss, head, batch.get("labels")), logits)
+
+
+def has_numbers(head: Head, labels: Tensor | None) -> bool:
+    """Return True if the labels are numbers rather than classes: 0 or 1 for each of several labels, [examples,
+    labels], or the targets of a regression, [examples] or [examples, outputs]."""
+    return labels is not None and labels.is_floating_point() and head in NUMBER_HEADS
+
+
+def learns_several_labels(model: nn.Module) -> bool:
+    """Return True if numbers are several labels of an example, and False if they are the targets of a regression.
+
+    `problem_type` of its config decides; without it, as in transformers, the number of outputs.
+    """
+    config: Any = model.config
+    said = getattr(config, "problem_type", None)
+    return said == MULTI_LABEL or (said != REGRESSION and config.num_labels > 1)
+
+
+def number_losses(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each example, [examples], of labels that are numbers: the mean binary cross entropy of its
+    labels, or the mean squared error of its targets.
+
+    In transformers' own losses, weights and labels of different dtypes have no gradient. Raises ValueError if the
+    model has another number of outputs.
+    """
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    if logits.numel() != labels.numel():
+        raise ValueError(f"the model has {logits.shape[-1]} outputs, and labels are {list(labels.shape[1:])}")
+    of_each = binary_cross_entropy_with_logits if learns_several_labels(model) else mse_loss
+    found: Tensor = of_each(logits.reshape(labels.shape), labels.to(logits.dtype), reduction="none")
+    return found.flatten(1).mean(dim=1) if found.ndim > 1 else found
 
 
 def _zero_without_labels(loss: Tensor, head: Head, labels: Tensor | None) -> Tensor:
@@ -143,7 +182,7 @@ def label_count(head: Head, labels: Tensor) -> int:
 
 def one_for_each(labels: Tensor) -> bool:
     """Return True if each example has exactly one label that counts."""
-    return labels.ndim < 2 and (labels.is_floating_point() or bool((labels != IGNORED).all()))
+    return labels.is_floating_point() or (labels.ndim < 2 and bool((labels != IGNORED).all()))
 
 
 def counted_labels(head: Head, labels: Tensor) -> Tensor:
@@ -156,8 +195,11 @@ def losses(output: Output, head: Head, labels: Tensor, objective: CrossEntropy |
     """Return the loss of each example of a batch, [examples], each independent of the other examples.
 
     The model's own loss is not the mean of these for texts: it divides by the tokens of the whole batch. Raises
-    UnsupportedRun for a head without logits and for floating-point labels.
+    UnsupportedRun for a head without logits and for floating-point labels of another task than
+    `has_numbers` describes.
     """
+    if output.each is not None:
+        return output.each
     logits = output.logits
     if logits is None or labels.is_floating_point():
         raise UnsupportedRun(

@@ -39,7 +39,8 @@ HOOKS = (
 def require_summable(half: WorkerHalf[Any], context: LocalTaskContext, dataset: Dataset, ranks: int) -> None:
     """Raise UnsupportedRun if the losses of a batch's rows, which `ranks` divide, do not add up to the batch's."""
     labels = dataset.inputs[LABELS]
-    several = len(labels.shape) > 1 or (isinstance(labels, Tensor) and not one_for_each(labels))
+    several = len(labels.shape) > 1 and not labels.dtype.is_floating_point
+    several |= isinstance(labels, Tensor) and not one_for_each(labels)
     normalises = any(isinstance(module, _BatchNorm) for module in context.model.modules())
     if fault := not_additive(half, context.training, normalises=normalises, several=several):
         reason, other = fault

@@ -88,7 +88,9 @@ def test_missing_labels_are_counted_and_the_first_is_named() -> None:
 
 @pytest.mark.parametrize("cell", [["a", "b"], "['a', 'b']", '["a"]', "[0, 1]", ("a", "b")])
 def test_several_classes_in_a_cell_are_refused(cell: object) -> None:
-    with pytest.raises(DataError, match="give each example one class, since several in one cell are not read"):
+    with pytest.raises(
+        DataError, match='give each example one class, or for several set problem_type = "multi_label"'
+    ):
         numbered("label", "a", ["a", cell], None if isinstance(cell, str) else ["a", "b"])
 
 

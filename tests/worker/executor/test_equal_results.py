@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.model.dataset_schema import MULTI_LABEL, REGRESSION
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
@@ -43,6 +45,8 @@ BERT = {
     "intermediate_size": 24, "max_position_embeddings": 8, "num_labels": 3, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+SEVERAL = {**BERT, "problem_type": MULTI_LABEL}
+NUMBER = {**BERT, "num_labels": 1, "problem_type": REGRESSION, "target_mean": 50.0, "target_deviation": 4.0}
 BERT_DECODER = {**BERT, "is_decoder": True}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8,
@@ -63,6 +67,13 @@ def tagged(count: int) -> Dataset:
     """Texts with a class for each token."""
     tokens = texts(count).tensors["input_ids"]
     return Dataset({"input_ids": tokens, "labels": tokens % 3})
+
+
+def numbers(labels: int, count: int) -> Dataset:
+    """Texts with several labels each, or with a target of about 50."""
+    tokens = texts(count).tensors["input_ids"]
+    found = (tokens[:, :labels] % 2).float() if labels else 50 + 2.0 * (tokens[:, 0] - 9)
+    return Dataset({"input_ids": tokens, "labels": found})
 
 
 def notes(count: int) -> Dataset:
@@ -134,6 +145,8 @@ CASES = {
     "slices": Case("fedfrozen", {"warmup_rounds": 0, "scope": "v_only"}, GPT2, "causal-lm"),
     "lora": Case("lora", lora=Lora(rank=2, alpha=4), training={"optimizer": "adamw", "learning_rate": 1e-3}),
     "scaffold": Case("scaffold", sites=2, rounds=2, training={"steps": 5}),
+    "several labels": Case("fedavg", config=SEVERAL, head="text-classification", data=partial(numbers, 3)),
+    "targets": Case("fedavg", config=NUMBER, head="text-classification", data=partial(numbers, 0)),
     "packed texts": Case("fedavg", config=GPT2, head="causal-lm", data=notes),
 }
 FURTHER = {
@@ -145,6 +158,13 @@ FURTHER = {
     "features": Case("moon", rounds=2),
     "two phases": Case("ditto", rounds=2),
     "noise": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "noise for several labels": Case(
+        "fedavg",
+        config=SEVERAL,
+        head="text-classification",
+        data=partial(numbers, 3),
+        spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}},
+    ),
     "noise for groups": Case("fedavg", data=grouped, spec={"privacy": {**GROUP_LEVEL, "selection": "refused"}}),
     "a noisy choice by groups": Case("safl", {"share": 0.5}, data=grouped, spec={"privacy": GROUP_LEVEL}),
     "noise without batch statistics": Case(
@@ -265,7 +285,10 @@ def test_a_group_builds_its_model_again_when_base_bits_change(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "micro_batch"), [("slices", 2), ("slices", "auto"), ("noise", "auto")])
+@pytest.mark.parametrize(
+    ("name", "micro_batch"),
+    [("slices", 2), ("slices", "auto"), ("noise", "auto"), ("several labels", 2), ("targets", 2)],
+)
 def test_ranks_train_their_rows_in_pieces(
     name: str, micro_batch: MicroBatch, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

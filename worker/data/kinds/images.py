@@ -55,9 +55,12 @@ from tessera.worker.data.readers.pictures import (
 )
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
+from tessera.worker.data.targets.numbers import numbers_of, unlabelled
 from tessera.worker.errors import DataError
 
-OF_TABLES = frozenset({"image", "label", "domain", "split", "separator", "subgroups"})
+OF_TABLES = frozenset(
+    {"image", "label", "domain", "split", "separator", "subgroups", "problem_type", "label_columns"}
+)
 """The options that only a table has."""
 
 
@@ -110,22 +113,26 @@ class ImagesOptions(PixelOptions, TableOptions):
 def images(options: ImagesOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
 
+    Several labels and targets are float32, as `numbers_of` returns them.
+
     An example's source is the digest of its image's file. If the pixels stay on disk, `prepared` gets an index of
     the images, with which a later start reads only those that have changed. Raises DataError.
     """
     listed = _in_table(options, prepared) if options.folder is None else _in_folder(options.folder, options)
     # Before the images are read, which takes longer.
-    labels = numbered(*listed.labels, listed.names, options.absent)
+    labels = listed.numbers
+    if labels is None:
+        labels = torch.tensor(numbered(*listed.labels, listed.names, options.absent))
     conversion = preparation(options)
     inputs = inputs_of(listed.pictures, options, conversion, prepared)
     places = torch.from_numpy(inputs.places)
-    if inputs.unreadable:
+    if inputs.unreadable and listed.numbers is None:
         option, where, values = listed.labels
         numbered(option, where, [values[place] for place in inputs.places], listed.names, options.absent)
-    shapes = {PIXELS: conversion.pixels_shape(options.mode), LABELS: ()}
+    shapes = {PIXELS: conversion.pixels_shape(options.mode), LABELS: tuple(labels.shape[1:])}
     groups = inputs.groups if options.keyword else listed.groups and listed.groups.chosen(inputs.places)
     dataset = Dataset(
-        {**inputs.tensors, LABELS: torch.tensor(labels)[places]},
+        {**inputs.tensors, LABELS: labels[places]},
         domains=None if listed.domains is None else listed.domains[places],
         sources=inputs.digests,
         groups=groups,
@@ -138,14 +145,15 @@ def images(options: ImagesOptions, prepared: PreparedFolder = NOT_KEPT) -> Datas
             copies=len(inputs.digests) - len(np.unique(inputs.digests, axis=0)),
             ungrouped=() if options.group else _ungrouped(listed, inputs),
             without_group=sum(map(is_unnamed, groups or ())),
-            combined=combinations(listed.names or ()),
+            combined=[] if options.problem else combinations(listed.names or ()),
+            unlabelled=unlabelled(labels[places]),
         ),
         on_disk=inputs.on_disk,
         normalization=conversion.normalization(options.mode),
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
     report = replace(dataset.report, contradictions=_contradictions(listed, inputs.places, dataset))
-    return replace(dataset, report=report, schema=schema_of(known, shapes, names=options.labels))
+    return replace(dataset, report=report, schema=schema_of(known, shapes, None, options.labels, options.problem))
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,8 @@ class _Listed:
     subgroups: Mapping[str, Subgroups]
     report: LoadReport
     """The findings about the folder or the table."""
+    numbers: Tensor | None = None
+    """The labels where they are numbers, [images, ...]."""
 
 
 def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[RepeatedName]:
@@ -183,7 +193,7 @@ def _in_table(options: ImagesOptions, prepared: PreparedFolder) -> _Listed:
     ignored, without_row = _beside(table, pictures, options)
     return _Listed(
         pictures,
-        ("label", table.where, table.column("label", options.label)),
+        ("label", table.where, [] if options.problem else table.column("label", options.label)),
         options.labels or table.class_names(options.label),
         table.domains(options.domain),
         table.groups(options.group),
@@ -195,6 +205,7 @@ def _in_table(options: ImagesOptions, prepared: PreparedFolder) -> _Listed:
             group_bytes=pictures.cells.group_bytes if pictures.cells else 0,
             ungrouped=table.ungrouped(options.group, options.image, options.label),
         ),
+        numbers_of(table, options, options.label) if options.problem else None,
     )
 
 

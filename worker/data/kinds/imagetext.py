@@ -42,6 +42,8 @@ class ImageTextOptions(ImagesOptions):
 
     @model_validator(mode="after")
     def _has_tokenizer(self) -> Self:
+        if self.problem_type != "single_label":
+            raise ValueError("problem_type: an image has one of the texts: leave it out")
         if self.tokenizer is None and self.processor is None:
             raise ValueError("give tokenizer, or a processor that contains one")
         if HOLE not in self.template:

@@ -9,7 +9,7 @@ labels = ["benign", "malignant"]
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import repeat
@@ -23,9 +23,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tessera.shared.model.dataset_schema import IDS
+from tessera.shared.model.dataset_schema import IDS, DatasetSchema
 from tessera.worker.data.cells import AT_ONCE
-from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, TableOnDisk, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, Shape, TableOnDisk, schema_of
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
 from tessera.worker.data.readers.arrow_rows import write_rows, written_rows
@@ -44,6 +44,8 @@ from tessera.worker.data.readers.tokenizer import (
     tokenizer_of,
 )
 from tessera.worker.data.readers.tokens import MASK, TokenBatch, TokenRows, token_batches
+from tessera.worker.data.targets.numbers import numbers_of, unlabelled
+from tessera.worker.data.targets.spans import words_and_tags
 from tessera.worker.errors import DataError
 from tessera.worker.model.forward import IGNORED
 
@@ -63,6 +65,10 @@ class TextOptions(TableOptions):
     text: str = Field(default="text", description="column: the text, or its words, in a list or separated by spaces")
     second_text: str | None = Field(default=None, description="column: the second text of a pair, as in entailment")
     label: str = Field(default="label", description="column: the class, or the class of each word")
+    spans: bool = Field(
+        default=False,
+        description="for token-classification: whether `label` has a list of spans {start, end, label} of characters",
+    )
     tokenizer: str = Field(description='a local folder, a name on the hub, or "run": that of each run\'s model')
     max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens to which a text is truncated")
     pack: bool = Field(
@@ -78,11 +84,15 @@ def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     """Return `input_ids`, `attention_mask` and, if used, `token_type_ids`, int64 [n, tokens], and `labels`, int64.
 
     Labels are [n] for text classification, else [n, tokens] with -100 where they are ignored: at padding, and after
-    the first token of a word. `tokens` is the length of the longest text, at most `max_length`; under privacy it is
-    `max_length`. Tables and tokens are made once, in `prepared`.
+    the first token of a word. Several labels and targets are as `numbers_of` returns them. `tokens` is the length of
+    the longest text, at most `max_length`; under privacy it is `max_length`. Tables and tokens are made once, in `prepared`.
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
+    if options.spans and (options.head != "token-classification" or not options.labels):
+        raise DataError("spans: needs head token-classification, and `labels` such as O, B-drug and I-drug")
+    if options.problem and options.head != "text-classification":
+        raise DataError(f"problem_type: needs head text-classification, not {options.head}: leave it out")
     if options.pack and options.head != "causal-lm":
         raise DataError(f"pack: needs head causal-lm, not {options.head}: leave it out")
     table = read_table("file", options.file, options.split, prepared, options.separator)
@@ -93,7 +103,8 @@ def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     convert, numbers = partial(_converted, options, table, prepared), np.arange(table.examples)
     texts = RawTexts(**parts, convert=convert, max_length=options.max_length, numbers=numbers)
     tokens = (options.max_length,)
-    shapes = {IDS: tokens, MASK: tokens, LABELS: tokens if labels.ndim > 1 else ()}
+    of_each = tuple(labels.shape[1:]) if options.head == "text-classification" else tokens
+    shapes = {IDS: tokens, MASK: tokens, LABELS: of_each}
     raw = Dataset(
         {LABELS: labels},
         domains=table.domains(options.domain),
@@ -109,14 +120,23 @@ def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
             ungrouped=table.ungrouped(options.group, options.text, options.second_text, options.label),
             without_group=table.without_group(options.group),
             truncation=_over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
-            combined=combinations(options.labels or table.class_names(options.label) or ()),
+            combined=[]
+            if options.problem
+            else combinations(options.labels or table.class_names(options.label) or ()),
+            unlabelled=unlabelled(labels),
         ),
-        schema=schema_of(dict.fromkeys(shapes, labels), shapes, names=options.labels),
+        schema=_schema(options, labels, shapes),
     )
     prepared.clear(lambda name: name.startswith((table_name(table.digest), _tokens_name(options, table))))
     if options.tokenizer == RUN:
         return raw
     return tokenized_here(raw, tokenizer_of("tokenizer", options.tokenizer, by_word=texts.by_word))
+
+
+def _schema(options: TextOptions, labels: Tensor, shapes: Mapping[str, Shape]) -> DatasetSchema:
+    """Return the schema of texts, whose tokens are integers."""
+    tensors = {**dict.fromkeys(shapes, torch.empty(0, dtype=torch.int64)), LABELS: labels}
+    return schema_of(tensors, shapes, None, options.labels, options.problem)
 
 
 def _readable(table: DataTable, column: Iterable[Any]) -> Iterator[Any]:
@@ -191,7 +211,10 @@ def _converted(
     made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
     # Without token types: pairs of texts alone have them.
     declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
-    shapes = {name: (padding.width,) if len(tensor.shape) > 1 else () for name, tensor in declared.items()}
+    shapes: dict[str, Shape] = {
+        name: (padding.width,) if name in padding.values else tuple(tensor.shape[1:])
+        for name, tensor in declared.items()
+    }
     inputs = schema_of(declared, shapes).inputs
     made = replace(made, schema=dataset.schema.model_copy(update={"inputs": inputs}))
     small = len(tokens) * width * 8 * len(columns) <= MAX_IN_MEMORY
@@ -261,6 +284,8 @@ def _classified(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     texts = {"first": table.texts("text", options.text)}
     if options.second_text is not None:
         texts["second"] = table.texts("second_text", options.second_text)
+    if options.problem:
+        return texts, numbers_of(table, options, options.label)
     cells = table.cells("label", options.label)
     numbering = _numbering(options, table)
     labels = torch.empty(table.examples, dtype=torch.int64)
@@ -273,8 +298,11 @@ def _classified(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
 
 def _tagged(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     """Return lists of words with the label of each, and no labels before there are tokens: int64 [n, 0]."""
-    words = table.cells("text", options.text).mapped(_words)
-    tags = table.cells("label", options.label).mapped(_words)
+    if options.spans:
+        words, tags = words_and_tags(table, options.text, options.label)
+    else:
+        words = table.cells("text", options.text).mapped(_words)
+        tags = table.cells("label", options.label).mapped(_words)
     numbering = _numbering(options, table)
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):

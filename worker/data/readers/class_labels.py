@@ -110,7 +110,7 @@ class Numbering:
         if not named:
             raise DataError(f"{found}: fill it in, or remove these rows")
         if self._several:
-            found += "; give each example one class, since several in one cell are not read"
+            found += '; give each example one class, or for several set problem_type = "multi_label"'
         elif self.names is None:
             found += "; list the classes' names in `labels`, the same at every site"
         else:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from glob import glob
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from tessera.shared.model.dataset_schema import Problem
 from tessera.shared.near_names import absent
 from tessera.shared.schema import Label
 from tessera.worker.data.dataset import Options
@@ -43,9 +44,32 @@ class TableOptions(Options):
     absent: Absent | None = Field(
         default=None, description="the names in `labels` without an example at this site, or `any`"
     )
+    problem_type: Literal["single_label", "multi_label", "regression"] = Field(
+        default="single_label",
+        description="whether an example has one class, several of the `labels` or none, or a number, as its model's",
+    )
+    label_columns: bool = Field(
+        default=False,
+        description="for multi_label: whether each of the `labels` names a column with 1 or 0, instead of `label`",
+    )
     domain: str | None = Field(default=None, description="column: the example's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     subgroups: dict[Label, SubgroupValues] = Field(default={}, description=SUBGROUPS)
+
+    @model_validator(mode="after")
+    def _labels_fit(self) -> Self:
+        if self.label_columns and (self.problem_type != "multi_label" or not self.labels):
+            raise ValueError(
+                'label_columns: needs problem_type = "multi_label", and the names of the columns in labels'
+            )
+        if self.problem_type == "regression" and (self.labels or self.absent):
+            raise ValueError("labels and absent are about classes: with problem_type regression, leave them out")
+        return self
+
+    @property
+    def problem(self) -> Problem | None:
+        """The task of labels that are no classes."""
+        return None if self.problem_type == "single_label" else self.problem_type
 
 
 def is_saved(folder: Path) -> bool:

@@ -95,6 +95,8 @@ def _entries(part: Dataset, check: Callable[[], None]) -> Iterator[tuple[TableNa
     every, texts = np.arange(part.examples), part.texts
     if part.classes is not None:
         yield "classes", (every, part.classes.numpy())
+    if part.schema.problem == "multi_label":
+        yield "classes", tuple(np.asarray(part.tensors[LABELS].nonzero()).T)
     if part.sides is not None:
         yield "pixels", (every, _bins(part.sides))
     if texts and not texts.of_classes:
@@ -102,7 +104,7 @@ def _entries(part: Dataset, check: Callable[[], None]) -> Iterator[tuple[TableNa
         if len(texts.tags):
             yield "classes", _of_each(map(set, texts.tags))
     elif IDS in part.inputs:
-        labelled = part.classes is None and part.schema.classes is not None
+        labelled = part.classes is None and part.schema.classes is not None and part.schema.problem is None
         for rows in torch.split(torch.arange(part.examples), AT_ONCE):
             check()
             inputs = part.read(rows)

@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.model.dataset_schema import problem_of, target_scale
 from tessera.shared.problems import Problem
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import NO_FIGURES, HiddenFailure, Indivisible, InputMismatch, TaskFailure
@@ -86,6 +87,8 @@ def _executed(
         rehearsal.mark()
     with without_cause(hides=hides):
         dataset = tokenize(local, fetched, loaded, dataset)
+    if problem_of(fetched.document) == "regression":
+        dataset = dataset.standardised(*target_scale(fetched.document.config))
     if rehearsal:
         dataset = rehearsal.fill(context, dataset)
     # Its longest text would decide where the comparison fails.
