@@ -254,7 +254,7 @@ def measured(
             held_out,
             int(metrics.get(SCORED_LABELS, examples or 0)),
             metrics,
-            views.class_counts_of(counts),
+            views.stored_counts(counts),
         )
         for worker_id, version, held_out, examples, metrics, counts in tasks
     ]

@@ -76,7 +76,7 @@ MAX_TICKED = 50
 MAX_SCORED = 200
 """Runs that are sorted by a value that has to be computed for each: the newest that match."""
 SHOWN_ROUNDS = 10
-HEADLINE = ("accuracy", "macro_f1", "loss")
+HEADLINE = ("entity_f1", "entity_partial_f1", "accuracy", "micro_f1", "macro_f1", "mae", "r2", "loss")
 ODD = 2.0
 """Multiple of the round's median from which an outlier score is marked."""
 
@@ -200,7 +200,7 @@ def show_run(
         figures = ChartFigures.of(session, run)
         latest = max((one.version for one in figures.measurements), default=None)
         of_latest = [one for one in figures.measurements if one.version == latest]
-        names = [*(PERSONAL + name for name in MAIN_SCORES[:1] if has_own_models(of_latest)), *HEADLINE]
+        names = [*(PERSONAL + name for name in MAIN_SCORES[:-1] if has_own_models(of_latest)), *HEADLINE]
         shown = [score for name in names if (score := main_score(of_latest, name))]
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None

@@ -29,7 +29,7 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
-from tessera.shared.api.class_counts import ClassCounts
+from tessera.shared.api.class_counts import Counts, counts_of
 from tessera.shared.api.runs import Coverage, Measurement, Round, Run, RunSpec, SiteReport
 from tessera.shared.api.tasks import REPORTS, Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
@@ -216,15 +216,15 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec, *, counts: bool = Fa
         held_out=task.held_out,
         examples=examples,
         metrics=task.metrics,
-        class_counts=class_counts_of(task.class_counts),
+        class_counts=stored_counts(task.class_counts),
         subgroup_counts=(task.subgroup_counts or {}) if counts else {},
         download_bytes=task.download_bytes,
     )
 
 
-def class_counts_of(stored: dict[str, Any] | None) -> ClassCounts | None:
+def stored_counts(stored: dict[str, Any] | None) -> Counts | None:
     """Return counts that were validated on arrival."""
-    return None if stored is None else ClassCounts.model_construct(None, **{n: tuple(of) for n, of in stored.items()})
+    return None if stored is None else counts_of(stored)
 
 
 def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool]) -> list[Measurement]:
@@ -240,7 +240,7 @@ def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnEle
             held_out=held_out,
             examples=examples or 0,
             metrics=metrics,
-            class_counts=class_counts_of(counts),
+            class_counts=stored_counts(counts),
             download_bytes=downloaded,
         )
         for version, held_out, examples, metrics, counts, downloaded, worker in found.all()

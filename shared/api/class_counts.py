@@ -1,13 +1,14 @@
 """Counts of predictions that add up over sites, and the scores that follow from their sums."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from math import exp
 from statistics import fmean
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from tessera.shared.schema import Label, Message
+from tessera.shared.schema import MAX_NUMBER, Label, Message
 
 BINS = 15
 """Bins of confidence of equal width, open below and closed above."""
@@ -17,6 +18,11 @@ MAX_CLASSES = 1_000
 
 MAX_MATRIX = 20
 """The most classes whose confusion matrix and score histograms leave a site."""
+
+MAX_LABELS = 64
+"""The most labels, of examples with several, whose score histograms leave a site."""
+
+ENTITY_SCORES = ("entity_f1", "entity_partial_f1")
 
 MAX_SUBGROUPS = 16
 """The most values of a subgroup column."""
@@ -34,6 +40,131 @@ Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 ByClass = Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_CLASSES)]
 
 
+class EntityCounts(Message):
+    """Counts of entities, which are runs of words with classes such as `B-drug` and `I-drug`, at the place of the
+    first class of each type; 0 at other classes."""
+
+    labels: ByClass
+    """True entities."""
+    predictions: ByClass
+    hits: ByClass
+    """Predicted entities that are of the type, the beginning and the end of a true one."""
+    overlapped: ByClass
+    """True entities that share a word with a predicted entity of the type."""
+    overlapping: ByClass
+    """Predicted entities that share a word with a true entity of the type."""
+
+    @model_validator(mode="after")
+    def _are_of_the_same_entities(self) -> Self:
+        by_class = (self.labels, self.predictions, self.hits, self.overlapped, self.overlapping)
+        if len(set(map(len, by_class))) > 1:
+            raise ValueError("the counts of entities are of different numbers of classes")
+        if any(
+            hits > min(found, right) or found > true or right > made
+            for true, made, hits, found, right in zip(*by_class, strict=True)
+        ):
+            raise ValueError("a class has more hits than overlaps, or more overlaps than entities")
+        return self
+
+    def f1(self, place: int | None = None) -> tuple[float, float] | None:
+        """Return the F1 of entities, exact and by overlap, of the type at a place, or of all; None without any.
+
+        By overlap, the precision is the share of predicted entities that overlap a true one of their type, and the
+        recall the share of true ones that a predicted one overlaps.
+        """
+        where = slice(None) if place is None else slice(place, place + 1)
+        every = (self.labels, self.predictions, self.hits, self.overlapped, self.overlapping)
+        true, made, hits, found, right = (sum(each[where]) for each in every)
+        if not true + made:
+            return None
+        # Without true entities, or without predicted ones, nothing overlaps.
+        precision, recall = right / max(made, 1), found / max(true, 1)
+        partial = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+        return 2 * hits / (true + made), partial
+
+    def scores(self) -> dict[str, float]:
+        """Return `entity_f1` and `entity_partial_f1` over the entities of all types; nothing without any."""
+        found = self.f1()
+        return dict(zip(ENTITY_SCORES, found, strict=True)) if found else {}
+
+
+class LabelCounts(Message):
+    """Counts of an evaluation of examples that have several labels each, or none, by label."""
+
+    examples: Count
+    labels: ByClass
+    """Examples with the label."""
+    predictions: ByClass
+    """Examples to which the model gives the label, with a probability above one half."""
+    hits: ByClass
+    ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES)
+    """The places of the labels that macro F1 leaves out."""
+
+    @model_validator(mode="after")
+    def _are_of_the_same_examples(self) -> Self:
+        if len({len(self.labels), len(self.predictions), len(self.hits)}) > 1:
+            raise ValueError("labels, predictions and hits are of different numbers of labels")
+        by_label = zip(self.labels, self.predictions, self.hits, strict=True)
+        if any(hits > min(true, made) or true + made - hits > self.examples for true, made, hits in by_label):
+            raise ValueError("a label has more hits than examples or predictions, or more of these than examples")
+        return self
+
+    @property
+    def total(self) -> int:
+        """The number of examples, over which other metrics are means."""
+        return self.examples
+
+    def scores(self) -> dict[str, float]:
+        """Return the `micro_f1` and, without ignored labels, the `macro_f1`, each over the labels that occur."""
+        found = {"micro_f1": 2 * sum(self.hits) / made} if (made := sum(self.labels) + sum(self.predictions)) else {}
+        f1 = _f1_by_class(self.labels, self.predictions, self.hits, self.ignored)
+        return found | ({"macro_f1": fmean(f1)} if f1 else {})
+
+
+Total = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+
+
+class NumberSums(Message):
+    """Sums over the examples of a regression, of which its scores follow."""
+
+    examples: Count
+    absolute: Total
+    """Of absolute errors, in the unit of the targets."""
+    squared: Total
+    """Of squared errors. These and the following are of standardised targets."""
+    targets: Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+    targets_squared: Total
+
+    @property
+    def total(self) -> int:
+        """The number of examples."""
+        return self.examples
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The number of examples, as of one class."""
+        return (self.examples,)
+
+    def scores(self) -> dict[str, float]:
+        """Return the mean absolute error `mae` and, if the targets differ, the coefficient of determination `r2`."""
+        if not self.examples:
+            return {}
+        spread = self.targets_squared - self.targets**2 / self.examples
+        # Of equal targets, rounding alone is left.
+        r2 = {"r2": 1 - self.squared / spread} if spread > 1e-9 * self.targets_squared else {}
+        return {"mae": self.absolute / self.examples, **r2}
+
+
+def _f1_by_class(
+    labels: Sequence[int], predictions: Sequence[int], hits: Sequence[int], ignored: Sequence[int]
+) -> list[float]:
+    """Return the F1 of each class that occurs and is not ignored: twice its hits over the sum of its predictions and
+    its true labels. Equal to scikit-learn's, whose import would take every worker about 100 MiB."""
+    by_class = enumerate(zip(hits, predictions, labels, strict=True))
+    occurs = [each for place, each in by_class if each[1] + each[2] and place not in ignored]
+    return [2 * hits / (predicted + true) for hits, predicted, true in occurs]
+
+
 class ClassCounts(Message):
     """Counts of an evaluation's scored labels and predictions, by class and by bin of confidence."""
 
@@ -49,6 +180,8 @@ class ClassCounts(Message):
     """The sum of the probabilities of the predicted classes."""
     ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The places of the classes that macro F1 leaves out."""
+    entities: EntityCounts | None = Field(default=None, exclude_if=operator.not_)
+    """Of words whose classes are those of entities."""
 
     @model_validator(mode="after")
     def _are_of_the_same_labels(self) -> Self:
@@ -73,13 +206,9 @@ class ClassCounts(Message):
         return sum(self.labels)
 
     def scores(self) -> dict[str, float]:
-        """Return the `accuracy`, the `calibration_error` and, if a class occurs that is not ignored, the `macro_f1`.
-        There must be a label."""
-        # A class's F1 is twice its hits over the sum of its predictions and its true labels. Equal to scikit-learn's,
-        # whose import would take every worker about 100 MiB.
-        by_class = enumerate(zip(self.hits, self.predictions, self.labels, strict=True))
-        occurs = [each for place, each in by_class if each[1] + each[2] and place not in self.ignored]
-        f1 = [2 * hits / (predicted + true) for hits, predicted, true in occurs]
+        """Return the `accuracy`, the `calibration_error` and, if a class occurs that is not ignored, the `macro_f1`;
+        of words with entities, their scores. There must be a label."""
+        f1 = _f1_by_class(self.labels, self.predictions, self.hits, self.ignored)
         # The expected calibration error (Guo et al. 2017, arXiv 1706.04599, equations 2, 3 and 5): the mean gap
         # between accuracy and mean confidence over the bins, weighted by the number of predictions in each.
         gaps = [abs(s - hits) for s, hits in zip(self.bin_confidence, self.bin_hits, strict=True)]
@@ -87,6 +216,7 @@ class ClassCounts(Message):
             "accuracy": sum(self.hits) / self.total,
             **({"macro_f1": fmean(f1)} if f1 else {}),
             "calibration_error": sum(gaps) / self.total,
+            **(self.entities.scores() if self.entities else {}),
         }
 
 
@@ -103,6 +233,7 @@ class ScoreCounts(Message):
     """[class][bin]: the labels of the class, by the probability that the model gives the class."""
     negatives: Annotated[tuple[ByScore, ...], Field(min_length=2, max_length=MAX_MATRIX)]
     """[class][bin]: all other labels, likewise."""
+    entities: EntityCounts | None = Field(default=None, exclude_if=operator.not_)
 
     @model_validator(mode="after")
     def _are_of_the_same_labels(self) -> Self:
@@ -119,37 +250,106 @@ class ScoreCounts(Message):
         """The number of labels of each class."""
         return tuple(map(sum, self.confusion))
 
+    @property
+    def total(self) -> int:
+        """The number of labels."""
+        return sum(self.labels)
 
-SubgroupCounts = Annotated[dict[Label, ScoreCounts], Field(max_length=MAX_SUBGROUPS + 1)]
+
+ByLabelScore = Annotated[tuple[ByScore, ...], Field(min_length=2, max_length=MAX_LABELS)]
+
+
+class LabelScores(Message):
+    """Counts of examples that have several labels each, or none, of one group. All figures of a label follow."""
+
+    examples: Count
+    predictions: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_LABELS)]
+    hits: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_LABELS)]
+    positives: ByLabelScore
+    """[label][bin]: the examples with the label, by the probability that the model gives it."""
+    negatives: ByLabelScore
+    """[label][bin]: all other examples, likewise."""
+
+    @model_validator(mode="after")
+    def _are_of_the_same_examples(self) -> Self:
+        if len({*map(len, (self.predictions, self.hits, self.positives, self.negatives))}) > 1:
+            raise ValueError("predictions, hits and histograms are of different numbers of labels")
+        if any(sum(a) + sum(b) != self.examples for a, b in zip(self.positives, self.negatives, strict=True)):
+            raise ValueError("the histograms of a label are of other examples")
+        by_label = zip(self.labels, self.predictions, self.hits, strict=True)
+        if any(hits > min(true, made) or true + made - hits > self.examples for true, made, hits in by_label):
+            raise ValueError("a label has more hits than examples or predictions, or more of these than examples")
+        return self
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The number of examples with each label."""
+        return tuple(map(sum, self.positives))
+
+    @property
+    def total(self) -> int:
+        """The number of examples."""
+        return self.examples
+
+
+Counts = ClassCounts | LabelCounts | NumberSums
+"""The counts of an evaluation, by the task of the model."""
+GroupCounts = ScoreCounts | LabelScores | NumberSums
+"""The counts of one group of examples."""
+
+SubgroupCounts = Annotated[dict[Label, GroupCounts], Field(max_length=MAX_SUBGROUPS + 1)]
 """Counts by the value of a subgroup column; of a run without one, all under `ALL`."""
 
 ALL, OTHER = "all", "other"
 """The names of all examples, and of those whose value of the subgroup column the site's settings do not name."""
 
 
-def sum_of(counts: Sequence[ScoreCounts]) -> ScoreCounts:
-    """Return the sum of counts of the same classes."""
-
-    def added(name: str) -> tuple[tuple[int, ...], ...]:
-        rows = zip(*(getattr(each, name) for each in counts), strict=True)
-        return tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows)
-
-    return ScoreCounts.model_construct(None, **{name: added(name) for name in ScoreCounts.model_fields})
-
-
-def can_pool(counts: Sequence[ClassCounts | None]) -> bool:
-    """Return True if there are counts, none is missing, and all are of the same classes."""
-    return None not in counts and len({(len(each.labels), each.ignored) for each in counts if each}) == 1
+def counts_of(stored: Mapping[str, Any]) -> Counts:
+    """Return counts that were validated on arrival, from their JSON."""
+    kind: type[Counts]
+    kind = NumberSums if "absolute" in stored else LabelCounts if "examples" in stored else ClassCounts
+    found: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in stored.items()}
+    if entities := stored.get("entities"):
+        found["entities"] = EntityCounts.model_construct(None, **entities)
+    return kind.model_construct(None, **found)
 
 
-def pooled(counts: Sequence[ClassCounts | None]) -> ClassCounts | None:
-    """Return the sum of counts; None unless they can be pooled."""
-    if not can_pool(counts):
+G = TypeVar("G", bound=Message)
+
+
+def sum_of(counts: Sequence[G]) -> G:
+    """Return the sum of counts of the same classes; `ignored` is that of the first."""
+    first = counts[0]
+    names = [name for name in type(first).model_fields if name != "ignored"]
+    sums: dict[str, Any] = {name: _added([getattr(each, name) for each in counts]) for name in names}
+    if "ignored" in type(first).model_fields:
+        sums |= first.model_dump(include={"ignored"})
+    made: G = type(first).model_construct(None, **sums)
+    return made
+
+
+def _added(values: Sequence[Any]) -> Any:
+    if any(value is None for value in values):
         return None
-    sums: dict[str, Any] = {
-        name: tuple(map(sum, zip(*(getattr(each, name) for each in counts), strict=True)))
-        for name in ClassCounts.model_fields
-        if name != "ignored"
-    }
-    sums["ignored"] = next(each.ignored for each in counts if each)
-    return ClassCounts.model_construct(**sums)
+    if isinstance(values[0], Message):
+        return sum_of(values)
+    if isinstance(values[0], int | float):
+        return sum(values)
+    of_each = zip(*values, strict=True)
+    numbers = isinstance(values[0][0], int | float)
+    return tuple(map(sum, of_each)) if numbers else tuple(_added(each) for each in of_each)
+
+
+def can_pool(counts: Sequence[Counts | None]) -> bool:
+    """Return True if there are counts, none is missing, and all are of the same task and classes."""
+    return None not in counts and len({_kind(each) for each in counts if each}) == 1
+
+
+def _kind(counts: Counts) -> tuple[object, ...]:
+    ignored, entities = getattr(counts, "ignored", ()), getattr(counts, "entities", None)
+    return type(counts), len(counts.labels), ignored, entities is None
+
+
+def pooled(counts: Sequence[Counts | None]) -> Counts | None:
+    """Return the sum of counts; None unless they can be pooled."""
+    return sum_of([each for each in counts if each]) if can_pool(counts) else None

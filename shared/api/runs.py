@@ -18,7 +18,7 @@ from pydantic import (
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
-from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
+from tessera.shared.api.class_counts import MAX_CLASSES, Counts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
 from tessera.shared.api.membership import MembershipCounts
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
@@ -705,7 +705,7 @@ class Measurement(Message):
     held_out: bool = False
     examples: int
     metrics: dict[str, float]
-    class_counts: ClassCounts | None = None
+    class_counts: Counts | None = None
     subgroup_counts: SubgroupCounts = Field(default={}, exclude_if=operator.not_)
     download_bytes: int = 0
 

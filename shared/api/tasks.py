@@ -29,7 +29,7 @@ from pydantic import (
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, ServerOptimizer
-from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts, SubgroupCounts
+from tessera.shared.api.class_counts import MAX_CLASSES, Counts, SubgroupCounts
 from tessera.shared.api.descriptions import Description
 from tessera.shared.api.membership import MembershipCounts
 from tessera.shared.api.rehearsals import Rehearsal
@@ -553,7 +553,7 @@ class EvaluationResult(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     metrics: Evaluated
     """With the number of scored labels where it is not that of the examples, as `labels`."""
-    class_counts: ClassCounts | None = None
+    class_counts: Counts | None = None
     """Of a site that permits them."""
     subgroup_counts: SubgroupCounts = {}
     """Likewise, by the value of the run's subgroup column."""
@@ -576,7 +576,7 @@ class EvaluationResult(Message):
             raise ValueError(f"class_counts has {self.class_counts.total} labels, of {scored:g} that were scored")
         if len(sizes := {len(each.labels) for each in self.subgroup_counts.values()}) > 1:
             raise ValueError(f"subgroup_counts are of different numbers of classes: {sorted(sizes)}")
-        if sum(sum(each.labels) for each in self.subgroup_counts.values()) > scored:
+        if sum(each.total for each in self.subgroup_counts.values()) > scored:
             raise ValueError(f"subgroup_counts has more labels than the {scored:g} that were scored")
         return self
 

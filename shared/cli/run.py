@@ -456,20 +456,27 @@ def _with_settings(name: str, settings: Mapping[str, object]) -> str:
     return f"{name} ({shown})" if shown else name
 
 
+BESIDE = {"mae": "r2", "entity_f1": "entity_partial_f1"}
+"""The metric beside a main score; the macro F1 beside any other."""
+
+
 def _round_table(rounds: list[RoundOutcome], best: BestVersion | None, main: MainScore | None) -> Table:
-    accuracy = f"{PERSONAL}accuracy" if main and main.name.startswith(PERSONAL) else "accuracy"
-    over_sites = name_over_sites("macro_f1")
-    macro_f1 = over_sites if any(over_sites in outcome.scores for outcome in rounds) else "macro_f1"
-    titles = [name.replace("_f1", "-F1").replace("_", " ") for name in (accuracy, macro_f1)]
+    first = main.name if main else "accuracy"
+    if first.removeprefix(PERSONAL) == "loss":
+        first = f"{PERSONAL}accuracy" if first.startswith(PERSONAL) else "accuracy"
+    second = BESIDE.get(first.removeprefix(PERSONAL), "macro_f1")
+    over_sites = name_over_sites(second)
+    second = over_sites if any(over_sites in outcome.scores for outcome in rounds) else second
+    titles = [name.replace("_f1", "-F1").replace("_", " ") for name in (first, second)]
     columns = ("round", "stage", "state", "accepted", "coverage", *titles, "down", "up", "seconds", "")
-    accuracies = main.values if main and main.name == accuracy else {}
+    measured = main.values if main and main.name == first else {}
     # An attempt that was abandoned made no version.
     made = [outcome.round.version for outcome in rounds]
-    shown = [None if number is None else accuracies.get(number) for number in made]
-    scores = [(value, outcome.scores.get(macro_f1)) for value, outcome in zip(shown, rounds, strict=True)]
+    shown = [None if number is None else measured.get(number) for number in made]
+    scores = [(value, outcome.scores.get(second)) for value, outcome in zip(shown, rounds, strict=True)]
     rows = [_row(outcome, found, best) for outcome, found in zip(rounds, scores, strict=True)]
     table = output.table(columns, rows, right=("round", "accepted", "coverage", *titles, "down", "up", "seconds"))
-    notes = [different_sites([main]) if main else "", MEAN_OF_SITES if macro_f1 == over_sites else ""]
+    notes = [different_sites([main]) if main else "", MEAN_OF_SITES if second == over_sites else ""]
     table.caption, table.caption_justify = "\n".join(f"note: {note}" for note in notes if note) or None, "left"
     return table
 

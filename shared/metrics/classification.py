@@ -1,4 +1,4 @@
-"""Figures of a classifier with 95 % intervals, all computed from the counts that sites send.
+"""Figures of a classifier, or of a regression, with 95 % intervals, all computed from the counts that sites send.
 
 Labels count as independent: where a patient has several, the intervals are too narrow. A class is compared with all
 others together. Scores are known up to their bin, so that the AUROC and the AUPRC are known up to the `error` of
@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera.shared.api.class_counts import ALL, SCORE_EDGES, ScoreCounts, sum_of
+from tessera.shared.api.class_counts import (
+    ALL,
+    ENTITY_SCORES,
+    SCORE_EDGES,
+    EntityCounts,
+    GroupCounts,
+    LabelScores,
+    NumberSums,
+    ScoreCounts,
+    sum_of,
+)
 from tessera.shared.api.runs import Measurement
 from tessera.shared.sanitize import fit_to_show
 
@@ -142,9 +152,12 @@ def _f1(confusion: Array) -> Array:
     """Return the F1 of each class, [..., classes], of confusion matrices; nan where it neither occurs nor is
     predicted."""
     hits = np.diagonal(confusion, axis1=-2, axis2=-1)
-    made = confusion.sum(-1) + confusion.sum(-2)
-    f1: Array = np.divide(2 * hits, made, out=np.full(hits.shape, np.nan), where=made > 0)
-    return f1
+    return _ratio(2 * hits, confusion.sum(-1) + confusion.sum(-2))
+
+
+def _ratio(part: Array, of: Array) -> Array:
+    found: Array = np.divide(part, of, out=np.full(part.shape, np.nan), where=of > 0)
+    return found
 
 
 def _interval(value: float, draws: Array) -> Figure:
@@ -155,10 +168,15 @@ def _interval(value: float, draws: Array) -> Figure:
 
 
 def figures_of(
-    counts: ScoreCounts, ignored: Collection[int] = (), specificity: Sequence[float] = (), draws: int = DRAWS
+    counts: GroupCounts, ignored: Collection[int] = (), specificity: Sequence[float] = (), draws: int = DRAWS
 ) -> ClassifierFigures:
     """Return the figures of counts. Macro F1 leaves out the classes at the places `ignored`. Without `draws`, F1 has
     no interval, which takes most of the time."""
+    if isinstance(counts, NumberSums):
+        scores = {name: Figure(value) for name, value in counts.scores().items()}
+        return ClassifierFigures(counts.examples, scores, (), ())
+    if isinstance(counts, LabelScores):
+        return _figures_of_labels(counts, ignored, specificity, draws)
     confusion = np.array(counts.confusion, dtype=np.int64)  # [true class, predicted class]
     of_class, total = confusion.sum(1), int(confusion.sum())
     if not total:
@@ -166,49 +184,85 @@ def figures_of(
     # A fixed seed: the same counts have the same intervals everywhere.
     random = np.random.default_rng(0)
     drawn = random.multinomial(total, confusion.flatten() / total, draws).reshape(draws, *confusion.shape)
-    f1, f1_drawn = _f1(confusion), _f1(drawn)
-    counted = [k for k in range(len(of_class)) if k not in ignored and not math.isnan(f1[k])]
-    overall = {"accuracy": share(int(confusion.trace()), total)}
-    if counted:
-        # In a draw without one of these classes, the others count.
-        there = ~np.isnan(f1_drawn[:, counted])
-        means = np.nansum(f1_drawn[:, counted], axis=1) / np.maximum(there.sum(axis=1), 1)
-        overall["macro_f1"] = _interval(float(f1[counted].mean()), means)
-    classes = [
-        ClassFigures(labels, _of_class(counts, k, confusion, (f1, f1_drawn), specificity))
-        for k, labels in enumerate(of_class.tolist())
-    ]
-    for name in ("auroc", "auprc"):
-        if values := [each.figures[name].value for each in classes if name in each.figures]:
-            overall[f"macro_{name}"] = Figure(fmean(values))
+    entities = counts.entities.scores() if counts.entities else {}
+    overall = {name: Figure(value) for name, value in entities.items()} | {
+        "accuracy": share(int(confusion.trace()), total)
+    }
+    each = np.stack([of_class, confusion.sum(0), np.diagonal(confusion)], 1)
+    f1 = _f1(confusion), _f1(drawn)
+    classes = _by_class(counts, each, f1, total, specificity)
+    if counts.entities:
+        classes = [_with_entities(found, counts.entities, k) for k, found in enumerate(classes)]
+    overall |= _means(classes, f1, ignored)
     return ClassifierFigures(total, overall, tuple(classes), counts.confusion)
 
 
-def _of_class(
-    counts: ScoreCounts,
-    k: int,
-    confusion: Array,
-    f1: tuple[Array, Array],
-    specificity: Sequence[float],
-) -> dict[str, Figure]:
-    """Return the figures of one class; `f1` has the F1 of all classes, and those of the bootstrap's draws."""
-    total, labels, made, hits = map(
-        int, (confusion.sum(), confusion[k].sum(), confusion[:, k].sum(), confusion[k, k])
-    )
+def _figures_of_labels(
+    counts: LabelScores, ignored: Collection[int], specificity: Sequence[float], draws: int
+) -> ClassifierFigures:
+    """Return the figures of examples with several labels each, every label against its absence."""
+    each = np.array([counts.labels, counts.predictions, counts.hits], dtype=np.int64).T  # [label, 3]
+    true, made, hits = each.T
+    empty, total = tuple(ClassFigures(0, {}) for _ in each), counts.examples
+    if not total:
+        return ClassifierFigures(0, {}, empty, ())
+    # Each label's hits, misses, false alarms and others.
+    cells = np.stack([hits, true - hits, made - hits, total - true - made + hits], 1)
+    random = np.random.default_rng(0)
+    drawn = np.stack([random.multinomial(total, of_label / total, draws) for of_label in cells], 1)
+    f1 = _ratio(2 * hits, true + made), _ratio(2 * drawn[..., 0], 2 * drawn[..., 0] + drawn[..., 1] + drawn[..., 2])
+    classes = _by_class(counts, each, f1, total, specificity)
+    overall = {"micro_f1": Figure(2 * hits.sum() / (true + made).sum())} if (true + made).any() else {}
+    return ClassifierFigures(total, overall | _means(classes, f1, ignored), tuple(classes), ())
+
+
+def _means(classes: Sequence[ClassFigures], f1: tuple[Array, Array], ignored: Collection[int]) -> dict[str, Figure]:
+    """Return the means over classes: `f1` has the F1 of each class, [classes], and of the bootstrap's draws."""
     found: dict[str, Figure] = {}
-    if made:
-        found["precision"] = share(hits, made)
-    if labels:
-        found["recall"] = share(hits, labels)
-    if labels < total:
-        found["specificity"] = share(total - labels - made + hits, total - labels)
-    if labels or made:
-        found["f1"] = _interval(float(f1[0][k]), f1[1][:, k])
-    if 0 < labels < total:
-        scores = np.array(counts.positives[k]), np.array(counts.negatives[k])
-        found |= {"calibration_error": _calibration(*scores), "auroc": auroc(*scores), "auprc": auprc(*scores)}
-        found |= {f"sensitivity_at_{level:g}": sensitivity(*scores, level) for level in specificity}
+    counted = [k for k in range(len(classes)) if k not in ignored and not math.isnan(f1[0][k])]
+    if counted:
+        # In a draw without one of these classes, the others count.
+        there = ~np.isnan(f1[1][:, counted])
+        means = np.nansum(f1[1][:, counted], axis=1) / np.maximum(there.sum(axis=1), 1)
+        found["macro_f1"] = _interval(float(f1[0][counted].mean()), means)
+    for name in ("auroc", "auprc"):
+        if values := [each.figures[name].value for each in classes if name in each.figures]:
+            found[f"macro_{name}"] = Figure(fmean(values))
     return found
+
+
+def _with_entities(found: ClassFigures, entities: EntityCounts, k: int) -> ClassFigures:
+    scores = entities.f1(k)
+    figures = zip(ENTITY_SCORES, map(Figure, scores), strict=True) if scores else ()
+    return ClassFigures(found.labels, {**found.figures, **dict(figures)})
+
+
+def _by_class(
+    counts: ScoreCounts | LabelScores,
+    each: Array,
+    f1: tuple[Array, Array],
+    total: int,
+    specificity: Sequence[float],
+) -> list[ClassFigures]:
+    """Return the figures of each class. `each` has the labels, the predictions and the hits of each, [classes, 3];
+    `f1` the F1 of all classes, and of the bootstrap's draws."""
+    classes = []
+    for k, (labels, made, hits) in enumerate(each.tolist()):
+        found: dict[str, Figure] = {}
+        if made:
+            found["precision"] = share(hits, made)
+        if labels:
+            found["recall"] = share(hits, labels)
+        if labels < total:
+            found["specificity"] = share(total - labels - made + hits, total - labels)
+        if labels or made:
+            found["f1"] = _interval(float(f1[0][k]), f1[1][:, k])
+        if 0 < labels < total:
+            scores = np.array(counts.positives[k]), np.array(counts.negatives[k])
+            found |= {"calibration_error": _calibration(*scores), "auroc": auroc(*scores), "auprc": auprc(*scores)}
+            found |= {f"sensitivity_at_{level:g}": sensitivity(*scores, level) for level in specificity}
+        classes.append(ClassFigures(labels, found))
+    return classes
 
 
 class GroupFigures(NamedTuple):
@@ -241,14 +295,14 @@ def group_figures(
             for site in (None, one.site) if one.held_out else (one.site,):
                 found.setdefault((one.version, one.held_out, site), []).append(one)
     for (version, _, site), ones in found.items():
-        groups: dict[str, list[ScoreCounts]] = {}
+        groups: dict[str, list[GroupCounts]] = {}
         for one in ones:
             for name, counts in one.subgroup_counts.items():
                 groups.setdefault(name, []).append(counts)
         whole = [each for given in groups.values() for each in given]
-        if len({len(each.labels) for each in whole}) > 1:
+        if len({(type(each), len(each.labels)) for each in whole}) > 1:
             continue
-        ignored = next((one.class_counts.ignored for one in ones if one.class_counts), ())
+        ignored = next((getattr(one.class_counts, "ignored", ()) for one in ones if one.class_counts), ())
         shown = {ALL: whole} | ({} if set(groups) == {ALL} else dict(sorted(groups.items())))
         for name, given in shown.items():
             of = figures_of(sum_of(given), ignored, specificity, 0 if quick else DRAWS)

@@ -22,7 +22,7 @@ from tessera.shared.metrics.site_spread import (
     score_of,
 )
 
-MAIN_SCORES = ("accuracy", "loss")
+MAIN_SCORES = ("entity_f1", "accuracy", "micro_f1", "mae", "loss")
 """A run's main score is the first of these that was measured."""
 OWN_SCORES = frozenset(PERSONAL + name for name in MAIN_SCORES)
 

@@ -6,21 +6,24 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from tessera.shared.api.class_counts import ClassCounts, can_pool, pooled
+from tessera.shared.api.class_counts import Counts, can_pool, pooled
 from tessera.shared.api.runs import Measurement
 from tessera.shared.schema import SCORED_LABELS
 
 PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
 
-BETTER_LOW = ("loss", "calibration_error")
+BETTER_LOW = ("loss", "calibration_error", "mae")
 """Lower values of these are better, also of those of own models."""
 
-MEANS_OF_SITES = ("macro_f1", "calibration_error")
-"""Metrics that no weights turn into those of the pooled examples: they need counts by class or by bin. Where a site
-sends none, they are means of the sites' own values, each site alike, and are named so."""
+FROM_COUNTS = ("macro_f1", "micro_f1", "calibration_error", "entity_f1", "entity_partial_f1", "r2")
+"""Metrics that no weights turn into those of the pooled examples, and that counts by class, by bin or of a regression
+do. Where a site sends none, they are means of the sites' own values, each site alike, and are named so."""
 
-HEADLINES = ("accuracy", "loss")
+MEANS_OF_SITES = (*FROM_COUNTS, "macro_auroc")
+"""The same, and the metric that needs histograms of scores: over several sites it is among the figures alone."""
+
+HEADLINES = ("entity_f1", "accuracy", "micro_f1", "mae", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
 
 DECILE_SITES = 10
@@ -36,7 +39,7 @@ class SiteScores(NamedTuple):
     held_out: bool
     labels: int
     metrics: Mapping[str, float]
-    class_counts: ClassCounts | None = None
+    class_counts: Counts | None = None
 
 
 Measured = Measurement | SiteScores
@@ -49,7 +52,7 @@ class Score(NamedTuple):
     labels: int
     """The number of labels over which it is the mean."""
     value: float
-    counts: ClassCounts | None = None
+    counts: Counts | None = None
     """If its site sends them and the metric follows from them."""
 
 
@@ -173,7 +176,7 @@ def name_over_sites(name: str, scores: Iterable[Score] = ()) -> str:
 
 def score_of(one: Measured, name: str) -> Score:
     """Return one number of a measurement, with the counts from which it follows over several sites."""
-    return Score(one.site, one.labels, one.metrics[name], one.class_counts if name in MEANS_OF_SITES else None)
+    return Score(one.site, one.labels, one.metrics[name], one.class_counts if name in FROM_COUNTS else None)
 
 
 def scores_by_version(

@@ -79,10 +79,10 @@ def score_table(rounds: Iterable[Round]) -> Table:
 
 def figure_tables(found: FigureTables) -> Iterator[Table]:
     """Yield the tables of a version's figures: by class, by subgroup and site, and its confusion matrix."""
-    for titles, *rows in (found.classes, found.parts):
+    for titles, *rows in filter(lambda table: len(table) > 1, (found.classes, found.parts)):
         columns = [str(title).replace("_", " ") for title in titles]
         yield output.table(columns, rows, right=columns[1:])
-    if len(found.names) <= MAX_SHOWN_CLASSES:
+    if found.confusion and len(found.names) <= MAX_SHOWN_CLASSES:
         matrix = [(name, *row) for name, row in zip(found.names, found.confusion, strict=True)]
         yield output.table(("true class, predicted", *found.names), matrix, right=found.names)
 

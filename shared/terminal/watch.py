@@ -25,7 +25,8 @@ from tessera.shared.terminal import output
 
 # Metrics that fit on a line; `tessera run metrics` has all.
 OWN = f"{PERSONAL}accuracy"
-HEADLINES = ("accuracy", "macro_f1", name_over_sites("macro_f1"), "loss", OWN)
+_NAMES = ("entity_f1", "accuracy", "micro_f1", "macro_f1", "mae", "r2", "loss")
+HEADLINES = (*dict.fromkeys(title for name in _NAMES for title in (name, name_over_sites(name))), OWN)
 
 PLAIN_SECONDS = timedelta(seconds=10)
 """Time between two looks at the open round where there is no terminal."""

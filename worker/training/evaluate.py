@@ -17,19 +17,23 @@ from tessera.shared.api.class_counts import (
     SCORE_BINS,
     SCORE_EDGES,
     ClassCounts,
+    Counts,
+    GroupCounts,
     ScoreCounts,
 )
 from tessera.shared.methods.base import Output
-from tessera.shared.model.dataset_schema import IDS
+from tessera.shared.metrics.classification import figures_of
+from tessera.shared.model.dataset_schema import IDS, REGRESSION, target_scale
 from tessera.shared.model.spec import Head
 from tessera.shared.schema import SCORED_LABELS
-from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.data.dataset import LABELS, Dataset, RowsOnDisk
 from tessera.worker.data.groups import Subgroups
 from tessera.worker.errors import NoFiniteLoss
-from tessera.worker.model.forward import IGNORED, counted_labels, forward, losses
+from tessera.worker.model.forward import IGNORED, NUMBER_HEADS, counted_labels, forward, losses
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import OneRank, Ranks
+from tessera.worker.training.tallies import EntityTally, LabelTally, NumberTally, tags_of
 
 ROWS = 256
 NO_LABELS = ": no example has a label that counts"
@@ -50,8 +54,28 @@ class PredictionCounts:
         """[subgroups, class, is the label of another class, bin of the class's probability]."""
         self.counts = torch.zeros(3, 0, dtype=torch.int64)
         """Of each class, [3, classes]: its right predictions, its predictions and its true labels."""
+        self.numbers: LabelTally | NumberTally | None = None
+        """The counts of several labels or of targets, in place of the others."""
+        self.entities: EntityTally | None = None
+        """Of words whose classes are those of entities."""
         self.bins = torch.zeros(3, BINS, dtype=torch.float64)
         """Of each bin of confidence: the number of predictions and of right ones, and the sum of the confidences."""
+
+    def prepare(self, config: Any, head: Head, labels: Tensor | RowsOnDisk) -> None:
+        """Make room for the labels of a task in which an example has none, one or several, or a number."""
+        groups = len(self.subgroups.names) if self.subgroups else 1
+        outputs, several = config.num_labels, len(labels.shape) > 1
+        if labels.dtype.is_floating_point and head in NUMBER_HEADS:
+            if several and config.problem_type != REGRESSION and labels.shape[1] == outputs > 1:
+                self.numbers = LabelTally(groups, outputs)
+            elif not several and outputs == 1:
+                self.numbers = NumberTally(groups, target_scale(vars(config))[1])
+        elif head == "token-classification" and (tags := tags_of([config.id2label[n] for n in range(outputs)])):
+            self.entities = EntityTally(groups, tags)
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return the place of the subgroup of each of these examples."""
+        return self.subgroups.places[rows] if self.subgroups else torch.zeros_like(rows)
 
     def add(self, predicted: Tensor, true: Tensor, confidence: Tensor, classes: int) -> None:
         """Count predictions and true labels, int64 [labels]. `confidence` [labels] is the probability of each
@@ -83,24 +107,32 @@ class PredictionCounts:
             self.confusion = torch.zeros(count, classes, classes, dtype=torch.int64)
             self.scores = torch.zeros(count, classes, 2, SCORE_BINS, dtype=torch.int64)
 
-    def by_subgroup(self) -> dict[str, ScoreCounts]:
+    def by_subgroup(self) -> dict[str, GroupCounts]:
         """Return the counts of each subgroup with a label."""
-        found = {}
-        for name, confusion, scores in zip(
-            self.subgroups.names if self.subgroups else (),
-            self.confusion.tolist(),
-            self.scores.tolist(),
-            strict=False,
+        names = self.subgroups.names if self.subgroups else ()
+        if self.numbers:
+            of_each = ((name, self.numbers.of_group(place)) for place, name in enumerate(names))
+            return {name: counts for name, counts in of_each if counts}
+        found: dict[str, GroupCounts] = {}
+        for place, (name, confusion, scores) in enumerate(
+            zip(names, self.confusion.tolist(), self.scores.tolist(), strict=False)
         ):
             if any(map(any, confusion)):
                 positives, negatives = zip(*scores, strict=True)
-                found[name] = ScoreCounts(confusion=confusion, positives=positives, negatives=negatives)
+                entities = self.entities.of_group(place) if self.entities else None
+                found[name] = ScoreCounts(
+                    confusion=confusion, positives=positives, negatives=negatives, entities=entities
+                )
         return found
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the counts of all ranks. Rank 0 has a row of each batch, and so knows the number of classes."""
         if self.losses.numel():
             self.losses = ranks.total(self.losses)
+        tallies: tuple[LabelTally | NumberTally | EntityTally | None, ...] = (self.numbers, self.entities)
+        for tally in tallies:
+            if tally:
+                tally.sum_over(ranks)
         classes = ranks.same(lambda: self.counts.shape[1])
         if not self.counts.numel():
             self.counts = torch.zeros(3, classes, dtype=torch.int64)
@@ -109,8 +141,10 @@ class PredictionCounts:
         if self.confusion.numel():
             self.confusion, self.scores = ranks.total(self.confusion), ranks.total(self.scores)
 
-    def by_class(self, ignored: tuple[int, ...] = ()) -> ClassCounts | None:
+    def by_class(self, ignored: tuple[int, ...] = ()) -> Counts | None:
         """Return the counts; None without any scored label. `ignored` are places that macro F1 leaves out."""
+        if self.numbers:
+            return self.numbers.total(ignored)
         if not self.counts[2].any():
             return None
         hits, predictions, labels = (tuple(row) for row in self.counts.tolist())
@@ -123,7 +157,17 @@ class PredictionCounts:
             bin_hits=bin_hits,
             bin_confidence=tuple(self.bins[2].tolist()),
             ignored=ignored,
+            entities=self.entities.total() if self.entities else None,
         )
+
+    def figures(self, ignored: tuple[int, ...] = ()) -> dict[str, float]:
+        """Return the scores of the counts, and the mean AUROC of several labels by histograms."""
+        counts = self.by_class(ignored)
+        found = counts.scores() if counts else {}
+        if isinstance(self.numbers, LabelTally) and (scores := self.numbers.whole()):
+            overall = figures_of(scores, draws=0).figures
+            found |= {name: overall[name].value for name in ("macro_auroc",) if name in overall}
+        return found
 
 
 def evaluate(
@@ -135,8 +179,11 @@ def evaluate(
     scores: PredictionCounts | None = None,
     ignored: tuple[int, ...] = (),
 ) -> dict[str, float]:
-    """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`; with the number
-    of scored labels, their weight over several data sets, where that is not the number of examples.
+    """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`.
+
+    Beside them are `entity_f1` and `entity_partial_f1` of words with entities, and in their place `micro_f1`,
+    `macro_f1` and `macro_auroc` of several labels, or `mae` and `r2` of targets. The number of scored labels, their
+    weight over several data sets, is there where it is not the number of examples.
 
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels, without
     those at the places `ignored`. Each of
@@ -147,6 +194,7 @@ def evaluate(
     ranks = ranks or OneRank()
     model.train(mode=False)
     scores, loss_sum, weight = scores or PredictionCounts(), 0.0, 0
+    scores.prepare(model.config, head, batches.dataset.inputs[LABELS])
     with torch.inference_mode(), texts_once(model, head, batches.dataset, ranks) as start_batch:
         share = ranks.share_of(batches.dataset)
         for batch, rows in zip(replace(batches, dataset=share), share.order(batches.size), strict=True):
@@ -170,8 +218,7 @@ def evaluate(
     if not (math.isfinite(loss) or scores.losses.numel()):
         raise NoFiniteLoss(f"the version's loss on this data is {loss}" + NO_LABELS * (not weight))
     counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
-    by_class = scores.by_class(ignored)
-    return {"loss": loss, **(by_class.scores() if by_class else {}), **counted}
+    return {"loss": loss, **scores.figures(ignored), **counted}
 
 
 class _TextStates:
@@ -223,6 +270,8 @@ def _losses(output: Output, head: Head, labels: Tensor) -> Tensor:
 def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head: Head, rows: Tensor) -> int:
     """Add the predictions for the scored labels of the examples at the places `rows` to the scores. Return the number
     of these labels, or of the examples if there are no classes to predict."""
+    if scores.numbers and logits is not None:
+        scores.numbers.add(logits, labels, scores.places(rows))
     if logits is None or logits.shape[-1] < 2 or labels.is_floating_point():
         return len(labels)
     highest, predicted = logits.max(dim=-1)  # [examples] or [examples, positions]
@@ -233,6 +282,8 @@ def _count(scores: PredictionCounts, logits: Tensor | None, labels: Tensor, head
     if predicted.shape != labels.shape:
         return len(labels)
     counts = labels != IGNORED
+    if scores.entities:
+        scores.entities.add(predicted, labels, counts, scores.places(rows))
     true = labels[counts].cpu()
     scores.add(predicted[counts].cpu(), true, confidence[counts].cpu(), logits.shape[-1])
     if scores.subgroups and logits.shape[-1] <= MAX_MATRIX:

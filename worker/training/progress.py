@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 
-from tessera.shared.api.class_counts import ClassCounts, ScoreCounts
+from tessera.shared.api.class_counts import Counts, GroupCounts
 from tessera.shared.api.tasks import Progress
 from tessera.shared.schema import MAX_NUMBER, Phase
 
@@ -29,9 +29,9 @@ class Report:
 
     examples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    class_counts: ClassCounts | None = None
+    class_counts: Counts | None = None
     """Of an evaluation, if they may leave."""
-    subgroup_counts: dict[str, ScoreCounts] = field(default_factory=dict)
+    subgroup_counts: dict[str, GroupCounts] = field(default_factory=dict)
     """Likewise."""
     withheld: dict[str, int] = field(default_factory=dict)
     """The number of rows of each extra array that are over too few examples. The coordinator does not learn it."""

@@ -23,7 +23,7 @@ from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Run
 from tessera.shared.metrics import svg_charts
-from tessera.shared.metrics.comparison import MAIN_SCORES, History, RunComparison, best_version, compare, setting_text
+from tessera.shared.metrics.comparison import History, RunComparison, best_version, compare, setting_text
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.metrics.svg_charts import Panel, Series, svg_file
 from tessera.shared.problems import Invalid
@@ -105,7 +105,7 @@ def _panel(found: RunComparison, along: Along) -> Panel:
         line = Series(f"{one.name}, own models" if own else one.name, one.scores, main=True, best=best)
         axis = one.bytes if along == "bytes" else one.seconds
         drawn.append(line if along == "version" else moved_to(line, axis_of(axis)))
-    title = metric_name(found.title or MAIN_SCORES[0])
+    title = metric_name(found.title or "accuracy")
     places = sorted({at for line in drawn for at, _ in line.ordered}, reverse=True)
     exact = svg_charts.digits([value for line in drawn for _, value in line.ordered])
     values = [dict(line.ordered) for line in drawn]

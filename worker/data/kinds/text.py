@@ -85,7 +85,8 @@ def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
 
     Labels are [n] for text classification, else [n, tokens] with -100 where they are ignored: at padding, and after
     the first token of a word. Several labels and targets are as `numbers_of` returns them. `tokens` is the length of
-    the longest text, at most `max_length`; under privacy it is `max_length`. Tables and tokens are made once, in `prepared`.
+    the longest text, at most `max_length`; under privacy it is `max_length`. Tables and tokens are made once, in
+    `prepared`.
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")

@@ -71,9 +71,9 @@ def _spans(where: str, cell: object) -> Sequence[tuple[int, int, str]]:
             raise DataError(f"{where} has spans that are no JSON, {cell[:40]!r}: {_REMEDY}") from None
     if not isinstance(found, list):
         raise DataError(f"{where} has no list of spans: {_REMEDY}")
-    spans = []
+    spans: list[tuple[int, int, str]] = []
     for each in found:
-        values = [each.get(name) for name in ("start", "end", "label")] if isinstance(each, dict) else []
+        values: list[Any] = [each.get(name) for name in ("start", "end", "label")] if isinstance(each, dict) else []
         if [type(value) for value in values] != [int, int, str]:
             raise DataError(f"{where} has a span {str(each)[:60]!r}: {_REMEDY}")
         spans.append((values[0], values[1], values[2]))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, ClassCounts
+from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, Counts, LabelCounts, NumberSums
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
@@ -85,7 +85,13 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     found = metrics(counted, scores)
     # A simulation's scores over a central data set are those of its examples already.
     if counts and (task.held_out or not rules.full_precision):
-        report.class_counts, report.subgroup_counts = _leaving(scores.by_class(ignored)), scores.by_subgroup()
+        report.class_counts, report.subgroup_counts = (
+            _leaving(scores.by_class(ignored)),
+            {
+                name: _rounded(each) if isinstance(each, NumberSums) else each
+                for name, each in scores.by_subgroup().items()
+            },
+        )
     if task.held_out and _personalise(local, loaded, dataset):
         own = metrics(local.check)
         found |= {PERSONAL + name: value for name, value in own.items() if name != SCORED_LABELS}
@@ -158,11 +164,20 @@ def _subgroups(measured: Dataset, column: str | None) -> Subgroups:
     return measured.subgroups.get(column or "", everyone)
 
 
-def _leaving(counts: ClassCounts | None) -> ClassCounts | None:
-    """Return the counts as they leave: sums of confidence rounded as figures are; None for a large vocabulary."""
+def _leaving(counts: Counts | None) -> Counts | None:
+    """Return the counts as they leave: sums rounded as figures are; None for a large vocabulary."""
     if counts is None or len(counts.labels) > MAX_CLASSES:
         return None
+    if isinstance(counts, NumberSums):
+        return _rounded(counts)
+    if isinstance(counts, LabelCounts):
+        return counts
     return counts.model_copy(update={"bin_confidence": tuple(map(rounded, counts.bin_confidence))})
+
+
+def _rounded(sums: NumberSums) -> NumberSums:
+    found = sums.model_dump()
+    return NumberSums(**{name: value if name == "examples" else rounded(value) for name, value in found.items()})
 
 
 def _personalise(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> bool:

@@ -1,0 +1,186 @@
+"""Counts of predictions for labels that are not one class for each example. They add up over batches and ranks."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.shared.api.class_counts import (
+    MAX_LABELS,
+    SCORE_BINS,
+    SCORE_EDGES,
+    EntityCounts,
+    LabelCounts,
+    LabelScores,
+    NumberSums,
+)
+from tessera.worker.training.ranks import Ranks
+
+
+class LabelTally:
+    """Counts of examples that have several labels each, by group of examples."""
+
+    def __init__(self, groups: int, labels: int) -> None:
+        self._examples = torch.zeros(groups, dtype=torch.int64)
+        self._counts = torch.zeros(groups, 3, labels, dtype=torch.int64)
+        """Of each label its examples, its predictions and its hits."""
+        self._scores = torch.zeros(groups, labels if labels <= MAX_LABELS else 0, 2, SCORE_BINS, dtype=torch.int64)
+        """[group, label, is without the label, bin of the label's probability]."""
+
+    def add(self, logits: Tensor, labels: Tensor, groups: Tensor) -> None:
+        """Count examples by their logits and labels, [examples, labels], and the place of each one's group."""
+        probabilities, true = logits.float().sigmoid().cpu().double(), labels.cpu() > 0.5
+        made = probabilities > 0.5
+        self._examples.index_add_(0, groups, torch.ones_like(groups))
+        self._counts.index_add_(0, groups, torch.stack([true, made, true & made], 1).long())
+        if self._scores.numel():
+            bins = torch.bucketize(probabilities, torch.tensor(SCORE_EDGES, dtype=torch.float64), right=True)
+            at = (groups[:, None].expand_as(bins), torch.arange(bins.shape[1]).expand_as(bins), (~true).long(), bins)
+            self._scores.index_put_(at, torch.tensor(1), accumulate=True)
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the counts of all ranks."""
+        self._examples, self._counts = ranks.total(self._examples), ranks.total(self._counts)
+        self._scores = ranks.total(self._scores) if self._scores.numel() else self._scores
+
+    def total(self, ignored: tuple[int, ...]) -> LabelCounts:
+        """Return the counts of all groups; macro F1 leaves out the labels at the places `ignored`."""
+        true, made, hits = map(tuple, self._counts.sum(0).tolist())
+        examples = int(self._examples.sum())
+        return LabelCounts.model_construct(
+            examples=examples, labels=true, predictions=made, hits=hits, ignored=ignored
+        )
+
+    def of_group(self, group: int) -> LabelScores | None:
+        """Return the counts of a group; None without an example, or of too many labels."""
+        if not self._examples[group] or not self._scores.numel():
+            return None
+        positives, negatives = zip(*self._scores[group].tolist(), strict=True)
+        _, made, hits = self._counts[group].tolist()
+        examples = int(self._examples[group])
+        return LabelScores(examples=examples, predictions=made, hits=hits, positives=positives, negatives=negatives)
+
+    def whole(self) -> LabelScores | None:
+        """Return the counts of all groups with their scores; None without an example, or of too many labels."""
+        one = LabelTally(1, self._counts.shape[2])
+        one._examples, one._counts, one._scores = (
+            each.sum(0, keepdim=True) for each in (self._examples, self._counts, self._scores)
+        )
+        return one.of_group(0)
+
+
+class NumberTally:
+    """Sums over the examples of a regression, by group. `deviation` is the unit of standardised targets."""
+
+    def __init__(self, groups: int, deviation: float) -> None:
+        self._sums = torch.zeros(groups, 5, dtype=torch.float64)
+        """The examples, their absolute and squared errors, their targets and these squared."""
+        self._deviation = deviation
+
+    def add(self, logits: Tensor, labels: Tensor, groups: Tensor) -> None:
+        """Add examples by their outputs [examples, 1] and standardised targets [examples]."""
+        made, true = (each.detach().cpu().double().reshape(-1) for each in (logits, labels))
+        error = made - true
+        of_each = [torch.ones_like(error), error.abs() * self._deviation, error.square(), true, true.square()]
+        self._sums.index_add_(0, groups, torch.stack(of_each, 1))
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the sums of all ranks."""
+        self._sums = ranks.total(self._sums)
+
+    def total(self, ignored: tuple[int, ...] = ()) -> NumberSums:
+        """Return the sums of all groups."""
+        return _sums(self._sums.sum(0))
+
+    def of_group(self, group: int) -> NumberSums | None:
+        """Return the sums of a group; None without an example."""
+        return _sums(self._sums[group]) if self._sums[group, 0] else None
+
+
+def _sums(of: Tensor) -> NumberSums:
+    examples, *sums = of.tolist()
+    names = ("absolute", "squared", "targets", "targets_squared")
+    return NumberSums.model_construct(examples=int(examples), **dict(zip(names, sums, strict=True)))
+
+
+Entity = tuple[int, int, int]
+"""The place of an entity's type, its first word and the word after its last one."""
+
+
+class EntityTally:
+    """Counts of the entities in words with classes in the scheme IOB2, by group of examples."""
+
+    def __init__(self, groups: int, tags: Sequence[tuple[str, int]]) -> None:
+        self._tags = tags
+        self._counts = torch.zeros(groups, 5, len(tags), dtype=torch.int64)
+        """At the first class of each type, the counts in the order of `EntityCounts`."""
+
+    def add(self, predicted: Tensor, true: Tensor, counted: Tensor, groups: Tensor) -> None:
+        """Count the entities of texts by the classes of their tokens, int64 [texts, tokens].
+
+        The mask `counted`, bool of the same shape, selects the tokens that stand for words.
+        """
+        for made, right, words, group in zip(
+            predicted.cpu(), true.cpu(), counted.cpu(), groups.tolist(), strict=True
+        ):
+            found = overlaps(*(entities(classes[words].tolist(), self._tags) for classes in (right, made)))
+            for number, places in enumerate(found):
+                self._counts[group, number] += torch.bincount(torch.tensor(places).long(), minlength=len(self._tags))
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the counts of all ranks."""
+        self._counts = ranks.total(self._counts)
+
+    def total(self) -> EntityCounts:
+        """Return the counts of all groups."""
+        return _entities(self._counts.sum(0))
+
+    def of_group(self, group: int) -> EntityCounts:
+        """Return the counts of a group."""
+        return _entities(self._counts[group])
+
+
+def _entities(counts: Tensor) -> EntityCounts:
+    rows: dict[str, Any] = dict(zip(EntityCounts.model_fields, map(tuple, counts.tolist()), strict=True))
+    return EntityCounts.model_construct(None, **rows)
+
+
+def tags_of(names: Sequence[str]) -> list[tuple[str, int]] | None:
+    """Return for each class its part, `B`, `I` or `O`, and the place of the first class of its type, -1 for `O`.
+
+    None if the classes are not of entities: `O`, and others that begin with `B-` or `I-`.
+    """
+    others = [name for name in names if name != "O"]
+    if len(others) == len(names) or not others or not all(name[:2] in ("B-", "I-") and name[2:] for name in others):
+        return None
+    first: dict[str, int] = {}
+    for place, name in enumerate(names):
+        first.setdefault(name[2:], place)
+    return [("O", -1) if name == "O" else (name[0], first[name[2:]]) for name in names]
+
+
+def entities(classes: Sequence[int], tags: Sequence[tuple[str, int]]) -> list[Entity]:
+    """Return the entities in the classes of words.
+
+    As conlleval and seqeval count them, an entity also begins at an `I-` that follows another type, or none.
+    """
+    found, begin, current = list[Entity](), 0, -1
+    for place, (part, kind) in enumerate([*(tags[each] for each in classes), ("O", -1)]):
+        if part == "I" and kind == current:
+            continue
+        if current >= 0:
+            found.append((current, begin, place))
+        begin, current = place, kind
+    return found
+
+
+def overlaps(true: Sequence[Entity], made: Sequence[Entity]) -> Iterator[list[int]]:
+    """Yield the types of true entities, of predicted ones, of hits, of true ones that a predicted one of the type
+    overlaps, and of predicted ones that overlap a true one of the type."""
+    yield [kind for kind, *_ in true]
+    yield [kind for kind, *_ in made]
+    yield [kind for kind, *_ in set(true) & set(made)]
+    for ones, others in ((true, made), (made, true)):
+        words = {(kind, word) for kind, begin, end in others for word in range(begin, end)}
+        yield [kind for kind, begin, end in ones if any((kind, word) in words for word in range(begin, end))]
