@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from math import exp
 from statistics import fmean
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar, cast
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,22 @@ Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 ByClass = Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_CLASSES)]
 
 
+def f1_of_entities(
+    true: float, made: float, hits: float, overlapped: float, overlapping: float
+) -> tuple[float, float] | None:
+    """Return the F1 of entities, exact and by overlap, from sums of the counts of `EntityCounts`; None without any.
+
+    By overlap, the precision is the share of predicted entities that overlap a true one of their type, and the recall
+    the share of true ones that a predicted one overlaps.
+    """
+    if not true + made:
+        return None
+    # Without true entities, or without predicted ones, nothing overlaps.
+    precision, recall = overlapping / (made or 1), overlapped / (true or 1)
+    partial = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+    return 2 * hits / (true + made), partial
+
+
 class EntityCounts(Message):
     """Counts of entities, which are runs of words with classes such as `B-drug` and `I-drug`, at the place of the
     first class of each type; 0 at other classes."""
@@ -67,20 +83,10 @@ class EntityCounts(Message):
         return self
 
     def f1(self, place: int | None = None) -> tuple[float, float] | None:
-        """Return the F1 of entities, exact and by overlap, of the type at a place, or of all; None without any.
-
-        By overlap, the precision is the share of predicted entities that overlap a true one of their type, and the
-        recall the share of true ones that a predicted one overlaps.
-        """
+        """Return `f1_of_entities` of the type at a place, or of all."""
         where = slice(None) if place is None else slice(place, place + 1)
         every = (self.labels, self.predictions, self.hits, self.overlapped, self.overlapping)
-        true, made, hits, found, right = (sum(each[where]) for each in every)
-        if not true + made:
-            return None
-        # Without true entities, or without predicted ones, nothing overlaps.
-        precision, recall = right / max(made, 1), found / max(true, 1)
-        partial = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-        return 2 * hits / (true + made), partial
+        return f1_of_entities(*(sum(each[where]) for each in every))
 
     def scores(self) -> dict[str, float]:
         """Return `entity_f1` and `entity_partial_f1` over the entities of all types; nothing without any."""
@@ -324,8 +330,7 @@ def sum_of(counts: Sequence[G]) -> G:
     sums: dict[str, Any] = {name: _added([getattr(each, name) for each in counts]) for name in names}
     if "ignored" in type(first).model_fields:
         sums |= first.model_dump(include={"ignored"})
-    made: G = type(first).model_construct(None, **sums)
-    return made
+    return cast("G", type(first).model_construct(None, **sums))
 
 
 def _added(values: Sequence[Any]) -> Any:

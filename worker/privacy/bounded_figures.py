@@ -8,8 +8,7 @@ Kamath and Steinke 2020, arXiv 2004.00010) before they are rounded.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from statistics import fmean
 
@@ -18,22 +17,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tessera.shared.api.class_counts import BINS, MAX_CLASSES
+from tessera.shared.api.class_counts import BINS, ENTITY_SCORES, MAX_CLASSES, f1_of_entities
 from tessera.shared.methods.base import UnsupportedRun
-from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
-from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.errors import InputMismatch, is_device_failure
 from tessera.worker.model.forward import IGNORED, counted_labels, forward
+from tessera.worker.privacy.bounded_numbers import (
+    LEAST_OF_CLASS,
+    FigureNoise,
+    LabelSums,
+    Leaving,
+    TargetSums,
+    rounded_sums,
+)
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.training.batches import ReadableBatches
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
-from tessera.worker.training.evaluate import ROWS, texts_once
+from tessera.worker.training.evaluate import ROWS, PredictionCounts, texts_once
 from tessera.worker.training.input_mismatch import rehearsal_fault
 from tessera.worker.training.ranks import Ranks
-
-STEP = 5
-"""The step of a rounded sum, in units of the most that replacing one example changes."""
+from tessera.worker.training.tallies import LabelTally, entities, overlaps
 
 DISCLOSED = ("steps", "effective_steps")
 """The metrics that a method may report. They follow from the settings and the number of examples."""
@@ -41,23 +44,9 @@ DISCLOSED = ("steps", "effective_steps")
 LEAST_FOR_CALIBRATION = 200
 """Fewest examples whose calibration error leaves. With fewer its step is above .05."""
 
-LEAST_OF_CLASS = 50
-"""Fewest examples for each class, on average, whose macro F1 leaves: ten steps."""
-
-GRID = 1024
-"""Parts of the most that one example changes, to which a sum is rounded before it gets noise of whole parts."""
-
-SQUARES = {"right": 1, "loss": 1, "gaps": 1, "by_class": 6}
+SQUARES = {"right": 1, "loss": 1, "gaps": 1, "by_class": 6, "entities": 5}
 """The square of the distance by which replacing one example moves a sum, in units of its most: two labels, two
-predictions and two right predictions may change, by one each."""
-
-
-@dataclass(frozen=True)
-class FigureNoise:
-    """Noise for the figures of one evaluation, which costs `rho` in zCDP."""
-
-    rho: float
-    source: NoiseSource
+predictions and two right predictions may change, by one each, and each of five sums of entities."""
 
 
 def disclosed(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -68,7 +57,8 @@ def disclosed(metrics: Mapping[str, float]) -> dict[str, float]:
 class BoundedSums:
     """Sums over examples. One with several scored labels adds the mean over them, so that it counts as one."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, tags: Sequence[tuple[str, int]] | None = None) -> None:
+        """`tags` are those of `tallies.tags_of` if words have the classes of entities."""
         self.clip = 2 * math.log(classes)
         """The largest loss of a label, and the loss of an example that cannot be scored: twice that of a guess."""
         self.misses = 0
@@ -78,12 +68,16 @@ class BoundedSums:
         """Of each bin of confidence, the sum of the confidences less that of the right predictions."""
         self.by_class = torch.zeros(3, classes if classes <= MAX_CLASSES else 0, dtype=torch.float64)
         """Of each class, [3, classes]: its right predictions, its predictions and its true labels."""
+        self.entities = torch.zeros(5, dtype=torch.float64)
+        """Of all entities, in the order of `EntityCounts`. A text adds at most one to each."""
+        self._tags = tags
 
     def add(self, logits: Tensor, true: Tensor) -> None:
         """Add one example by the logits of its scored labels, [labels, classes], and these labels, int64 [labels]."""
         if not len(true):
             self.misses += 1
             return
+        made = list[Tensor]()
         # A vocabulary is large, so a few rows at a time.
         for rows, labels in zip(torch.split(logits, ROWS), torch.split(true, ROWS), strict=True):
             losses = cross_entropy(rows.float(), labels, reduction="none").double()
@@ -100,12 +94,18 @@ class BoundedSums:
                 self.by_class[0].index_add_(0, labels.cpu(), (right * weights).cpu())
                 self.by_class[1].index_add_(0, predicted.cpu(), weights.cpu())
                 self.by_class[2].index_add_(0, labels.cpu(), weights.cpu())
+            made.append(predicted.cpu())
+        if self._tags:
+            of_each = (entities(classes.tolist(), self._tags) for classes in (true, torch.cat(made)))
+            counts = [len(kinds) for kinds in overlaps(*of_each)]
+            self.entities += torch.tensor(counts) / max(counts[0], counts[1], 1)
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the sums of all ranks."""
         self.misses = ranks.examples(self.misses)
         self.right_and_loss = ranks.total(self.right_and_loss)
         self.gaps, self.by_class = ranks.total(self.gaps), ranks.total(self.by_class)
+        self.entities = ranks.total(self.entities)
 
     def rounded(self, examples: int, noise: FigureNoise | None = None) -> dict[str, Tensor]:
         """Return the rounded sums over these examples that may leave, float64, by name.
@@ -119,18 +119,16 @@ class BoundedSums:
             leaving["gaps"] = (self.gaps.abs().sum(), 2.0)
         if self.by_class.numel() and examples >= LEAST_OF_CLASS * self.by_class.shape[1]:
             leaving["by_class"] = (self.by_class, 1.0)
-        if noise:
-            # Rounding to the grid may move a value by one more part.
-            distance = (GRID + 1) * math.sqrt(sum(SQUARES[name] for name in leaving))
-            deviation = math.ceil(distance / math.sqrt(2 * noise.rho))
-            leaving = {name: (_noisy(*each, deviation, noise.source), each[1]) for name, each in leaving.items()}
-        return {name: (sums / (STEP * most)).round() * (STEP * most) for name, (sums, most) in leaving.items()}
+        if self._tags:
+            leaving["entities"] = (self.entities, 1.0)
+        return rounded_sums({name: Leaving(*each, SQUARES[name]) for name, each in leaving.items()}, noise)
 
     def figures(
         self, examples: int, noise: FigureNoise | None = None, ignored: tuple[int, ...] = ()
     ) -> dict[str, float]:
         """Return the `accuracy` and the clipped `loss` of these examples and, of enough, the `calibration_error` and
-        the `macro_f1`, without classes at the places `ignored`. All follow from the rounded sums and the number of
+        the `macro_f1`, without classes at the places `ignored`; of entities their scores, in which each text
+        has the same weight. All follow from the rounded sums and the number of
         examples."""
         sums = {name: each.clamp(min=0) for name, each in self.rounded(examples, noise).items()}
         found = {
@@ -143,18 +141,17 @@ class BoundedSums:
         occurring = [each for n, each in enumerate(by_class) if each[1] + each[2] and n not in ignored]
         if occurring:
             found["macro_f1"] = fmean(min(1.0, 2 * right / (made + true)) for right, made, true in occurring)
+        if "entities" in sums and (scores := f1_of_entities(*sums["entities"].tolist())):
+            found |= {name: min(1.0, value) for name, value in zip(ENTITY_SCORES, scores, strict=True)}
         return found
 
 
-def _noisy(sums: Tensor, most: float, deviation: int, source: NoiseSource) -> Tensor:
-    """Return sums with noise of this standard deviation, in parts of the grid."""
-    noise = torch.from_numpy(discrete_gaussian(source, deviation, sums.numel())).view(sums.shape)
-    return ((sums / most * GRID).round() + noise) * (most / GRID)
+FigureSums = BoundedSums | LabelSums | TargetSums
 
 
 def bounded_sums(
     context: LocalTaskContext, dataset: Dataset, device: torch.device, check: Callable[[], None], ranks: Ranks
-) -> BoundedSums:
+) -> FigureSums:
     """Return the sums over a data set's examples, of all ranks.
 
     No example can make this fail. Each passes through the model alone and padded, so that it changes no other's
@@ -162,7 +159,7 @@ def bounded_sums(
     depend on no example.
     """
     dataset, model, head = dataset.padded(), context.model, context.head
-    sums = BoundedSums(_classes(context, dataset))
+    sums = _empty_sums(context, dataset)
     known = ranks.rows(known_examples(context, dataset, synthetic_batch(model, dataset)))
     model.train(mode=False)
     share = ranks.share_of(dataset)
@@ -191,31 +188,42 @@ def bounded_sums(
                 continue
             assert logits is not None  # noqa: S101  (as the synthetic example shows)
             labels = counted_labels(head, batch[LABELS])
+            if not isinstance(sums, BoundedSums):
+                sums.add(logits, labels)
+                continue
             scored = labels != IGNORED
             sums.add((logits[:, :-1] if head == "causal-lm" else logits)[scored], labels[scored])
     sums.sum_over(ranks)
     return sums
 
 
-def _classes(context: LocalTaskContext, dataset: Dataset) -> int:
-    """Return the number of classes of the model's logits for a synthetic example.
+def _empty_sums(context: LocalTaskContext, dataset: Dataset) -> FigureSums:
+    """Return the sums for the labels of a data set, by the model's logits for a synthetic example.
 
     Raises InputMismatch for a model that does not fit the data set, and UnsupportedRun for one whose figures an
-    example may move without a bound: numbers that a model learns have none, nor have the losses of pairs in a batch.
+    example may move without a bound, as the losses of pairs in a batch.
     """
-    found: list[int] = []
+    found: list[FigureSums] = []
+    config, task = context.model.config, PredictionCounts()
+    task.prepare(config, context.head, dataset.inputs[LABELS])
 
     def look(batch: dict[str, Tensor]) -> None:
         logits, labels = forward(context.model, context.head, batch).logits, batch[LABELS]
-        if logits is not None and logits.shape[:-1] == labels.shape and not labels.is_floating_point():
-            found.append(logits.shape[-1])
+        if logits is None:
+            return
+        if isinstance(task.numbers, LabelTally):
+            found.append(LabelSums(logits.shape[-1]))
+        elif task.numbers:
+            found.append(TargetSums(task.numbers.deviation))
+        elif logits.shape[:-1] == labels.shape and not labels.is_floating_point() and logits.shape[-1] > 1:
+            found.append(BoundedSums(logits.shape[-1], task.entities.tags if task.entities else None))
 
     if fault := rehearsal_fault(context, dataset, look):
         raise InputMismatch(
             f"the model gives no output for a synthetic example of the data set ({dataset.schema}). Rounded figures "
             "pad texts to the data set's max_length, which the model must accept."
         ) from fault
-    if not found or found[0] < 2:
+    if not found:
         raise UnsupportedRun(
             f"no figures: they leave rounded here, and the loss of this {context.model.config.model_type} for "
             f"{context.head} on the data set ({dataset.schema}) is of no two or more classes, so that one example "

@@ -76,13 +76,13 @@ class NumberTally:
     def __init__(self, groups: int, deviation: float) -> None:
         self._sums = torch.zeros(groups, 5, dtype=torch.float64)
         """The examples, their absolute and squared errors, their targets and these squared."""
-        self._deviation = deviation
+        self.deviation = deviation
 
     def add(self, logits: Tensor, labels: Tensor, groups: Tensor) -> None:
         """Add examples by their outputs [examples, 1] and standardised targets [examples]."""
         made, true = (each.detach().cpu().double().reshape(-1) for each in (logits, labels))
         error = made - true
-        of_each = [torch.ones_like(error), error.abs() * self._deviation, error.square(), true, true.square()]
+        of_each = [torch.ones_like(error), error.abs() * self.deviation, error.square(), true, true.square()]
         self._sums.index_add_(0, groups, torch.stack(of_each, 1))
 
     def sum_over(self, ranks: Ranks) -> None:
@@ -112,7 +112,7 @@ class EntityTally:
     """Counts of the entities in words with classes in the scheme IOB2, by group of examples."""
 
     def __init__(self, groups: int, tags: Sequence[tuple[str, int]]) -> None:
-        self._tags = tags
+        self.tags = tags
         self._counts = torch.zeros(groups, 5, len(tags), dtype=torch.int64)
         """At the first class of each type, the counts in the order of `EntityCounts`."""
 
@@ -124,9 +124,9 @@ class EntityTally:
         for made, right, words, group in zip(
             predicted.cpu(), true.cpu(), counted.cpu(), groups.tolist(), strict=True
         ):
-            found = overlaps(*(entities(classes[words].tolist(), self._tags) for classes in (right, made)))
+            found = overlaps(*(entities(classes[words].tolist(), self.tags) for classes in (right, made)))
             for number, places in enumerate(found):
-                self._counts[group, number] += torch.bincount(torch.tensor(places).long(), minlength=len(self._tags))
+                self._counts[group, number] += torch.bincount(torch.tensor(places).long(), minlength=len(self.tags))
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the counts of all ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.errors import DataError, InputMismatch
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.privacy.bounded_figures import SQUARES, STEP, BoundedSums, FigureNoise, bounded_sums
+from tessera.worker.privacy.bounded_figures import SQUARES, BoundedSums, bounded_sums
+from tessera.worker.privacy.bounded_numbers import FARTHEST, STEP, FigureNoise, LabelSums, Leaving, TargetSums
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import OneRank
 from tests.support.duals import dual, pairs
@@ -240,12 +242,91 @@ def test_an_example_that_cannot_be_read_is_wrong_and_fails_nothing() -> None:
     assert 0 <= float(whole.right_and_loss[0] - found.right_and_loss[0]) <= 1
 
 
-def test_a_model_of_numbers_has_no_bound_and_so_no_figures() -> None:
-    model = instantiate({**VIT, "num_labels": 1, "problem_type": "regression"}, "image-classification", seed=1)
+def test_a_model_of_several_numbers_has_no_bound_and_so_no_figures() -> None:
+    model = instantiate({**VIT, "num_labels": 2, "problem_type": "regression"}, "image-classification", seed=1)
     context = LocalTaskContext(model, "image-classification", Plan(), block_table(model))
-    data = Dataset({"pixel_values": torch.zeros(4, 1, 8, 8), "labels": torch.zeros(4)})
+    data = Dataset({"pixel_values": torch.zeros(4, 1, 8, 8), "labels": torch.zeros(4, 2)})
     with pytest.raises(UnsupportedRun, match="no figures: they leave rounded here"):
         sums_of(context, data)
+
+
+SCALE = {"problem_type": "regression", "num_labels": 1, "target_mean": 50.0, "target_deviation": 4.0}
+TAGS = {str(place): name for place, name in enumerate(("O", "B-drug", "I-drug"))}
+FURTHER: dict[str, tuple[Head, dict[str, Any], Callable[[Dataset], Tensor]]] = {
+    "several labels": (
+        "text-classification",
+        {"problem_type": "multi_label_classification", "num_labels": 3},
+        lambda data: (data.tensors["input_ids"][:, :3] % 2).float(),
+    ),
+    "targets": ("text-classification", SCALE, lambda data: (data.tensors["input_ids"][:, 0] - 11) / 4),
+    "entities": ("token-classification", {"num_labels": 3, "id2label": TAGS}, lambda data: data.tensors["labels"]),
+}
+
+
+def leaving_of(found: object) -> dict[str, Leaving]:
+    if isinstance(found, LabelSums | TargetSums):
+        return found.leaving(MANY)
+    assert isinstance(found, BoundedSums)
+    return {"entities": Leaving(found.entities, 1.0, SQUARES["entities"])}
+
+
+@pytest.mark.parametrize("task", FURTHER)
+def test_replacing_one_example_moves_no_sum_of_further_tasks_by_more_than_a_step(task: str) -> None:
+    head, config, labels = FURTHER[task]
+    model = instantiate({**BERT, **config}, head, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30)
+    context, data = LocalTaskContext(model, head, Plan(), block_table(model)), data_of(head)
+    data = Dataset({**data.tensors, "labels": labels(data)}, padding=data.padding)
+    before = sums_of(context, data)
+    changes = replacements(head)
+    if data.tensors["labels"].is_floating_point():
+        values = (math.nan, math.inf, -math.inf, 3e38, -7.0, 0.0, 1.0)
+        changes |= {f"target {value}": lambda row, value=value: row["labels"].fill_(value) for value in values}
+    for what, change in changes.items():
+        after = sums_of(context, with_one(data, change))
+        for name, (sums, most, squares) in {name: astuple(each) for name, each in leaving_of(after).items()}.items():
+            moved = ((sums - leaving_of(before)[name].sums) / most).abs()
+            assert bool((moved <= 1 + 1e-9).all()), (what, name)
+            assert float(moved.square().sum()) <= squares * (1 + 1e-9), (what, name)
+        for noise in (None, FigureNoise(0.01, NoiseSource(bytes(32)))):
+            assert all(math.isfinite(figure) for figure in after.figures(MANY, noise).values()), what
+
+
+def test_figures_of_several_labels_follow_from_rounded_sums() -> None:
+    sums = LabelSums(2)
+    logits = torch.tensor([[9.0, -9.0]] * 60 + [[9.0, 9.0]] * 40)
+    sums.add(logits, torch.tensor([[1.0, 0.0]] * 50 + [[0.0, 1.0]] * 50))
+    found = sums.figures(100)
+    # Label 0: 50 hits, 100 predictions, 50 examples. Label 1: 40 hits, 40 predictions, 50 examples.
+    assert found["macro_f1"] == pytest.approx((2 * 50 / 150 + 2 * 40 / 90) / 2)
+    # Half of the sums: 45, 70 and 50, all of them multiples of 5.
+    assert found["micro_f1"] == pytest.approx(2 * 45 / 120)
+    assert set(sums.figures(99)) == {"loss", "micro_f1"}
+    assert sums.figures(100, ignored=(1,))["macro_f1"] == pytest.approx(2 * 50 / 150)
+
+
+def test_figures_of_targets_follow_from_rounded_sums_in_their_unit() -> None:
+    sums = TargetSums(deviation=4.0)
+    targets = torch.tensor([-1.0, 1.0] * 500)
+    sums.add((targets + 0.3)[:, None], targets)
+    sums.add(torch.tensor([[math.nan]]), torch.tensor([100.0]))
+    found = sums.figures(1000)
+    step = STEP * FARTHEST
+    # Errors of .3, and one of 3 deviations, by steps of 15; 4 is the unit.
+    assert found["mae"] == pytest.approx(4 * round((300 + 3) / step) * step / 1000)
+    squared, spread = round((90 + 9) / 45) * 45, round(1009 / 45) * 45
+    assert found["loss"] == pytest.approx(squared / 1000)
+    assert found["r2"] == pytest.approx(1 - squared / spread)
+    assert set(sums.figures(999)) == {"loss", "mae"}
+
+
+def test_a_text_with_many_entities_counts_as_one() -> None:
+    sums = BoundedSums(3, [("O", -1), ("B", 1), ("I", 1)])
+    sums.add(torch.eye(3)[torch.tensor([1, 2, 0, 1, 1, 0])] * 9, torch.tensor([1, 2, 0, 1, 0, 0]))
+    # Two true, three predicted, two hits, two overlapped and two overlapping: over three.
+    assert sums.entities.tolist() == pytest.approx([2 / 3, 1, 2 / 3, 2 / 3, 2 / 3])
 
 
 def test_texts_longer_than_a_model_takes_are_refused_whatever_the_texts_are() -> None:

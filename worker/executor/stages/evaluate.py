@@ -14,7 +14,8 @@ from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.cells import AT_ONCE
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.groups import Subgroups, numbered_subjects
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.stages.load import PreparedTask
@@ -22,7 +23,8 @@ from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.tokenize import require_apart
 from tessera.worker.executor.stages.train import loss_scaler
 from tessera.worker.governance.policy import Policy
-from tessera.worker.privacy.bounded_figures import FigureNoise, bounded_sums
+from tessera.worker.privacy.bounded_figures import bounded_sums
+from tessera.worker.privacy.bounded_numbers import FigureNoise
 from tessera.worker.privacy.disclosed_counts import CellTable, kept_examples
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import PredictionCounts
@@ -138,14 +140,38 @@ def countable(measured: Dataset, least: int) -> Tensor:
     """Return the places of the examples of the classes, and in each column of the classes within a subgroup, that
     have `least` subjects or more.
 
-    They depend on the data set and the site's settings alone, so that no two runs differ by those left out.
+    Of several labels, each is two classes: the examples with it, and those without. A text has all classes of its
+    words. The places depend on the data set and the site's settings alone, so that no two runs differ by the examples
+    left out.
     """
     subjects, _ = numbered_subjects(measured.groups or [b""] * measured.examples)
-    classes = torch.zeros(measured.examples, dtype=torch.int64) if measured.classes is None else measured.classes
+    examples, classes = _classes_of_each(measured)
     columns = [(column.places, len(column.names)) for column in measured.subgroups.values()]
-    cells = [(classes * count + places).numpy() for places, count in [(torch.zeros_like(classes), 1), *columns]]
-    tables = [CellTable.of(of_each, int(of_each.max()) + 1) for of_each in cells]
+    tables = []
+    for places, count in [(torch.zeros(measured.examples, dtype=torch.int64), 1), *columns]:
+        cells = (classes * count + places[examples]).numpy()
+        tables.append(CellTable(examples.numpy(), cells, int(cells.max(initial=0)) + 1))
     return torch.from_numpy(kept_examples(subjects, tables, least).nonzero()[0])
+
+
+def _classes_of_each(measured: Dataset) -> tuple[Tensor, Tensor]:
+    """Return the place of an example and a class that it has, for each of its classes: int64 [entries] both."""
+    every = torch.arange(measured.examples)
+    if measured.classes is not None:
+        return every, measured.classes
+    labels = measured.inputs[LABELS]
+    if measured.schema.problem == "multi_label":
+        examples, places = torch.ones(labels.shape, dtype=torch.bool).nonzero().T
+        return examples, 2 * places + measured.tensors[LABELS].flatten().long()
+    if measured.schema.classes is None or labels.dtype.is_floating_point:
+        return every, torch.zeros_like(every)
+    pairs = [
+        torch.stack([rows[:, None].expand_as(words)[words >= 0], words[words >= 0]], 1).unique(dim=0)  # type: ignore[no-untyped-call]
+        for rows in torch.split(every, AT_ONCE)
+        for words in [labels[rows]]
+    ]
+    examples, classes = torch.cat(pairs).T
+    return examples, classes
 
 
 def _countable(measured: Dataset, policy: Policy) -> tuple[Dataset, bool]:
