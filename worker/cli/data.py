@@ -97,7 +97,11 @@ def show(
     ]
     rows = [[_cell(row[column]) for column in filled] for row in shown]
     out().print(
-        table(filled, rows, right=("examples", "held out", "opted out", "classes", "domains", "unknown tokens"))
+        table(
+            filled,
+            rows,
+            right=("examples", "held out", "opted out", "labels", "classes", "domains", "unknown tokens"),
+        )
     )
     if converted := [row["name"] for row in shown if row["tokenizer"]]:
         names = ", ".join(converted)
@@ -209,6 +213,8 @@ def _described(name: str, source: DataSource, key: bytes, prepared: PreparedFold
         "examples": loaded.examples,
         "held out": loaded.held_out and loaded.held_out.examples,
         "opted out": loaded.report.opted_out and loaded.report.opted_out.examples,
+        "problem type": loaded.schema.problem,
+        "labels": loaded.schema.classes if loaded.schema.problem == "multi_label" else None,
         "classes": None if loaded.classes is None else len(torch.unique(loaded.classes)),
         "domains": None if loaded.domains is None else len(torch.unique(loaded.domains)),
         "tensors of each": _shapes(loaded, common=False),

@@ -432,10 +432,53 @@ def test_truth_values_are_classes_of_the_same_names_in_every_form(tmp_path: Path
         assert loaded(options) == [1, 0]
 
 
+def test_several_labels_of_an_example_are_proposed_from_lists_and_from_columns(tmp_path: Path) -> None:
+    of_lines = ('{"text": "a b c", "label": ["x", "y"]}', '{"text": "d e f", "label": []}')
+    options = proposed(table(tmp_path / "a.jsonl", *of_lines))
+    assert (options["problem_type"], options["head"], options["labels"]) == (
+        "multi_label", "text-classification", ["x", "y"],
+    )  # fmt: skip
+    assert loaded(options) == [[1, 1], [0, 0]]  # type: ignore[comparison-overlap]
+    options = proposed(table(tmp_path / "a.csv", "text,label", 'a b c,"[""x"", ""y""]"', "d e f,[]"))
+    assert loaded(options) == [[1, 1], [0, 0]]  # type: ignore[comparison-overlap]
+    columns = table(tmp_path / "b.csv", "patient,text,y,x", "p1,a b c,1,0", "p2,d e f,true,1.0")
+    options = proposed(columns)
+    assert (options["label_columns"], options["labels"], options["group"]) == (True, ["y", "x"], "patient")
+    assert loaded(options) == [[1, 0], [1, 1]]  # type: ignore[comparison-overlap]
+    # One column more, which is no label, is a question.
+    with pytest.raises(DataError, match="has no obvious column of classes"):
+        propose(table(tmp_path / "c.csv", "text,y,x,ward", "a b c,1,0,A", "d e f,0,1,B"))
+    pictures(tmp_path, "a.png", "b.png")
+    options = proposed(table(tmp_path / "d.csv", "image,label", 'a.png,"[""x""]"', 'b.png,"[""y""]"'))
+    assert (options["kind"], options["problem_type"]) == ("images", "multi_label")
+    assert loaded(options) == [[1, 0], [0, 1]]  # type: ignore[comparison-overlap]
+
+
+def test_numbers_with_a_fraction_are_the_targets_of_a_regression(tmp_path: Path) -> None:
+    options = proposed(table(tmp_path / "a.csv", "text,label", "a b c,61", "d e f,62.5"))
+    assert options["problem_type"] == "regression"
+    assert "labels" not in options
+    assert loaded(options) == [61.0, 62.5]
+    # Whole numbers are classes, in any form.
+    assert "problem_type" not in proposed(table(tmp_path / "b.csv", "text,label", "a b c,1.0", "d e f,0.0"))
+
+
+def test_spans_of_characters_are_entities(tmp_path: Path) -> None:
+    spans = '[{"start": 0, "end": 1, "label": "drug"}]'
+    options = proposed(
+        table(tmp_path / "a.jsonl", f'{{"text": "a b c", "label": {spans}}}', '{"text": "d e", "label": []}')
+    )
+    assert options["spans"] is True
+    assert (options["head"], options["labels"]) == ("token-classification", ["O", "B-drug", "I-drug"])
+    quoted = spans.replace('"', '""')
+    options = proposed(table(tmp_path / "a.csv", "text,label", f'a b c,"{quoted}"', "d e f,[]"))
+    assert options["spans"] is True
+
+
 def test_several_labels_of_a_text_are_refused_or_warned_of(tmp_path: Path) -> None:
-    lists = table(tmp_path / "a.jsonl", '{"text": "a b c", "label": ["x", "y"]}', '{"text": "d e f", "label": ["x"]}')
+    lists = '{"text": ["a", "b", "c"], "label": ["x", "y"]}', '{"text": ["d", "e"], "label": ["x"]}'
     with pytest.raises(DataError, match="column 'label' has lists of other lengths than the texts have words"):
-        propose(lists)
+        propose(table(tmp_path / "a.jsonl", *lists))
     with pytest.raises(DataError, match="column 'label' has a list in row 1"):
         propose(table(tmp_path / "b.csv", "text,label", "a b c,x", "d e f,\"['x', 'y']\""))
     options = proposed(table(tmp_path / "c.csv", "text,label", "a b,x", "c d,y", "e f,x;y"))

@@ -17,6 +17,7 @@ from tessera.worker.data.proposal.columns import (
 )
 from tessera.worker.data.proposal.model_inputs import add_max_length, add_pixels, number_of_words
 from tessera.worker.data.proposal.options import SAMPLE, Proposal, refuse
+from tessera.worker.data.proposal.targets import add_columns, add_targets, truth_columns
 from tessera.worker.data.readers.class_labels import LISTED, class_name
 from tessera.worker.data.readers.pictures import Pictures
 from tessera.worker.data.readers.table_files import Separator, is_saved, table_files
@@ -26,7 +27,7 @@ from tessera.worker.errors import DataError
 
 MAX_NAMED = 1000
 """Number of classes above which a column hardly contains classes."""
-ONE_CLASS = "An example has one class: leave one to each, or make an example of each"
+ONE_CLASS = 'Give each example one class, or list texts of labels for problem_type = "multi_label"'
 
 
 def add_table(
@@ -94,6 +95,13 @@ def _unusual_separator(path: Path, split: str | None) -> Separator | None:
 def _add_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None) -> None:
     """Add the options of the column of labels, and for texts the head that follows from it."""
     label = label or label_column(table, {image, text})
+    if label is None and (columns := truth_columns(table, {image, text})):
+        if text is not None:
+            proposal.add("text", text, "the column of texts")
+        add_columns(proposal, columns)
+        return
+    if label is not None and add_targets(proposal, table, text, label):
+        return
     if label is None and (image or len(table.names) > 1):
         few = [name for name in table.names if name not in (image, text) and has_few_values(table, name)]
         likely = f" ({', '.join(few)} {'have' if len(few) > 1 else 'has'} few values)" if few else ""

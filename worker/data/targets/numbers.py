@@ -42,7 +42,7 @@ def numbers_of(table: DataTable, options: TableOptions, label: str) -> Tensor:
                 labels[row, place] = _truth(table, name, row, value)
     else:
         for row, value in enumerate(table.cells("label", label)):
-            given = numbering.numbers(_listed(table, row, value, names), repeat(row))
+            given = numbering.numbers(_labels_in(table, row, value, names), repeat(row))
             labels[row, [number for number in given if number >= 0]] = 1
     # A name without an example is refused, as for classes.
     numbering.numbers(names[place] for place in labels.any(dim=0).nonzero().flatten().tolist())
@@ -78,26 +78,32 @@ def _truth(table: DataTable, name: str, row: int, value: object) -> float:
         ) from None
 
 
-def _listed(table: DataTable, row: int, value: object, names: Sequence[str]) -> list[object]:
+def listed(value: object) -> object:
+    """Return the list that a cell of text holds as JSON, or the value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return found if isinstance(found, list) else value
+    return value
+
+
+def _labels_in(table: DataTable, row: int, value: object, names: Sequence[str]) -> list[object]:
     """Return the labels in a cell: a list, a list written as JSON, or names with `MARKS` between them. An empty cell
     has none."""
     if value is None or value == "":
         return []
-    if isinstance(value, list):
-        return value
+    found = value if value in names else listed(value)
+    if isinstance(found, list):
+        return found
     if isinstance(value, str) and value not in names:
         text = value.strip()
         if LISTED.fullmatch(text) or text.startswith("["):
-            try:
-                found = json.loads(text)
-            except (ValueError, RecursionError):
-                found = None
-            if not isinstance(found, list):
-                raise DataError(
-                    f"label: row {row} of {table.where} has a list that is no JSON, {text[:40]!r}: write "
-                    '["edema", "effusion"] or edema|effusion'
-                )
-            return found
+            raise DataError(
+                f"label: row {row} of {table.where} has a list that is no JSON, {text[:40]!r}: write "
+                '["edema", "effusion"] or edema|effusion'
+            )
         if mark := next((mark for mark in MARKS if mark in text), None):
             return [part.strip() for part in text.split(mark) if part.strip()]
     return [value]
