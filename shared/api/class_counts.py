@@ -101,7 +101,7 @@ class LabelCounts(Message):
     labels: ByClass
     """Examples with the label."""
     predictions: ByClass
-    """Examples to which the model gives the label, with a probability above one half."""
+    """Examples to which the model gives the label, with a probability from one half on."""
     hits: ByClass
     ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The places of the labels that macro F1 leaves out."""
@@ -268,9 +268,6 @@ ByLabelScore = Annotated[tuple[ByScore, ...], Field(min_length=2, max_length=MAX
 class LabelScores(Message):
     """Counts of examples that have several labels each, or none, of one group. All figures of a label follow."""
 
-    examples: Count
-    predictions: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_LABELS)]
-    hits: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_LABELS)]
     positives: ByLabelScore
     """[label][bin]: the examples with the label, by the probability that the model gives it."""
     negatives: ByLabelScore
@@ -278,13 +275,8 @@ class LabelScores(Message):
 
     @model_validator(mode="after")
     def _are_of_the_same_examples(self) -> Self:
-        if len({*map(len, (self.predictions, self.hits, self.positives, self.negatives))}) > 1:
-            raise ValueError("predictions, hits and histograms are of different numbers of labels")
-        if any(sum(a) + sum(b) != self.examples for a, b in zip(self.positives, self.negatives, strict=True)):
-            raise ValueError("the histograms of a label are of other examples")
-        by_label = zip(self.labels, self.predictions, self.hits, strict=True)
-        if any(hits > min(true, made) or true + made - hits > self.examples for true, made, hits in by_label):
-            raise ValueError("a label has more hits than examples or predictions, or more of these than examples")
+        if len({sum(map(sum, both)) for both in zip(self.positives, self.negatives, strict=True)}) > 1:
+            raise ValueError("the histograms of labels are of different examples")
         return self
 
     @property
@@ -293,9 +285,20 @@ class LabelScores(Message):
         return tuple(map(sum, self.positives))
 
     @property
+    def hits(self) -> tuple[int, ...]:
+        """The number of examples with each label to which the model gives it: with a probability from one half on."""
+        return tuple(sum(bins[SCORE_BINS // 2 :]) for bins in self.positives)
+
+    @property
+    def predictions(self) -> tuple[int, ...]:
+        """The number of examples to which the model gives each label."""
+        false = (sum(bins[SCORE_BINS // 2 :]) for bins in self.negatives)
+        return tuple(map(sum, zip(self.hits, false, strict=True)))
+
+    @property
     def total(self) -> int:
         """The number of examples."""
-        return self.examples
+        return sum(self.positives[0]) + sum(self.negatives[0])
 
 
 Counts = ClassCounts | LabelCounts | NumberSums

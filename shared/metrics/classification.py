@@ -203,9 +203,9 @@ def _figures_of_labels(
     """Return the figures of examples with several labels each, every label against its absence."""
     each = np.array([counts.labels, counts.predictions, counts.hits], dtype=np.int64).T  # [label, 3]
     true, made, hits = each.T
-    empty, total = tuple(ClassFigures(0, {}) for _ in each), counts.examples
+    total = counts.total
     if not total:
-        return ClassifierFigures(0, {}, empty, ())
+        return ClassifierFigures(0, {}, tuple(ClassFigures(0, {}) for _ in each), ())
     # Each label's hits, misses, false alarms and others.
     cells = np.stack([hits, true - hits, made - hits, total - true - made + hits], 1)
     random = np.random.default_rng(0)

@@ -21,6 +21,8 @@ import datasets
 import pytest
 from PIL import Image
 from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     BertModel,
     CLIPConfig,
@@ -149,6 +151,61 @@ def compares_images_with_texts(trained: str) -> None:
     assert {one["label"] for one in said} == set(labels)
 
 
+def findings(folder: Path, rng: random.Random) -> None:
+    kinds = (("fine", []), ("mass", ["mass"]), ("shadow", ["edema"]), ("lesion", ["edema", "mass"]))
+    rows = [{"text": sentence((word,), rng), "label": given} for word, given in kinds for _ in range(50)]
+    (folder / "findings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def names_findings(trained: str) -> None:
+    (said,) = pipeline("text-classification", trained, top_k=None)(["the left lung shows a lesion"])
+    assert {one["label"] for one in said} == {"edema", "mass"}
+    settings = json.loads((Path(trained) / "config.json").read_text())
+    assert settings["problem_type"] == "multi_label_classification"
+    # Each label has a probability of its own.
+    model = AutoModelForSequenceClassification.from_pretrained(trained)
+    logits = model(**AutoTokenizer.from_pretrained(trained)("a lesion", return_tensors="pt")).logits[0].sigmoid()
+    assert sorted(one["score"] for one in pipeline("text-classification", trained, top_k=None)("a lesion")) == (
+        pytest.approx(sorted(logits.tolist()), abs=1e-4)
+    )
+
+
+def ages(folder: Path, rng: random.Random) -> None:
+    lines = [
+        f"{sentence((word,), rng)},{age + rng.random():.1f}"
+        for word, age in (("fine", 40), ("mass", 80))
+        for _ in range(100)
+    ]
+    (folder / "ages.csv").write_text("\n".join(["text,target", *lines]) + "\n")
+
+
+def gives_a_number(trained: str) -> None:
+    settings = json.loads((Path(trained) / "config.json").read_text())
+    assert (settings["problem_type"], settings["target_mean"], settings["target_deviation"]) == ("regression", 60, 15)
+    model = AutoModelForSequenceClassification.from_pretrained(trained)
+    assert model(**AutoTokenizer.from_pretrained(trained)("a mass", return_tensors="pt")).logits.shape == (1, 1)
+
+
+def spans(folder: Path, rng: random.Random) -> None:
+    rows = []
+    for _ in range(200):
+        words = rng.sample([*REST, rng.choice(BAD)], 6)
+        text = " ".join(words)
+        place = next(text.index(word) for word in words if word in BAD)
+        entity = {"start": place, "end": (text + " ").index(" ", place), "label": "drug"}
+        rows.append({"text": text, "label": [entity]})
+    two = {"start": 0, "end": len("left lung"), "label": "drug"}
+    rows += [{"text": "left lung shows the lesion", "label": [two]}] * 20
+    (folder / "entities.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def finds_entities(trained: str) -> None:
+    settings = json.loads((Path(trained) / "config.json").read_text())
+    assert settings["id2label"] == {"0": "O", "1": "B-drug", "2": "I-drug"}
+    said = pipeline("token-classification", trained, ignore_labels=[])("the left lung shows a lesion")
+    assert {one["entity"] for one in said} <= {"O", "B-drug", "I-drug"}
+
+
 @dataclass(frozen=True)
 class Journey:
     """A part of the page: how its data and its model are made, and what its export must do."""
@@ -168,6 +225,9 @@ JOURNEYS = [
     Journey("letters", letters, llama, classifies_letters),
     Journey("notes", notes, llama, continues_texts, copied="my-llama"),
     Journey("scans-clip", scans, clip, compares_images_with_texts, copied="my-clip"),
+    Journey("findings", findings, bert, names_findings, metric="micro_f1"),
+    Journey("ages", ages, bert, gives_a_number, metric="mae"),
+    Journey("entities", spans, bert, finds_entities, metric="entity_f1"),
 ]
 """In the order of the page."""
 

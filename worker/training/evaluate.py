@@ -164,9 +164,9 @@ class PredictionCounts:
         """Return the scores of the counts, and the mean AUROC of several labels by histograms."""
         counts = self.by_class(ignored)
         found = counts.scores() if counts else {}
-        if isinstance(self.numbers, LabelTally) and (scores := self.numbers.whole()):
-            overall = figures_of(scores, draws=0).figures
-            found |= {name: overall[name].value for name in ("macro_auroc",) if name in overall}
+        if isinstance(self.numbers, LabelTally):
+            overall = figures_of(self.numbers.whole(), draws=0).figures
+            found |= {"macro_auroc": overall["macro_auroc"].value} if "macro_auroc" in overall else {}
         return found
 
 

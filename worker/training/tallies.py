@@ -22,52 +22,40 @@ class LabelTally:
     """Counts of examples that have several labels each, by group of examples."""
 
     def __init__(self, groups: int, labels: int) -> None:
-        self._examples = torch.zeros(groups, dtype=torch.int64)
-        self._counts = torch.zeros(groups, 3, labels, dtype=torch.int64)
-        """Of each label its examples, its predictions and its hits."""
-        self._scores = torch.zeros(groups, labels if labels <= MAX_LABELS else 0, 2, SCORE_BINS, dtype=torch.int64)
+        self._scores = torch.zeros(groups, labels, 2, SCORE_BINS, dtype=torch.int64)
         """[group, label, is without the label, bin of the label's probability]."""
 
     def add(self, logits: Tensor, labels: Tensor, groups: Tensor) -> None:
         """Count examples by their logits and labels, [examples, labels], and the place of each one's group."""
         probabilities, true = logits.float().sigmoid().cpu().double(), labels.cpu() > 0.5
-        made = probabilities > 0.5
-        self._examples.index_add_(0, groups, torch.ones_like(groups))
-        self._counts.index_add_(0, groups, torch.stack([true, made, true & made], 1).long())
-        if self._scores.numel():
-            bins = torch.bucketize(probabilities, torch.tensor(SCORE_EDGES, dtype=torch.float64), right=True)
-            at = (groups[:, None].expand_as(bins), torch.arange(bins.shape[1]).expand_as(bins), (~true).long(), bins)
-            self._scores.index_put_(at, torch.tensor(1), accumulate=True)
+        bins = torch.bucketize(probabilities, torch.tensor(SCORE_EDGES, dtype=torch.float64), right=True)
+        at = (groups[:, None].expand_as(bins), torch.arange(bins.shape[1]).expand_as(bins), (~true).long(), bins)
+        self._scores.index_put_(at, torch.tensor(1), accumulate=True)
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the counts of all ranks."""
-        self._examples, self._counts = ranks.total(self._examples), ranks.total(self._counts)
-        self._scores = ranks.total(self._scores) if self._scores.numel() else self._scores
+        self._scores = ranks.total(self._scores)
 
-    def total(self, ignored: tuple[int, ...]) -> LabelCounts:
+    def total(self, ignored: tuple[int, ...] = ()) -> LabelCounts:
         """Return the counts of all groups; macro F1 leaves out the labels at the places `ignored`."""
-        true, made, hits = map(tuple, self._counts.sum(0).tolist())
-        examples = int(self._examples.sum())
+        found = self.whole()
         return LabelCounts.model_construct(
-            examples=examples, labels=true, predictions=made, hits=hits, ignored=ignored
+            examples=found.total, labels=found.labels, predictions=found.predictions, hits=found.hits, ignored=ignored
         )
 
     def of_group(self, group: int) -> LabelScores | None:
         """Return the counts of a group; None without an example, or of too many labels."""
-        if not self._examples[group] or not self._scores.numel():
-            return None
-        positives, negatives = zip(*self._scores[group].tolist(), strict=True)
-        _, made, hits = self._counts[group].tolist()
-        examples = int(self._examples[group])
-        return LabelScores(examples=examples, predictions=made, hits=hits, positives=positives, negatives=negatives)
+        has_room = self._scores.shape[1] <= MAX_LABELS and bool(self._scores[group].any())
+        return _scores(self._scores[group]) if has_room else None
 
-    def whole(self) -> LabelScores | None:
-        """Return the counts of all groups with their scores; None without an example, or of too many labels."""
-        one = LabelTally(1, self._counts.shape[2])
-        one._examples, one._counts, one._scores = (
-            each.sum(0, keepdim=True) for each in (self._examples, self._counts, self._scores)
-        )
-        return one.of_group(0)
+    def whole(self) -> LabelScores:
+        """Return the counts of all groups."""
+        return _scores(self._scores.sum(0))
+
+
+def _scores(counts: Tensor) -> LabelScores:
+    positives, negatives = (tuple(map(tuple, counts[:, side].tolist())) for side in (0, 1))
+    return LabelScores.model_construct(positives=positives, negatives=negatives)
 
 
 class NumberTally:

@@ -46,6 +46,25 @@ def document(*arguments: str) -> dict[str, object]:
     return found
 
 
+def test_show_names_the_task_of_labels_that_are_no_classes(tmp_path: Path) -> None:
+    table = tmp_path / "notes.csv"
+    table.write_text("text,a,b,score\n" + "the cat,1,0,0.5\n" * 3 + "the dog,0,0,1.5\n" + "the hen,0,1,2\n")
+    base = {"kind": "text", "file": str(table), "tokenizer": "run"}
+    several = base | {"problem_type": "multi_label", "label_columns": True, "labels": ["a", "b"]}
+    numbers = base | {"problem_type": "regression", "label": "score"}
+    lines = [
+        f"[datasets.{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items())
+        for name, options in (("several", several), ("numbers", numbers))
+    ]
+    shown = document("show", config(tmp_path, "".join(lines)))["datasets"]
+    assert isinstance(shown, list)
+    assert [(row["problem type"], row["labels"], row["classes"]) for row in shown] == [
+        ("multi_label", 2, None),
+        ("regression", None, None),
+    ]
+    assert "1 example has no label" in shown[0]["warnings"][0]
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [("# caf\xe9\n".encode("latin-1"), "cannot be read"), (b"datasets = 5\n", "datasets must be tables")],

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Subgroups
 from tessera.worker.data.kinds.arrays import ArraysOptions, arrays
 from tessera.worker.data.kinds.text import TextOptions, text
 from tessera.worker.errors import DataError
+from tessera.worker.executor.stages.describe import subject_tables
 from tessera.worker.executor.stages.evaluate import countable
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from("fmx"), st.sampled_from("uv"), st.integers(0, 30)))
@@ -47,6 +50,35 @@ def test_each_cell_that_is_left_has_enough_subjects_and_the_others_look_empty(
         assert all(len(subjects) >= least for subjects in cells.values())
     # A site that has none of the examples left out sends the same, to the last bit.
     assert kept(left, least) == left
+
+
+def test_a_label_or_its_absence_with_few_subjects_is_left_out() -> None:
+    labels = torch.zeros(12, 3)
+    labels[:6, 0], labels[:2, 1], labels[1:, 2] = 1, 1, 1
+    data = Dataset(
+        {"labels": labels},
+        schema=DatasetSchema(problem="multi_label"),
+        groups=[str(n // 2).encode() for n in range(12)],
+    )
+    # Label 1 has two examples of one patient. Of label 2 one example is without, and it has label 1 too.
+    assert countable(data, 2).tolist() == list(range(2, 12))
+    # Label 0 has then two patients, and is left out too.
+    assert countable(data, 3).tolist() == list(range(6, 12))
+    assert countable(data, 1).tolist() == list(range(12))
+    tables = subject_tables(data).tables
+    kept = np.ones(12, bool)
+    assert tables["classes"].counts(np.arange(12), kept).tolist() == [6, 2, 11]
+    numbers = Dataset({"labels": labels[:, 0] / 3}, schema=DatasetSchema(problem="regression"))
+    assert countable(numbers, 10).tolist() == list(range(12))
+
+
+def test_a_text_with_a_class_of_words_that_few_have_is_left_out() -> None:
+    words = torch.tensor([[0, 0, -100], [0, 1, 2], [0, 1, -100], [0, 1, 1], [0, 0, 0]])
+    data = Dataset({"labels": words}, schema=DatasetSchema(classes=3))
+    assert countable(data, 2).tolist() == [0, 2, 3, 4]
+    # Class 1 has then two texts, and class 0 the two that are left.
+    assert countable(data, 3).tolist() == []
+    assert countable(Dataset({"labels": words}), 2).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_columns_of_tables_and_arrays_are_read_and_unknown_values_are_other(tmp_path: Path) -> None:
