@@ -319,7 +319,7 @@ def counts_of(stored: Mapping[str, Any]) -> Counts:
     kind = NumberSums if "absolute" in stored else LabelCounts if "examples" in stored else ClassCounts
     found: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in stored.items()}
     if entities := stored.get("entities"):
-        found["entities"] = EntityCounts.model_construct(None, **entities)
+        found["entities"] = EntityCounts.model_construct(None, **{name: tuple(of) for name, of in entities.items()})
     return kind.model_construct(None, **found)
 
 

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.class_counts import LabelCounts, LabelScores, NumberSums
 from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.api.tasks import Claim, EvaluationResult, Submission
 from tessera.shared.api.versions import Manifest
@@ -185,6 +186,23 @@ def test_a_site_cannot_pool_counts_that_are_of_no_predictions(change: dict[str, 
     assert EvaluationResult.model_validate(result).class_counts
     with pytest.raises(ValidationError, match=what):
         EvaluationResult.model_validate(result | {"class_counts": COUNTS | change})
+
+
+def test_counts_of_labels_and_sums_of_targets_are_of_the_examples_that_were_scored() -> None:
+    result = {**SUBMISSION, "examples": 5, "metrics": {}}
+    labels = {"examples": 5, "labels": [2, 1], "predictions": [1, 3], "hits": [1, 0]}
+    sums = {"examples": 5, "absolute": 3.5, "squared": 2.0, "targets": -1.0, "targets_squared": 5.0}
+    scores = {"positives": [[1] + [0] * 63] * 2, "negatives": [[4] + [0] * 63] * 2}
+    for counts, kind in ((labels, LabelCounts), (sums, NumberSums)):
+        found = EvaluationResult.model_validate(result | {"class_counts": counts})
+        assert isinstance(found.class_counts, kind)
+        with pytest.raises(ValidationError, match="class_counts has 5 labels, of 4 that were scored"):
+            EvaluationResult.model_validate(result | {"examples": 4, "class_counts": counts})
+    for counts, of_group in ((scores, LabelScores), (sums, NumberSums)):
+        found = EvaluationResult.model_validate(result | {"subgroup_counts": {"all": counts}})
+        assert isinstance(found.subgroup_counts["all"], of_group)
+        with pytest.raises(ValidationError, match="subgroup_counts has more labels"):
+            EvaluationResult.model_validate(result | {"subgroup_counts": {"f": counts, "m": counts}})
 
 
 def test_a_site_cannot_pool_more_labels_than_it_says_were_scored() -> None:

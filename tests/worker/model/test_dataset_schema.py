@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.shared.model.dataset_schema import MAX_NAMES, DatasetSchema, TensorSchema, token_limit
+from tessera.shared.model.dataset_schema import (
+    MAX_NAMES,
+    DatasetSchema,
+    Problem,
+    TensorSchema,
+    name_digests,
+    token_limit,
+)
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.data.dataset import schema_of
 from tessera.worker.model.block_map import block_table
@@ -182,6 +189,49 @@ def test_classes_are_not_trained_by_the_loss_of_a_checkpoints_former_task(
         )
     numbers = {**tensors(input_ids=(12,)), "labels": TensorSchema(dtype="float32", shape=())}
     assert DatasetSchema(inputs=numbers).mismatches(document, padded=True) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "classes", "kept", "head", "said"),
+    [
+        ("multi_label", 3, {"problem_type": "multi_label_classification", "num_labels": 3}, TEXT_CLASS, None),
+        (
+            "multi_label",
+            3,
+            {"problem_type": "multi_label_classification", "num_labels": 4},
+            TEXT_CLASS,
+            "has 4 labels",
+        ),
+        ("multi_label", 3, {"num_labels": 3}, TEXT_CLASS, "for text-classification, learns classes: make it again"),
+        ("multi_label", 3, {"problem_type": "regression", "num_labels": 1}, TEXT_CLASS, "learns regression"),
+        ("regression", None, {"problem_type": "regression", "num_labels": 1}, TEXT_CLASS, None),
+        ("regression", None, {"num_labels": 1}, TEXT_CLASS, None),
+        ("regression", None, {"num_labels": 2}, TEXT_CLASS, "a number for each example"),
+        ("regression", None, {"num_labels": 2}, TAGS, "for token-classification, learns classes"),
+    ],
+)
+def test_several_labels_and_numbers_are_compared_with_the_model_s_task(
+    problem: Problem, classes: int | None, kept: dict[str, Any], head: Head, said: str | None
+) -> None:
+    built = instantiate({**WORDS, **kept, "model_type": "bert"}, head)
+    document = Model(config=json.loads(built.config.to_json_string()), head=head, blocks=block_table(built))
+    inputs = {**tensors(input_ids=(12,)), "labels": TensorSchema(dtype="float32", shape=(3,) if classes else ())}
+    schema = DatasetSchema(inputs=inputs, classes=classes, problem=problem)
+    found = schema.mismatches(document, padded=True)
+    assert bool(found) == bool(said), found
+    assert (said or "") in "; ".join(found)
+    # Data sets of classes are described as before.
+    assert "problem" in schema.model_dump()
+    assert "problem" not in DatasetSchema(inputs=inputs).model_dump()
+
+
+def test_the_order_of_several_labels_is_compared() -> None:
+    names = {"problem_type": "multi_label_classification", "id2label": {"0": "mass", "1": "edema"}}
+    built = instantiate({**WORDS, **names, "model_type": "bert"}, TEXT_CLASS)
+    document = Model(config=json.loads(built.config.to_json_string()), head=TEXT_CLASS, blocks=block_table(built))
+    own = DatasetSchema(classes=2, class_names=name_digests(["edema", "mass"]), problem="multi_label")
+    (said,) = own.mismatches(document, padded=True)
+    assert "'edema' is class 0 in `labels` and class 1 of the model" in said
 
 
 @pytest.mark.parametrize("schema", [DatasetSchema(), DatasetSchema(inputs={"waves": TensorSchema(dtype="float32")})])

@@ -291,6 +291,48 @@ def test_a_new_head_of_classes_does_not_keep_the_loss_of_the_checkpoints_task(ke
     assert "the model learns numbers rather than classes" in init(tmp_path / "kept", *words, config)
 
 
+def test_a_head_of_several_labels_or_of_a_number_says_so_in_its_config(tmp_path: Path) -> None:
+    config, words = source(tmp_path / "bert", BERT), ("--random", "--head", "text-classification", "--config")
+    several = (*words, config, "--problem-type", "multi_label")
+    assert "warning" not in init(tmp_path / "several", *several, "--labels", "edema,mass")
+    written = json.loads((tmp_path / "several" / "config.json").read_text())
+    assert written["problem_type"] == "multi_label_classification"
+    assert written["id2label"] == {"0": "edema", "1": "mass"}
+    number = (*words, config, "--problem-type", "regression", "--target-mean")
+    assert "warning" not in init(tmp_path / "number", *number, "60", "--target-deviation", "15")
+    written = json.loads((tmp_path / "number" / "config.json").read_text())
+    assert (written["problem_type"], written["target_mean"], written["target_deviation"]) == ("regression", 60, 15)
+    assert load(ModelFolder.open(tmp_path / "number")).get_parameter("classifier.weight").shape[0] == 1
+    # Classes again: nothing of the former task is left.
+    init(tmp_path / "classes", *words, tmp_path / "number", "--labels", "a,b,c")
+    written = json.loads((tmp_path / "classes" / "config.json").read_text())
+    assert written.get("problem_type") is None
+    assert not {"target_mean", "target_deviation"} & written.keys()
+    for given, told in (
+        (several, "--problem-type multi_label needs --labels"),
+        ((*several, "--labels", "a,b", "--target-mean", "1"), "need --problem-type regression"),
+        ((*number, "60"), "needs --target-mean and --target-deviation"),
+        ((*number, "60", "--target-deviation", "0"), "give a positive number"),
+        ((*number, "60", "--target-deviation", "nan"), "give a positive number"),
+        ((*number, "60", "--target-deviation", "1", "--labels", "a,b"), "leave --labels out"),
+        (
+            (
+                "--random",
+                "--head",
+                "causal-lm",
+                "--config",
+                config,
+                "--problem-type",
+                "multi_label",
+                "--labels",
+                "a,b",
+            ),
+            "a model with the head causal-lm has one kind of labels",
+        ),
+    ):
+        assert told in refusal("init", tmp_path / "no", *given), given
+
+
 def test_a_name_with_a_comma_is_one_class(tmp_path: Path) -> None:
     config, words = source(tmp_path / "bert", BERT), ("--random", "--head", "text-classification", "--labels")
     init(tmp_path / "made", "--config", config, *words, '"pneumonia, viral", normal')
