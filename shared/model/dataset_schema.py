@@ -146,8 +146,10 @@ class DatasetSchema(Message):
 
     def _class_mismatch(self, model: Model) -> str | None:
         classes = class_count(model) if self.problem is None else None
-        if self.problem == problem_of(model) == "multi_label" and self.classes != (classes := output_count(model)):
-            return f"the model has {classes} labels; the data set has {self.classes}"
+        if self.problem == problem_of(model) == "multi_label":
+            classes = output_count(model)
+            if self.classes not in (None, classes):
+                return f"the model has {classes} labels; the data set has {self.classes}"
         if not (self.classes and classes):
             return None
         if classes < self.classes:
@@ -234,7 +236,7 @@ def class_count(model: Model) -> int | None:
 
 
 def output_count(model: Model) -> int:
-    """Return the number of outputs of a classifier: of its classes or labels, or 1 for a number."""
+    """Return the number of a classifier's outputs: its classes or labels, or 1 for a number."""
     said = [len(_part(model.config, "id2label")), model.config.get("num_labels")]
     # Without either, transformers makes two.
     return max((count for count in said if isinstance(count, int) and count), default=2)

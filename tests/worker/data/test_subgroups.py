@@ -74,11 +74,12 @@ def test_a_label_or_its_absence_with_few_subjects_is_left_out() -> None:
 
 def test_a_text_with_a_class_of_words_that_few_have_is_left_out() -> None:
     words = torch.tensor([[0, 0, -100], [0, 1, 2], [0, 1, -100], [0, 1, 1], [0, 0, 0]])
-    data = Dataset({"labels": words}, schema=DatasetSchema(classes=3))
-    assert countable(data, 2).tolist() == [0, 2, 3, 4]
+    data = Dataset({"labels": words})
+    assert countable(data, 2, by_word=True).tolist() == [0, 2, 3, 4]
     # Class 1 has then two texts, and class 0 the two that are left.
-    assert countable(data, 3).tolist() == []
-    assert countable(Dataset({"labels": words}), 2).tolist() == [0, 1, 2, 3, 4]
+    assert countable(data, 3, by_word=True).tolist() == []
+    # Tokens of a vocabulary are no classes.
+    assert countable(data, 2).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_columns_of_tables_and_arrays_are_read_and_unknown_values_are_other(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 SEVERAL = {**BERT, "problem_type": MULTI_LABEL}
+ENTITIES = {**BERT, "id2label": {"0": "O", "1": "B-drug", "2": "I-drug"}}
 NUMBER = {**BERT, "num_labels": 1, "problem_type": REGRESSION, "target_mean": 50.0, "target_deviation": 4.0}
 BERT_DECODER = {**BERT, "is_decoder": True}
 GPT2 = {
@@ -407,8 +408,14 @@ def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
         Case("fedavg", measured=EXAMPLES, training={"batch_size": 1}),
         Case("fedavg", measured=EXAMPLES, config=GPT2, head="causal-lm"),
         Case("fedavg", measured=EXAMPLES, config=BERT, head="token-classification", data=tagged),
+        Case("fedavg", measured=EXAMPLES, config=ENTITIES, head="token-classification", data=tagged),
+        replace(CASES["several labels"], measured=EXAMPLES),
+        replace(CASES["targets"], measured=EXAMPLES),
     ],
-    ids=["images", "none for one rank", "a text without labels", "classes of tokens"],
+    ids=[
+        *("images", "none for one rank", "a text without labels", "classes of tokens", "entities"),
+        *("several labels", "targets"),
+    ],
 )
 def test_ranks_that_divide_an_evaluation_find_what_one_process_finds(
     case: Case, executor: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
@@ -417,4 +424,6 @@ def test_ranks_that_divide_an_evaluation_find_what_one_process_finds(
     alone, together = (dict(result.measurements[0].metrics) for result in (one, two))
     # Of three digits, the last may be rounded in another way.
     assert together == pytest.approx(alone, rel=0.01)
-    assert (together["accuracy"], together["macro_f1"]) == (alone["accuracy"], alone["macro_f1"])
+    counted = {"accuracy", "macro_f1", "micro_f1", "entity_f1", "entity_partial_f1"} & alone.keys()
+    assert counted or "mae" in alone
+    assert {name: together[name] for name in counted} == {name: alone[name] for name in counted}

@@ -54,7 +54,10 @@ def add_targets(proposal: Proposal, table: DataTable, text: str | None, label: s
     if lists and all(isinstance(item, str) for item in items) and not _by_word(table, text, values):
         proposal.add("problem_type", "multi_label", f"{label} lists the labels of each example")
         _add_column(proposal, text, label)
-        add_class_names(proposal, {name: {name} for name in map(str, items)}, f"the names in {label}, sorted")
+        names = sorted(set(map(str, items)))
+        add_class_names(proposal, {name: {name} for name in names}, f"the names in {label}, sorted")
+        # Numbers are left out of the options of classes.
+        proposal.add("labels", proposal.options.get("labels", names), proposal.reasons.get("labels", "the labels"))
         return True
     if _are_measured(values):
         proposal.add("problem_type", "regression", f"{label} has numbers with a fraction, which are hardly classes")

@@ -50,7 +50,8 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     ranks, rounds, privacy = local.setup.ranks, rules.rounds_figures(task), rules.privacy_of_figures(task)
     counts = rules.policy.send_class_counts and not rounds
     if counts and not rules.full_precision:
-        measured, counts = _countable(measured, rules.policy)
+        by_word = loaded.context.head == "token-classification"
+        measured, counts = _countable(measured, rules.policy, by_word=by_word)
     report.examples = measured.examples
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: local.piece_size.of_batches(task.training.batch_size, ranks.size))
@@ -136,16 +137,16 @@ def nothing_held_out(local: LocalTask) -> Never:
     )
 
 
-def countable(measured: Dataset, least: int) -> Tensor:
+def countable(measured: Dataset, least: int, *, by_word: bool = False) -> Tensor:
     """Return the places of the examples of the classes, and in each column of the classes within a subgroup, that
     have `least` subjects or more.
 
-    Of several labels, each is two classes: the examples with it, and those without. A text has all classes of its
-    words. The places depend on the data set and the site's settings alone, so that no two runs differ by the examples
-    left out.
+    Of several labels, each is two classes: the examples with it, and those without. With `by_word`, a text has all
+    classes of its words. The places depend on the data set and the site's settings alone, so that no two runs differ
+    by the examples left out.
     """
     subjects, _ = numbered_subjects(measured.groups or [b""] * measured.examples)
-    examples, classes = _classes_of_each(measured)
+    examples, classes = _classes_of_each(measured, by_word=by_word)
     columns = [(column.places, len(column.names)) for column in measured.subgroups.values()]
     tables = []
     for places, count in [(torch.zeros(measured.examples, dtype=torch.int64), 1), *columns]:
@@ -154,7 +155,7 @@ def countable(measured: Dataset, least: int) -> Tensor:
     return torch.from_numpy(kept_examples(subjects, tables, least).nonzero()[0])
 
 
-def _classes_of_each(measured: Dataset) -> tuple[Tensor, Tensor]:
+def _classes_of_each(measured: Dataset, *, by_word: bool) -> tuple[Tensor, Tensor]:
     """Return the place of an example and a class that it has, for each of its classes: int64 [entries] both."""
     every = torch.arange(measured.examples)
     if measured.classes is not None:
@@ -163,7 +164,7 @@ def _classes_of_each(measured: Dataset) -> tuple[Tensor, Tensor]:
     if measured.schema.problem == "multi_label":
         examples, places = torch.ones(labels.shape, dtype=torch.bool).nonzero().T
         return examples, 2 * places + measured.tensors[LABELS].flatten().long()
-    if measured.schema.classes is None or labels.dtype.is_floating_point:
+    if not by_word or labels.dtype.is_floating_point:
         return every, torch.zeros_like(every)
     pairs = [
         torch.stack([rows[:, None].expand_as(words)[words >= 0], words[words >= 0]], 1).unique(dim=0)  # type: ignore[no-untyped-call]
@@ -174,10 +175,10 @@ def _classes_of_each(measured: Dataset) -> tuple[Tensor, Tensor]:
     return examples, classes
 
 
-def _countable(measured: Dataset, policy: Policy) -> tuple[Dataset, bool]:
+def _countable(measured: Dataset, policy: Policy, *, by_word: bool) -> tuple[Dataset, bool]:
     """Return the examples that are measured, and True if counts of them may leave. If too few may be counted, return
     all of them, and False."""
-    places = countable(measured, policy.min_subjects)
+    places = countable(measured, policy.min_subjects, by_word=by_word)
     if len(places) < policy.min_evaluation_examples:
         return measured, False
     return (measured if len(places) == measured.examples else measured.rows(places)), True
