@@ -125,6 +125,8 @@ def _figures(detail: Mapping[str, JsonValue]) -> str:
         return ""
     said = [f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float)]
     counts = {"class_counts": "counts by class", "subgroup_counts": "a confusion matrix and binned scores"}
+    if isinstance(of := detail.get("class_counts"), dict) and "absolute" in of:
+        counts = {"class_counts": "sums of targets and of errors", "subgroup_counts": "the same by subgroup"}
     return ", ".join([*said, *(words for name, words in counts.items() if detail.get(name))])
 
 

@@ -376,7 +376,8 @@ class Policy(Value):
     send_class_counts: bool = Field(
         default=False,
         description="whether counts leave with an evaluation: of each class and each bin of confidence, the "
-        "confusion matrix and binned scores, also by the subgroups that a run names; never under privacy",
+        "confusion matrix and binned scores, or sums of numbers and errors, also by the subgroups that a run names; "
+        "never under privacy",
     )
     max_model_bytes: Bytes = Field(
         default_factory=half_of_memory,
