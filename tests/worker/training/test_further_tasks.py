@@ -100,7 +100,7 @@ def test_counts_of_sites_give_the_scores_and_figures_of_all_their_examples(
     names = {one.metric for one in rows_of(run, [], [], found) if one.stage == "figures"}
     assert {main, f"sex/f/{main}"} <= names
     if task == "several labels":
-        assert {"auroc.2", "f1.0.low", "macro_auroc", "recall.1"} <= names
+        assert {"auroc.2", "f1.0", "macro_auroc", "recall.1.low"} <= names
         # Of each site by its own histograms, and of all by their sums.
         assert "macro_auroc (mean of sites)" in scores
     if task == "entities":
