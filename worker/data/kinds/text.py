@@ -10,7 +10,7 @@ labels = ["benign", "malignant"]
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, Shape, TableOnDisk, schema_of
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
-from tessera.worker.data.readers.arrow_rows import write_rows, written_rows
+from tessera.worker.data.readers.arrow_rows import ArrowRows, write_rows, written_rows
 from tessera.worker.data.readers.class_labels import LISTED, Numbering, combinations
 from tessera.worker.data.readers.table_files import TableOptions
 from tessera.worker.data.readers.tables import DataTable, Files, digest_of, disk_full, read_table, table_name
@@ -174,52 +174,89 @@ def _converted(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Dataset:
     """Return the data set that `text` describes from raw texts: all of a table, or some for a run's tokenizer."""
-    counts, notes = TokenCounts(tokenizer, texts), dict[str, Any]()
+    counts = TokenCounts(tokenizer, texts)
+    found = _checked(options, table, texts, pieces(tokenizer, texts, counts))
+    file = TokenFile(table, prepared, _tokens_name(options, table), options.in_memory)
+    tokens = file.tokens(texts, tokenizer, counts, found)
+    return file.dataset(dataset, texts, tokenizer, tokens, {LABELS: IDS} if options.head == "causal-lm" else {})
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        yield from token_batches(_checked(options, table, texts, pieces(tokenizer, texts, counts)), notes)
-        notes.update(unknown=counts.unknown(), truncation=asdict(counts.truncation()))
 
-    rows = hashlib.sha256(np.asarray(texts.numbers).tobytes()).hexdigest()[:16]
-    same = f"{_tokens_name(options, table)}-{rows}-"
-    name = f"{same}{digest_of(identity_of(tokenizer))}.arrow"
-    try:
-        tokens = prepared.file(name, lambda file: write_rows(file, batches(), notes), written_rows)
-    except OSError as fault:
-        raise disk_full("file", f"the texts of {table.where}", fault) from fault
-    prepared.clear(lambda other: other == name or not other.startswith(same))
-    noted = tokens.notes
-    masks = {MASK} & set(tokenizer.model_input_names)
-    columns = {name: name for name in [*masks, *noted["columns"]] if name != MASK or masks}
-    if options.head == "causal-lm":
-        columns[LABELS] = IDS
-    padding = padding_of(tokenizer, texts, columns)
-    if LABELS in columns:
-        padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    width = noted["longest"]
-    on_disk = TableOnDisk(
-        TokenRows(tokens, table.check, columns, padding.values, width),
-        torch.arange(len(tokens)),
-        dict.fromkeys(columns, ((width,), torch.int64)),
-    )
-    tensors = {} if LABELS in columns else dataset.tensors
-    report = replace(
-        dataset.report,
-        unknown_tokens=noted["unknown"],
-        truncation=Truncation(**noted["truncation"]),
-        no_end=texts.with_end and tokenizer.eos_token_id is tokenizer.sep_token_id is None,
-    )
-    made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
-    # Without token types: pairs of texts alone have them.
-    declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
-    shapes: dict[str, Shape] = {
-        name: (padding.width,) if name in padding.values else tuple(tensor.shape[1:])
-        for name, tensor in declared.items()
-    }
-    inputs = schema_of(declared, shapes).inputs
-    made = replace(made, schema=dataset.schema.model_copy(update={"inputs": inputs}))
-    small = len(tokens) * width * 8 * len(columns) <= MAX_IN_MEMORY
-    return made.in_memory() if (small if options.in_memory is None else options.in_memory) else made
+@dataclass(frozen=True)
+class TokenFile:
+    """The file with the texts of a table as tokens, which is made once for each tokenizer."""
+
+    table: DataTable
+    prepared: PreparedFolder
+    begin: str
+    """The beginning of its name."""
+    in_memory: bool | None
+    """True to read all tokens at once; unset, up to `MAX_IN_MEMORY` bytes."""
+
+    def tokens(
+        self,
+        texts: RawTexts,
+        tokenizer: PreTrainedTokenizerBase,
+        counts: TokenCounts,
+        found: Iterable[TokenBatch],
+        more: Mapping[str, Any] = {},
+    ) -> ArrowRows:
+        """Return the rows of the file, which `found` yields if there is none yet. `more` are further notes, which may
+        be filled in while they are yielded. Raises DataError."""
+        notes = dict[str, Any]()
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield from token_batches(found, notes)
+            notes.update(unknown=counts.unknown(), truncation=asdict(counts.truncation()), **more)
+
+        rows = hashlib.sha256(np.asarray(texts.numbers).tobytes()).hexdigest()[:16]
+        same = f"{self.begin}-{rows}-"
+        name = f"{same}{digest_of(identity_of(tokenizer))}.arrow"
+        try:
+            tokens = self.prepared.file(name, lambda file: write_rows(file, batches(), notes), written_rows)
+        except OSError as fault:
+            raise disk_full("file", f"the texts of {self.table.where}", fault) from fault
+        self.prepared.clear(lambda other: other == name or not other.startswith(same))
+        return tokens
+
+    def dataset(
+        self,
+        dataset: Dataset,
+        texts: RawTexts,
+        tokenizer: PreTrainedTokenizerBase,
+        tokens: ArrowRows,
+        more: Mapping[str, str] = {},
+    ) -> Dataset:
+        """Return the data set with these tokens. `more` names the column of each input that is not called like it."""
+        noted = tokens.notes
+        masks = {MASK} & set(tokenizer.model_input_names)
+        columns = {name: name for name in [*masks, *noted["columns"]] if name != MASK or masks} | dict(more)
+        padding = padding_of(tokenizer, texts, columns)
+        if LABELS in columns:
+            padding = replace(padding, values={**padding.values, LABELS: IGNORED})
+        width = noted["longest"]
+        on_disk = TableOnDisk(
+            TokenRows(tokens, self.table.check, columns, padding.values, width),
+            torch.arange(len(tokens)),
+            dict.fromkeys(columns, ((width,), torch.int64)),
+        )
+        tensors = {} if LABELS in columns else dataset.tensors
+        report = replace(
+            dataset.report,
+            unknown_tokens=noted["unknown"],
+            truncation=Truncation(**noted["truncation"]),
+            no_end=texts.with_end and tokenizer.eos_token_id is tokenizer.sep_token_id is None,
+        )
+        made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
+        # Without token types: pairs of texts alone have them.
+        declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
+        shapes: dict[str, Shape] = {
+            name: (padding.width,) if name in padding.values else tuple(tensor.shape[1:])
+            for name, tensor in declared.items()
+        }
+        inputs = schema_of(declared, shapes).inputs
+        made = replace(made, schema=dataset.schema.model_copy(update={"inputs": inputs}))
+        small = len(tokens) * width * 8 * len(columns) <= MAX_IN_MEMORY
+        return made.in_memory() if (small if self.in_memory is None else self.in_memory) else made
 
 
 def _checked(
