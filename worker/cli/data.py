@@ -93,7 +93,8 @@ def show(
     filled = [
         column
         for column in shown[0]
-        if column != "warnings" and any(row[column] is not None and row[column] != [] for row in shown)
+        if column not in ("warnings", "example")
+        and any(row[column] is not None and row[column] != [] for row in shown)
     ]
     rows = [[_cell(row[column]) for column in filled] for row in shown]
     out().print(
@@ -107,6 +108,8 @@ def show(
         names = ", ".join(converted)
         note(f"{names}: tokens and unknown words depend on each run's tokenizer, and cannot be shown here")
     for row in shown:
+        if example := row["example"]:
+            note(f"{row['name']}: one example, with the tokens that a model learns in [[ ]]:\n{example}")
         for warning in row["warnings"]:
             note(f"warning: {row['name']}: {warning}")
 
@@ -222,6 +225,7 @@ def _described(name: str, source: DataSource, key: bytes, prepared: PreparedFold
         "tokenizer": "of each run" if loaded.texts else None,
         "unknown tokens": loaded.report.unknown_tokens,
         "truncated": None if loaded.texts or not loaded.report.truncation else str(loaded.report.truncation),
+        "example": loaded.report.shown,
         "warnings": loaded.report.sentences(held_out=loaded.held_out is not None),
     }
 

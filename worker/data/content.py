@@ -51,8 +51,9 @@ def fingerprint_of(dataset: Dataset) -> str:
 
 
 def row_settings(dataset: Dataset) -> bytes:
-    """Return the settings by which texts that are still to be converted become rows: their length, and packing."""
-    return f"{dataset.pack} {dataset.schema.model_dump_json()}".encode()
+    """Return the settings by which texts that are still to be converted become rows, such as their length."""
+    more = dataset.texts.settings if dataset.texts else ""
+    return f"{dataset.pack} {dataset.schema.model_dump_json()}{more}".encode()
 
 
 def content_digest(dataset: Dataset, hashes: Array, settings: bytes = b"") -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.normalization import PixelNormalization
 from tessera.worker.data.prepared import PreparedFolder
 from tessera.worker.errors import DataError
+from tessera.worker.model.chats import Chat
 
 LABELS = "labels"
 
@@ -55,16 +56,18 @@ class Padding:
 class RawTexts:
     """Texts, and the second ones of pairs, which a tokenizer converts to at most `max_length` tokens.
 
-    Each is the text of an example, or with `of_classes` that of a class. With `by_word` it is a list of words.
+    Each is the text of an example, or with `of_classes` that of a class. With `by_word` it is a list of words, and
+    with `of_chats` a chat.
     """
 
-    first: Sequence[str] | Sequence[Sequence[str]]
+    first: Sequence[str] | Sequence[Sequence[str]] | Sequence[Chat]
     convert: Callable[[Dataset, RawTexts, Any], Dataset]
     """A function from a data set, its texts and a tokenizer to the data set with tokens. Raises DataError."""
     max_length: int | None
     second: Sequence[str] | None = None
     by_word: bool = False
     of_classes: bool = False
+    of_chats: bool = False
     with_end: bool = False
     """True if a model is to learn where a text ends: each has the tokenizer's end-of-text token, unless it is cut."""
     numbers: Sequence[int] | NDArray[np.int64] = ()
@@ -72,10 +75,14 @@ class RawTexts:
 
     tags: Sequence[Sequence[int]] = ()
     """The class of each word of each text, if words have classes."""
+    settings: str = ""
+    """Further settings by which texts become rows."""
 
     def parts(self) -> Iterator[tuple[str, ...]]:
-        """Yield the words of each text, or the text, with its second one if there is one."""
-        if self.by_word:
+        """Yield the words of each text, the messages of each chat, or the text and a second one if there is one."""
+        if self.of_chats:
+            yield from (chat.contents for chat in cast("Sequence[Chat]", self.first))
+        elif self.by_word:
             yield from map(tuple, self.first)
         else:
             yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)

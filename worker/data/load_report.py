@@ -11,6 +11,8 @@ MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
 MAX_REASONS = 3
 """Number of images that a warning describes."""
+MAX_ROWS = 8
+"""Number of rows that a warning names."""
 MAX_PIXEL = 32
 """Largest value of images above which they are probably bytes; scaled and normalised ones are below 10."""
 MAX_GROUP_BYTES = 64 << 20
@@ -34,6 +36,10 @@ def empty_texts(texts: Iterable[object]) -> int:
 
 def _several(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count > 1)}"
+
+
+def _rows(rows: Sequence[int]) -> str:
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:MAX_ROWS]))}" + ", ..." * (len(rows) > MAX_ROWS)
 
 
 def _first(names: Sequence[str]) -> str:
@@ -126,6 +132,14 @@ class LoadReport:
     """The texts that are cut off; None without texts, or before it is known."""
     no_end: bool = False
     """True if a language model's texts have no token at their end, since the tokenizer has none."""
+    unanswered: Sequence[int] = ()
+    """The rows of chats that are left out because they have no answer."""
+    cut_answers: Sequence[int] = ()
+    """The rows of chats that are left out because no token of their answers is within the most tokens."""
+    endless: int = 0
+    """The number of chats with an answer after which the chat template ends no turn."""
+    shown: str | None = None
+    """A chat as the model reads it, with the scored tokens marked; None before there are tokens."""
     combined: Sequence[str] = ()
     """Names of classes that are probably several classes each."""
 
@@ -160,6 +174,7 @@ class LoadReport:
                 f"{_several(count, 'empty text')} among the examples",
                 "Remove these rows, or fill them in: the worker does not leave them out.",
             )
+        yield from self._of_chats()
         yield from self._of_values()
         if count := sum(self.ignored_files.values()):
             yield (
@@ -206,6 +221,23 @@ class LoadReport:
             yield (
                 f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
                 "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
+            )
+
+    def _of_chats(self) -> Iterator[tuple[str, str]]:
+        if rows := self.unanswered:
+            yield (
+                f"{_several(len(rows), 'example')} without an answer left out: {_rows(rows)}",
+                "Fill in the answers, or remove these rows.",
+            )
+        if rows := self.cut_answers:
+            yield (
+                f"{_several(len(rows), 'example')} left out whose answers are cut off: {_rows(rows)}",
+                'Set a larger max_length, or truncation_side = "left", which keeps the end.',
+            )
+        if count := self.endless:
+            yield (
+                f"{_several(count, 'example')} with an answer after which no token ends the turn",
+                "Have the chat template write a special token after each answer, or set the tokenizer's eos_token.",
             )
 
     def _of_values(self) -> Iterator[tuple[str, str]]:

@@ -37,6 +37,7 @@ from tokenizers import Tokenizer
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import Value, canonical
 from tessera.worker.errors import UnsafeConfig
+from tessera.worker.model.chats import ChatRequest
 from tessera.worker.model.config import check_config
 from tessera.worker.model.layouts import MappingFile
 
@@ -99,7 +100,9 @@ class TokenizerRequest(Value):
     by_word: bool = False
 
 
-REQUEST: TypeAdapter[LayoutRequest | TokenizerRequest] = TypeAdapter(LayoutRequest | TokenizerRequest)
+REQUEST: TypeAdapter[LayoutRequest | TokenizerRequest | ChatRequest] = TypeAdapter(
+    LayoutRequest | TokenizerRequest | ChatRequest
+)
 
 
 @dataclass
@@ -152,6 +155,13 @@ class Sandbox:
         seconds = self.cpu_seconds + len(request.texts) // TEXTS_PER_CPU_SECOND
         what = "the run's tokenizer is refused: converting the texts with it"
         self._require_within(key, raw, check, what, seconds)
+
+    def write_tokens(self, request: ChatRequest, check: Callable[[], None]) -> None:
+        """Make tokens of chats in a child (`chat_template.write_tokens`). Raises UnsafeConfig if the tokenizer or the
+        template crashes, or exceeds the limits. `check` as above."""
+        raw, seconds = canonical(request), self.cpu_seconds + len(request.chats) // TEXTS_PER_CPU_SECOND
+        what = "the chat template or its tokenizer is refused: converting the chats with it"
+        self._require_within(hashlib.sha256(raw).hexdigest(), raw, check, what, seconds)
 
     def sweep(self, now: float) -> None:
         """Delete the verdicts last used more than `KEEP_DAYS` before `now`, in Unix seconds."""
@@ -328,13 +338,14 @@ def _serve() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # This takes seconds, so the process that only imports this module does not do it.
     check_model = importlib.import_module("tessera.worker.model.build").check_model
+    write_tokens = importlib.import_module("tessera.worker.model.chat_template").write_tokens
     while header := _read(HEADER.size):
         length, memory_bytes, cpu_seconds = HEADER.unpack(header)
         raw = _read(length)
         child = os.fork()
         if child == 0:
             confine()
-            os._exit(_status(check_model, raw, memory_bytes, cpu_seconds))
+            os._exit(_status(check_model, write_tokens, raw, memory_bytes, cpu_seconds))
         _, status = os.waitpid(child, 0)
         os.write(1, STATUS.pack(os.waitstatus_to_exitcode(status)))
 
@@ -352,7 +363,11 @@ def _read(length: int) -> bytes:
 
 
 def _status(
-    lay_out: Callable[[Model, MappingFile | None], object], raw: bytes, memory_bytes: int, cpu_seconds: int
+    lay_out: Callable[[Model, MappingFile | None], object],
+    write_tokens: Callable[[ChatRequest], None],
+    raw: bytes,
+    memory_bytes: int,
+    cpu_seconds: int,
 ) -> int:
     request = REQUEST.validate_json(raw)
     try:
@@ -362,6 +377,8 @@ def _status(
     try:
         if isinstance(request, LayoutRequest):
             lay_out(request.model, request.mapping)
+        elif isinstance(request, ChatRequest):
+            write_tokens(request)
         elif not _convert(request):
             return TOO_LONG
     except Exception as fault:  # noqa: BLE001  (the parent finds all other faults of the model itself)

@@ -120,7 +120,7 @@ def text(options: TextOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
             empty_texts=empty,
             ungrouped=table.ungrouped(options.group, options.text, options.second_text, options.label),
             without_group=table.without_group(options.group),
-            truncation=_over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
+            truncation=over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
             combined=[]
             if options.problem
             else combinations(options.labels or table.class_names(options.label) or ()),
@@ -153,7 +153,7 @@ def _readable(table: DataTable, column: Iterable[Any]) -> Iterator[Any]:
         yield text
 
 
-def _over_in_words(texts: RawTexts, most: int) -> Truncation:
+def over_in_words(texts: RawTexts, most: int) -> Truncation:
     """Return the number of texts with more words than the most tokens."""
     counted = [sum(len(part.split()) for part in text) for text in texts.parts()]
     return Truncation(len(counted), sum(words > most for words in counted), max(counted, default=0), most)

@@ -75,7 +75,7 @@ def _tokenized(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, 
                     tokenizer=fetched.tokenizer[TOKENIZER].decode(errors="replace"),
                     texts=some,
                     max_length=texts.max_length or MAX_TOKENS,
-                    by_word=texts.by_word,
+                    by_word=texts.by_word or texts.of_chats,
                 )
                 local.sandbox.require_tokenizer(request, local.check)
         embeddings = token_embedding(loaded.built.model).num_embeddings

@@ -1,0 +1,427 @@
+"""Conversations, prompts with completions, or instructions with outputs, on which a language model learns answers.
+
+[datasets.questions]
+kind = "chat"
+file = "/data/questions.jsonl"
+tokenizer = "run"
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from tessera.shared.model.dataset_schema import IDS
+from tessera.worker.data.cells import Cells
+from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, schema_of
+from tessera.worker.data.kinds.text import TokenFile, over_in_words
+from tessera.worker.data.load_report import LoadReport, by_suffix
+from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
+from tessera.worker.data.readers.table_files import TableOptions
+from tessera.worker.data.readers.tables import DataTable, Files, digest_of, read_table, table_name
+from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, TokenCounts, tokenized_here, tokenizer_of
+from tessera.worker.data.readers.tokens import MASK, TokenBatch
+from tessera.worker.errors import DataError, UnsafeConfig
+from tessera.worker.model.chats import ASSISTANT, BEGIN, END, SYSTEM, USER, Chat, ChatFault, ChatRequest, ChatTokens
+from tessera.worker.model.forward import IGNORED
+from tessera.worker.model.sandbox import Sandbox
+
+FORMAT = 1
+"""The number of the way in which chats become tokens, which is part of their files' names."""
+MAX_CHARACTERS = 1 << 20
+"""Limit on the characters of a chat: eight times as many as 32,768 tokens of English have."""
+MAX_JSON = 8 * MAX_CHARACTERS
+"""Limit on the characters of a list of messages that is written as JSON."""
+AT_ONCE, CHARACTERS_AT_ONCE = 8192, 1 << 24
+"""Numbers of chats, and of their characters, that a child process converts together."""
+MAX_SHOWN = 2000
+"""Number of characters of the chat that is shown."""
+
+Layout = Literal["messages", "prompt", "instruction"]
+COLUMNS: dict[Layout, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+}
+"""The columns of each layout, by the options that name them."""
+
+
+class ChatOptions(TableOptions):
+    file: Files = Field(
+        description="a table: a file, a list of files, a pattern, a folder of shards, or one that `datasets` saved"
+    )
+    layout: Layout | None = Field(
+        default=None, description="the columns to read: messages, prompt or instruction; unset, those that are there"
+    )
+    messages: str = Field(default="messages", description="column: a list of messages, each with role and content")
+    prompt: str = Field(default="prompt", description="column: a text, or a list of messages")
+    completion: str = Field(default="completion", description="column: the text or messages that follow the prompt")
+    instruction: str = Field(default="instruction", description="column: the user's message")
+    input: str = Field(default="input", description="column, if there is one: a text after the instruction")
+    output: str = Field(default="output", description="column: the answer to the instruction")
+    tokenizer: str = Field(
+        description='a local folder, a name on the hub, or "run": that of each run\'s model, with its chat template'
+    )
+    loss_on: Literal["answers", "all"] = Field(
+        default="answers", description="the tokens to learn: the assistant's, or all"
+    )
+    max_length: int = Field(default=1024, ge=2, le=MAX_TOKENS, description="tokens to which a chat is truncated")
+    truncation_side: Literal["left", "right"] = Field(
+        default="right", description="the side that is cut off; the start token stays"
+    )
+    pack: bool = Field(default=False, description="whether rows of max_length tokens hold several chats each")
+    in_memory: bool | None = Field(
+        default=None,
+        description="whether tokens are kept in memory rather than read for each batch; up to 64 MiB if unset",
+    )
+
+    @model_validator(mode="after")
+    def _has_no_classes(self) -> Self:
+        for name in ("labels", "absent"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: a chat has no class: leave it out")
+        return self
+
+
+def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
+    """Return `input_ids`, `attention_mask` and `labels`, int64 [n, tokens], with -100 for tokens that are not scored.
+
+    With `loss_on = "answers"`, chats without an answer, or whose answers are cut off, are left out and counted.
+    Raises DataError, naming the row, for a chat that cannot be read.
+    """
+    table = read_table("file", options.file, options.split, prepared, options.separator)
+    layout = layout_of(options, table)
+    chats = chats_of(options, table, layout)
+    sources = np.empty((table.examples, hashlib.sha256().digest_size), np.uint8)
+    answered = np.ones(table.examples, bool)
+    # This pass refuses a row that cannot be read before any run.
+    for row, each in enumerate(chats):
+        sources[row] = memoryview(hashlib.sha256(each.model_dump_json().encode()).digest())
+        answered[row] = options.loss_on == "all" or _is_answered(each)
+    if not answered.any():
+        raise DataError(f"{COLUMNS[layout][-1]}: no row of {table.where} has an answer: add answers")
+    begin = _tokens_name(options, table)
+    file = TokenFile(table, prepared, begin, options.in_memory)
+    settings = f"{options.loss_on} {options.truncation_side}"
+    texts = RawTexts(
+        chats,
+        partial(_converted, options, file),
+        options.max_length,
+        of_chats=True,
+        numbers=np.arange(table.examples),
+        settings=settings,
+    )
+    labels, tokens = torch.empty((table.examples, 0), dtype=torch.int64), (options.max_length,)
+    shapes = {IDS: tokens, MASK: tokens, LABELS: tokens}
+    raw = Dataset(
+        {LABELS: labels},
+        domains=table.domains(options.domain),
+        sources=sources,
+        groups=table.groups(options.group),
+        subgroups=table.subgroups(options.subgroups),
+        texts=texts,
+        pack=options.pack,
+        report=LoadReport(
+            ignored_files=by_suffix(table.other_files),
+            passed_over=table.passed_over,
+            ungrouped=table.ungrouped(options.group, *map(partial(getattr, options), COLUMNS[layout]), options.input),
+            without_group=table.without_group(options.group),
+            truncation=over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
+            unanswered=np.flatnonzero(~answered).tolist(),
+        ),
+        schema=schema_of(dict.fromkeys(shapes, labels), shapes),
+    )
+    prepared.clear(lambda name: name.startswith((table_name(table.digest), begin)))
+    kept = raw.rows(torch.from_numpy(np.flatnonzero(answered)))
+    return kept if options.tokenizer == RUN else tokenized_here(kept, tokenizer_of("tokenizer", options.tokenizer))
+
+
+def layout_of(options: ChatOptions, table: DataTable) -> Layout:
+    """Return the layout that the options name, or the only one whose columns the table has. Raises DataError."""
+    if options.layout is not None:
+        return options.layout
+    there = [
+        layout
+        for layout, names in COLUMNS.items()
+        if all(table.own_name(getattr(options, name)) is not None for name in names)
+    ]
+    if len(there) == 1:
+        return there[0]
+    if there:
+        raise DataError(f"layout: {table.where} has the columns of {' and '.join(there)}: set layout to one of them")
+    raise DataError(
+        f"messages: {table.where} has the columns {', '.join(table.names[:20])}, but neither messages, nor prompt "
+        "and completion, nor instruction and output: name its columns by these options"
+    )
+
+
+def chats_of(options: ChatOptions, table: DataTable, layout: Layout) -> Cells[Chat]:
+    """Return the chats of a table. Reading raises DataError, naming the row, for a chat that cannot be read."""
+    names = list(COLUMNS[layout])
+    if layout == "instruction" and table.own_name(options.input) is not None:
+        names.append("input")
+    columns = [table.cells(name, getattr(options, name)) for name in names]
+
+    def read(rows: NDArray[np.int64]) -> list[Chat]:
+        found = []
+        for row, *values in zip(rows.tolist(), *(cells.read(rows) for cells in columns), strict=True):
+            try:
+                found.append(_READERS[layout](*values))
+            except ValueError as fault:
+                raise DataError(f"{names[0]}: row {row} of {table.where} {fault}") from fault
+        return found
+
+    return Cells(read, np.arange(table.examples))
+
+
+def _of_messages(value: object) -> Chat:
+    return _conversation(_messages(value))
+
+
+def _of_prompt(prompt: object, completion: object) -> Chat:
+    first, second = _listed(prompt), _listed(completion)
+    if isinstance(first, list):
+        if isinstance(second, str) and second.strip():
+            raise ValueError("has messages as its prompt and text as its completion: make both lists, or both texts")
+        before = _messages(first)
+        return _conversation(before + (_messages(second) if isinstance(second, list) else ()), len(before))
+    if isinstance(second, list):
+        raise ValueError("has text as its prompt and messages as its completion: make both lists, or both texts")
+    turns = (
+        ("prompt", _text("the prompt", prompt)),
+        ("completion", _text("the completion", completion, or_none=True)),
+    )
+    return _checked(Chat(turns=turns, scored_from=1, plain=True))
+
+
+def _of_instruction(instruction: object, output: object, more: object = None) -> Chat:
+    parts = [_text("the instruction", instruction), _text("the input", more, or_none=True)]
+    answer = _text("the output", output, or_none=True)
+    asked = (USER, "\n\n".join(part for part in parts if part.strip()))
+    return _checked(Chat(turns=(asked, (ASSISTANT, answer)) if answer.strip() else (asked,)))
+
+
+_READERS: dict[Layout, Callable[..., Chat]] = {
+    "messages": _of_messages,
+    "prompt": _of_prompt,
+    "instruction": _of_instruction,
+}
+
+
+def _listed(value: object) -> object:
+    """Return a cell, or "" for an empty one, or a list of messages that is written as JSON, as in a CSV file."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[" and len(value) <= MAX_JSON:
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        if isinstance(found, list) and all(isinstance(each, dict) and "role" in each for each in found):
+            return found
+    return "" if value is None else value
+
+
+def _text(what: str, value: object, *, or_none: bool = False) -> str:
+    if value is None and or_none:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"has {type(value).__name__} as {what}, not text: correct or remove the row")
+    return value
+
+
+def _messages(value: object) -> tuple[tuple[str, str], ...]:
+    """Return the role and the content of each message. Raises ValueError."""
+    if isinstance(value, str) and len(value) > MAX_JSON:
+        raise ValueError(f"has {len(value):,} characters; {MAX_CHARACTERS:,} are read: shorten or divide it")
+    messages = _listed(value)
+    if not isinstance(messages, list):
+        raise ValueError('is no list of messages, such as [{"role": "user", "content": "..."}]: correct or remove it')
+    turns = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"has a message {number} that is not an object with role and content: correct it")
+        more = sorted(name for name, part in message.items() if name not in ("role", "content") and part is not None)
+        if more:
+            raise ValueError(f"has {more[0]!r} in message {number}; only role and content are read: remove it")
+        role = message.get("role")
+        if role not in (SYSTEM, USER, ASSISTANT):
+            raise ValueError(f"has the role {str(role)[:40]!r} in message {number}: use system, user or assistant")
+        turns.append((str(role), _text(f"the content of message {number}", message.get("content"))))
+    return tuple(turns)
+
+
+def _conversation(turns: tuple[tuple[str, str], ...], scored_from: int = 0) -> Chat:
+    """Return a conversation. Raises ValueError for roles out of order."""
+    roles = [role for role, _ in turns]
+    begin = int(roles[:1] == [SYSTEM])
+    if len(roles) == begin:
+        raise ValueError("has no messages of a user: correct or remove it")
+    for number, role in enumerate(roles[begin:], begin):
+        if role != (expected := USER if (number - begin) % 2 == 0 else ASSISTANT):
+            raise ValueError(
+                f"has the role {role} in message {number}, where {expected} is expected: after at most one system "
+                "message, user and assistant take turns"
+            )
+    return _checked(Chat(turns=turns, scored_from=scored_from))
+
+
+def _checked(chat: Chat) -> Chat:
+    """Return a chat. Raises ValueError for too many characters, or such as no tokenizer can read."""
+    size = sum(map(len, chat.contents))
+    if size > MAX_CHARACTERS:
+        raise ValueError(f"has {size:,} characters; {MAX_CHARACTERS:,} are read: shorten or divide it")
+    try:
+        "".join(chat.contents).encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair, which is no character: correct or remove it") from None
+    if any(mark in content for content in chat.contents for mark in (BEGIN, END)):
+        raise ValueError("has a character for private use, U+F0000 or U+F0001: remove it")
+    return chat
+
+
+def _is_answered(chat: Chat) -> bool:
+    places = [1] if chat.plain else chat.answers
+    return any(chat.turns[place][1].strip() for place in places)
+
+
+def _tokens_name(options: ChatOptions, table: DataTable) -> str:
+    """Return the beginning of the names of files with the chats of a table as tokens."""
+    others = {"file", "split", "separator", "tokenizer", "in_memory", "pack", "domain", "group", "subgroups"}
+    return f"chats-{digest_of([FORMAT, table.digest, options.model_dump(mode='json', exclude=others)])}"
+
+
+def _converted(
+    options: ChatOptions, file: TokenFile, dataset: Dataset, texts: RawTexts, tokenizer: PreTrainedTokenizerBase
+) -> Dataset:
+    """Return the data set that `chat` describes from raw chats: all of a table, or some for a run's tokenizer."""
+    if not tokenizer.is_fast:
+        raise DataError(f"tokenizer: {tokenizer.name_or_path} has no fast version, which chats need")
+    counts, notes = TokenCounts(tokenizer, texts), dict[str, Any]()
+    found = _batches(options, file, texts, tokenizer, counts, notes)
+    tokens = file.tokens(texts, tokenizer, counts, found, notes)
+    made, noted = file.dataset(dataset, texts, tokenizer, tokens), tokens.notes
+    lost = noted["lost"]
+    if len(lost) == made.examples:
+        raise DataError(
+            f"max_length: no example of {file.table.where} has a token of an answer in its {counts.limit} tokens: "
+            'set a larger max_length, or truncation_side = "left"'
+        )
+    rows = np.asarray(texts.numbers)[lost].tolist()
+    report = replace(made.report, cut_answers=rows, endless=noted["endless"], shown=noted["shown"])
+    kept = np.delete(np.arange(made.examples), lost)
+    return replace(made.rows(torch.from_numpy(kept)) if lost else made, report=report)
+
+
+def _batches(
+    options: ChatOptions,
+    file: TokenFile,
+    texts: RawTexts,
+    tokenizer: PreTrainedTokenizerBase,
+    counts: TokenCounts,
+    notes: dict[str, Any],
+) -> Iterator[TokenBatch]:
+    """Yield chats as tokens, with labels. Note the places of those without a label, and a chat to show."""
+    done = 0
+    notes.update(lost=[], endless=0, shown=None)
+    for some in _pieces(texts.first):
+        made = _tokens(options, file, tokenizer, some, texts.numbers[done : done + len(some)])
+        notes["endless"] += made.endless
+        ids, labels = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        ends = made.lengths.cumsum()
+        for place, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+            whole = made.ids[begin:end].astype(np.int64)
+            wanted = np.where(made.scored[begin:end], whole, IGNORED)
+            kept = _kept(options, whole, tokenizer.bos_token_id, counts.limit)
+            ids.append(whole[kept])
+            labels.append(wanted[kept])
+            # The first token is predicted by none.
+            if not (labels[-1][1:] != IGNORED).any():
+                notes["lost"].append(done + place)
+            elif notes["shown"] is None:
+                notes["shown"] = _shown(tokenizer, ids[-1], labels[-1])
+        done += len(some)
+        every = np.concatenate(ids)
+        counts.add(every, made.lengths)
+        columns = {IDS: every, MASK: np.ones_like(every), LABELS: np.concatenate(labels)}
+        yield TokenBatch(np.array(list(map(len, ids)), np.int64), columns)
+
+
+def _kept(options: ChatOptions, ids: NDArray[np.int64], start: int | None, limit: int) -> NDArray[np.int64]:
+    """Return the places of the tokens that truncation keeps, int64 [tokens]."""
+    places = np.arange(len(ids))
+    if options.truncation_side == "right" or len(ids) <= limit:
+        return places[:limit]
+    first = int(ids[0] == start)
+    return np.concatenate([places[:first], places[len(ids) - limit + first :]])
+
+
+def _pieces(chats: Any) -> Iterator[list[Chat]]:
+    """Yield chats that a child process converts together."""
+    some, size = list[Chat](), 0
+    for each in chats:
+        some.append(each)
+        size += sum(map(len, each.contents))
+        if len(some) == AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _tokens(
+    options: ChatOptions,
+    file: TokenFile,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[Chat],
+    rows: Sequence[int] | NDArray[np.int64],
+) -> ChatTokens:
+    """Return chats as tokens, which a child process makes. Raises DataError."""
+    template: Any = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    if template is None and not all(each.plain for each in chats):
+        raise DataError(
+            f"tokenizer: {tokenizer.name_or_path} has no chat template: add chat_template.jinja to the folder of the "
+            "tokenizer, or of the model before `tessera model init`; or make prompt and completion texts"
+        )
+    with TemporaryDirectory(prefix="tessera-", dir=file.prepared.scratch) as folder:
+        result = Path(folder) / "tokens"
+        request = ChatRequest(
+            tokenizer=tokenizer.backend_tokenizer.to_str(),
+            template=template,
+            special={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            chats=tuple(chats),
+            all_tokens=options.loss_on == "all",
+            result=str(result),
+        )
+        try:
+            Sandbox().write_tokens(request, lambda: None)
+            return ChatTokens(result)
+        except UnsafeConfig as fault:
+            raise DataError(f"tokenizer: {fault}") from fault
+        except ChatFault as fault:
+            raise DataError(
+                f"tokenizer: the chat template of {tokenizer.name_or_path} cannot write row {rows[fault.place]} of "
+                f"{file.table.where}: {fault}"
+            ) from fault
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> str:
+    """Return tokens as text, with scored ones between brackets."""
+    scored = labels != IGNORED
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(scored)) + 1)
+    parts = [(str(tokenizer.decode(ids[run])), bool(scored[run[0]])) for run in runs]
+    text = "".join(f"[[{part}]]" if marked else part for part, marked in parts)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."
+
+
+ADAPTER = Adapter("chat", ChatOptions, chat, chat)

@@ -1,0 +1,75 @@
+"""Chats, and the request and the result of their conversion to tokens in a child process (`chat_template`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from safetensors import safe_open
+
+from tessera.shared.schema import Value
+from tessera.shared.tensors.lazy import Array
+
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+BEGIN, END = "\U000f0000", "\U000f0001"
+"""Characters for private use that the conversion puts around control tokens in a message, which may have none."""
+
+
+class Chat(Value):
+    """A conversation, or a text and its continuation."""
+
+    turns: Annotated[tuple[tuple[str, str], ...], Field(min_length=1)]
+    """The role and the content of each message."""
+    scored_from: int = 0
+    """The first turn that may be scored: a prompt's own answers are not."""
+    plain: bool = False
+    """True for a prompt and its completion as texts, which need no template."""
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        return tuple(content for _, content in self.turns)
+
+    @property
+    def answers(self) -> list[int]:
+        """The turns that may be scored."""
+        return [n for n, (role, _) in enumerate(self.turns) if n >= self.scored_from and role == ASSISTANT]
+
+
+class ChatRequest(Value):
+    """Chats that a child process converts to tokens."""
+
+    tokenizer: str
+    """The content of `tokenizer.json`."""
+    template: str | None
+    special: dict[str, str]
+    """The special tokens by name, such as `bos_token`."""
+    chats: tuple[Chat, ...]
+    all_tokens: bool
+    """True to score every token, and not those of answers alone."""
+    result: str
+    """The file to which the child writes its result."""
+
+
+class ChatFault(ValueError):
+    """The reason for which the chat at a `place` of a request cannot become tokens."""
+
+    def __init__(self, place: int, fault: str) -> None:
+        super().__init__(fault)
+        self.place = place
+
+
+class ChatTokens:
+    """The result of a request."""
+
+    def __init__(self, file: Path) -> None:
+        """Read a child's file. Raises ChatFault."""
+        with safe_open(file, "numpy") as result:
+            notes = result.metadata() or {}
+            if "fault" in notes:
+                raise ChatFault(int(notes["place"]), notes["fault"])
+            self.lengths: Array = result.get_tensor("lengths")  # int64 [chats]
+            self.ids: Array = result.get_tensor("ids")  # int32 [tokens of all chats]
+            self.scored: Array = result.get_tensor("scored")  # bool [tokens of all chats]
+        self.endless = int(notes["endless"])
+        """The number of chats with an answer after which no token ends the turn."""
