@@ -23,6 +23,12 @@ MAX_ADDED_TOKENS = 1 << 14
 MAX_SPECIAL_TOKENS = 64
 """Special tokens that a tokenizer may add to a text or a pair. Published ones add up to four."""
 
+MAX_TEMPLATE = 1 << 15
+"""Characters of a chat template. Published ones have up to 20,000."""
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The file in which transformers saves a chat template beside `tokenizer_config.json`, of which it is a key here."""
+
 UNLIMITED = 1 << 40
 """Transformers writes lengths above this for a tokenizer without a limit."""
 
@@ -64,6 +70,8 @@ class TokenizerSettings(Value):
     pad_token: Word | None = None
     cls_token: Word | None = None
     mask_token: Word | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
+    """A program of Jinja, which only a site renders, in a sandbox (`worker.model.chat_template`)."""
 
 
 class ProcessorSettings(Value):
@@ -109,6 +117,8 @@ def read_files(folder: Path) -> dict[FileName, bytes]:
 def _reduced(kind: type[TokenizerSettings | ProcessorSettings], file: Path, raw: bytes) -> bytes:
     try:
         given = json.loads(raw)
+        if kind is TokenizerSettings:
+            given = {**given, "chat_template": _chat_template(file.parent, given.get("chat_template"))}
         known = {name: value for name, value in given.items() if name in kind.model_fields and value is not None}
         # Special tokens with settings of their own, of which `tokenizer.json` has a copy.
         plain = {
@@ -122,6 +132,14 @@ def _reduced(kind: type[TokenizerSettings | ProcessorSettings], file: Path, raw:
     except (ValueError, AttributeError, TypeError, RecursionError) as fault:
         raise Invalid(f"{file} cannot travel with the model: {str(fault)[:200]}", remedy=REMEDY) from None
     return (settings.model_dump_json(indent=1, exclude_none=True) + "\n").encode()
+
+
+def _chat_template(folder: Path, setting: Any) -> Any:
+    """Return a folder's chat template: that of its own file, or else of the settings, which may name several."""
+    if (own := folder / CHAT_TEMPLATE).is_file():
+        return own.read_text()
+    named = {each["name"]: each["template"] for each in setting} if isinstance(setting, list) else setting
+    return named.get("default") if isinstance(named, dict) else named
 
 
 def require_file(name: FileName, raw: bytes) -> None:

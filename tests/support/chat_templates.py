@@ -45,7 +45,7 @@ ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemm
 """The token that ends an answer in each."""
 MARKED = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -126,9 +126,10 @@ def _work(task: Task, model: Model, examples: int, groups: int | None, measured:
 
 
 def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
-    brought = model.preprocessing.get(TOKENIZER)
+    brought, settings = model.preprocessing.get(TOKENIZER), model.preprocessing.get("tokenizer_config.json")
     if raw_texts and brought:
-        yield f"`{task.dataset}` is converted with the run's own tokenizer, {brought.digest}."
+        more = f" Its settings, with the chat template if it has one, are {settings.digest}." if settings else ""
+        yield f"`{task.dataset}` is converted with the run's own tokenizer, {brought.digest}.{more}"
     elif raw_texts:
         yield f"`{task.dataset}` takes the run's own tokenizer, and the run has none: its tasks will fail."
     elif brought:

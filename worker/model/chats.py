@@ -33,7 +33,8 @@ class Chat(Value):
     @property
     def answers(self) -> list[int]:
         """The turns that may be scored."""
-        return [n for n, (role, _) in enumerate(self.turns) if n >= self.scored_from and role == ASSISTANT]
+        after = range(self.scored_from, len(self.turns))
+        return [place for place in after if self.plain or self.turns[place][0] == ASSISTANT]
 
 
 class ChatRequest(Value):

@@ -14,7 +14,14 @@ from transformers import AutoConfig, AutoModelForImageClassification, AutoModelF
 from typer.testing import CliRunner
 
 from tessera.shared.client.model_upload import upload_model
-from tessera.shared.model.preprocessing import MAX_SETTINGS_BYTES, FileRef, require_file, vocabulary_in
+from tessera.shared.model.preprocessing import (
+    MAX_SETTINGS_BYTES,
+    MAX_TEMPLATE,
+    FileRef,
+    read_files,
+    require_file,
+    vocabulary_in,
+)
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import digest_of
@@ -55,6 +62,7 @@ def init(out: Path, source: Path, head: str, *more: str) -> ModelFolder:
         ("tokenizer.json", b"no", "not JSON"),
         ("tokenizer_config.json", b'{"auto_map": {"AutoTokenizer": "evil.py"}}', "do not travel"),
         ("tokenizer_config.json", b'{"tokenizer_class": "Evil"}', "do not travel"),
+        ("tokenizer_config.json", b'{"chat_template": "' + b"a" * (MAX_TEMPLATE + 1) + b'"}', "do not travel"),
         ("preprocessor_config.json", b'{"image_processor_type": "Evil"}', "do not travel"),
         ("preprocessor_config.json", b'{"size": {"height": 100000000}}', "do not travel"),
         ("preprocessor_config.json", b" " * (MAX_SETTINGS_BYTES + 1), "may have at most 65536"),
@@ -65,9 +73,11 @@ def test_hostile_file_is_refused(name: Any, raw: bytes, reason: str) -> None:
         require_file(name, raw)
 
 
-def test_tokenizer_travels_to_an_export_without_classes_and_templates(tmp_path: Path) -> None:
+def test_tokenizer_travels_to_an_export_with_its_chat_template_and_without_classes(tmp_path: Path) -> None:
     source = saved(tmp_path / "source", BERT, AutoModelForSequenceClassification)
-    bert_tokenizer(source, ["good", "bad"], model_max_length=12, chat_template="{{ evil }}")
+    bert_tokenizer(source, ["good", "bad"], model_max_length=12, chat_template="{{ messages[0].content }}")
+    # A file of its own, which transformers reads before the key of the settings.
+    assert "chat_template" not in json.loads((source / "tokenizer_config.json").read_text())
     folder = init(tmp_path / "made", source, "text-classification")
     blobs = Folder(tmp_path / "blobs")
     states = States(blobs)
@@ -77,10 +87,12 @@ def test_tokenizer_travels_to_an_export_without_classes_and_templates(tmp_path: 
     for name, ref in model.preprocessing.items():
         (source / name).write_bytes(blobs.read(ref.digest))
     (source / "chat_template.jinja").unlink(missing_ok=True)
-    settings = (source / "tokenizer_config.json").read_text()
-    assert json.loads(settings)["model_max_length"] == 12
-    assert "evil" not in settings
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    assert (settings["model_max_length"], settings["tokenizer_class"]) == (12, "PreTrainedTokenizerFast")
+    assert settings["chat_template"] == "{{ messages[0].content }}"
     classify = pipeline("text-classification", str(source))
+    good = [{"role": "user", "content": "good"}]
+    assert classify.tokenizer.apply_chat_template(good, tokenize=False) == "good"
     assert classify.tokenizer("good bad unheard")["input_ids"] == [2, 4, 5, 1, 3]
     assert len(classify("good", top_k=2)) == 2
     evil = blobs.put_bytes(b'{"auto_map": {}}')
@@ -91,6 +103,16 @@ def test_tokenizer_travels_to_an_export_without_classes_and_templates(tmp_path: 
     ):
         with pytest.raises(Invalid, match=reason):
             states.check_files(model.model_copy(update={"preprocessing": {"tokenizer_config.json": ref}}), set)
+
+
+def test_the_default_of_several_chat_templates_travels(tmp_path: Path) -> None:
+    bert_tokenizer(tmp_path, ["good"])
+    file = tmp_path / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "chat"}]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
+    assert json.loads(read_files(tmp_path)["tokenizer_config.json"])["chat_template"] == "chat"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named[:1]}))
+    assert "chat_template" not in json.loads(read_files(tmp_path)["tokenizer_config.json"])
 
 
 def test_processor_travels_to_an_export(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
             ungrouped=table.ungrouped(options.group, *map(partial(getattr, options), COLUMNS[layout]), options.input),
             without_group=table.without_group(options.group),
             truncation=over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
+            shown=_marked(chats[int(answered.argmax())]),
             unanswered=np.flatnonzero(~answered).tolist(),
         ),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes),
@@ -147,15 +148,20 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     return kept if options.tokenizer == RUN else tokenized_here(kept, tokenizer_of("tokenizer", options.tokenizer))
 
 
-def layout_of(options: ChatOptions, table: DataTable) -> Layout:
-    """Return the layout that the options name, or the only one whose columns the table has. Raises DataError."""
-    if options.layout is not None:
-        return options.layout
-    there = [
+def layouts_in(options: ChatOptions, table: DataTable) -> list[Layout]:
+    """Return the layouts whose columns the table has."""
+    return [
         layout
         for layout, names in COLUMNS.items()
         if all(table.own_name(getattr(options, name)) is not None for name in names)
     ]
+
+
+def layout_of(options: ChatOptions, table: DataTable) -> Layout:
+    """Return the layout that the options name, or the only one whose columns the table has. Raises DataError."""
+    if options.layout is not None:
+        return options.layout
+    there = layouts_in(options, table)
     if len(there) == 1:
         return there[0]
     if there:
@@ -290,8 +296,13 @@ def _checked(chat: Chat) -> Chat:
 
 
 def _is_answered(chat: Chat) -> bool:
-    places = [1] if chat.plain else chat.answers
-    return any(chat.turns[place][1].strip() for place in places)
+    return any(chat.turns[place][1].strip() for place in chat.answers)
+
+
+def _marked(chat: Chat) -> str:
+    """Return the messages of a chat, before there are tokens, with answers between brackets."""
+    texts = [f"[[{text}]]" if place in chat.answers else text for place, text in enumerate(chat.contents)]
+    return _readable("\n".join(f"{role}: {text}" for (role, _), text in zip(chat.turns, texts, strict=True)))
 
 
 def _tokens_name(options: ChatOptions, table: DataTable) -> str:
@@ -420,8 +431,15 @@ def _shown(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int64], labels: N
     scored = labels != IGNORED
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(scored)) + 1)
     parts = [(str(tokenizer.decode(ids[run])), bool(scored[run[0]])) for run in runs]
-    text = "".join(f"[[{part}]]" if marked else part for part, marked in parts)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."
+    return _readable("".join(f"[[{part}]]" if marked else part for part, marked in parts))
+
+
+def _readable(text: str) -> str:
+    """Return the beginning of a text, without characters that a terminal would obey."""
+    short = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in short
+    )
 
 
 ADAPTER = Adapter("chat", ChatOptions, chat, chat)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tessera.worker.data.groups import is_person, plain
+from tessera.worker.data.kinds.chat import COLUMNS, ChatOptions, chats_of, layout_of, layouts_in
 from tessera.worker.data.load_report import LoadReport, empty_texts
 from tessera.worker.data.proposal.class_names import add_class_names, add_texts_of_classes
 from tessera.worker.data.proposal.columns import (
@@ -46,6 +47,10 @@ def add_table(
     proposal.warn_of(LoadReport(passed_over=table.passed_over))
     if text is not None:
         require_texts(proposal, table, text)
+    options = ChatOptions(file=(path,), tokenizer=RUN)
+    if text is None and label is None and layouts_in(options, table):
+        _add_chats(proposal, options, table, path, split, separator, tokenizer, processor)
+        return
     image = None if text else image_column(table)
     text = None if image else text or text_column(table)
     if image is None and text is None:
@@ -56,12 +61,7 @@ def add_table(
         )
     kind, column = ("images", image) if image else ("text", text)
     proposal.add("kind", kind, f"column {column} contains {kind.removesuffix('s')}s")
-    proposal.add("file", str(path), f"a table with the columns {shown_columns(table)}")
-    if split is not None:
-        proposal.add("split", split, "the split that you named")
-    if separator is not None:
-        why = f"the only separator with which the first rows have equally many columns, {len(table.names)}"
-        proposal.add("separator", separator, why)
+    _add_file(proposal, table, path, split, separator)
     if image is not None:
         proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
     _add_label(proposal, table, image, text, label)
@@ -73,9 +73,46 @@ def add_table(
         add_texts_of_classes(proposal, tokenizer)
         return
     refuse(f"{path} is a table of texts", processor=processor)
+    _add_tokenizer(proposal, tokenizer)
+    add_max_length(proposal, table.cells("text", str(text)), tokenizer)
+
+
+def _add_file(
+    proposal: Proposal, table: DataTable, path: Path, split: str | None, separator: Separator | None
+) -> None:
+    proposal.add("file", str(path), f"a table with the columns {shown_columns(table)}")
+    if split is not None:
+        proposal.add("split", split, "the split that you named")
+    if separator is not None:
+        why = f"the only separator with which the first rows have equally many columns, {len(table.names)}"
+        proposal.add("separator", separator, why)
+
+
+def _add_tokenizer(proposal: Proposal, tokenizer: str | None) -> None:
     brought = "the tokenizer that each run's model brings; or a folder with one"
     proposal.add("tokenizer", tokenizer or RUN, "the tokenizer that you named" if tokenizer else brought)
-    add_max_length(proposal, table.cells("text", str(text)), tokenizer)
+
+
+def _add_chats(
+    proposal: Proposal,
+    options: ChatOptions,
+    table: DataTable,
+    path: Path,
+    split: str | None,
+    separator: Separator | None,
+    tokenizer: str | None,
+    processor: str | None,
+) -> None:
+    """Add the options for a table of chats. Raises DataError, naming the row, for a chat that cannot be read."""
+    refuse(f"{path} is a table of chats", processor=processor)
+    layout = layout_of(options, table)
+    columns = COLUMNS[layout]
+    # This refuses a row that is no chat.
+    _ = chats_of(options, table, layout)[:SAMPLE]
+    proposal.add("kind", "chat", f"it has the {'columns' if columns[1:] else 'column'} {' and '.join(columns)}")
+    _add_file(proposal, table, path, split, separator)
+    _add_group(proposal, table, None, None)
+    _add_tokenizer(proposal, tokenizer)
 
 
 def _own_name(table: DataTable, option: str, name: str | None) -> str | None:
