@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tessera.shared.version import install_line
 from tessera.worker.cli.data import app
+from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.cli import tessera
 from tests.support.pretrained import bert_tokenizer
 
@@ -285,3 +286,24 @@ def test_init_and_show_warn_of_the_same_empty_texts(tmp_path: Path) -> None:
     assert "warning: 'Good' and 'good' differ only by case or spaces" in written
     Path(file).write_text(Path(file).read_text().replace("held_out", "# held_out"))
     assert f"warning: lines: {empty}" in told("show", file)
+
+
+def test_init_proposes_chats_and_show_marks_what_is_learnt_of_one(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "own", CHATML)
+    rows = [{"instruction": f"[ask] {number}", "output": answer} for number, answer in enumerate(("[yes]", "", "no"))]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = tmp_path / "worker.toml"
+    told("init", str(tmp_path / "asked.jsonl"), "--tokenizer", str(tokenizer), "--out", str(file))
+    written = file.read_text()
+    assert '# it has the columns instruction and output\nkind = "chat"' in written
+    file.write_text(written.replace("held_out = 0.2", ""))
+    shown = told("show", str(file))
+    assert (
+        "asked: one example, with what a model learns in [[ ]]: <|im_start|>user [ask] 0<|im_end|> "
+        "<|im_start|>assistant [[[yes]<|im_end|>]]"
+    ) in shown
+    assert "warning: asked: 1 example without an answer left out: row 1" in shown
+    file.write_text(file.read_text().replace(json.dumps(str(tokenizer)), '"run"'))
+    assert "[[ ]]: user: [ask] 0 assistant: [[[yes]]]" in told("show", str(file))
+    (row,) = document("show", str(file))["datasets"]  # type: ignore[misc]
+    assert row["example"] == "user: [ask] 0\nassistant: [[[yes]]]"  # type: ignore[has-type]
