@@ -87,7 +87,7 @@ class DataSource(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    kind: str = Field(description="arrays, digits, text, images, imagetext, or a kind that is installed")
+    kind: str = Field(description="arrays, digits, text, chat, images, imagetext, or a kind that is installed")
     part: SitePartition | None = Field(default=None, description="the part of it to use; all of it if unset")
     held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it to hold out from training")
     opt_out: Path | None = Field(

@@ -109,7 +109,7 @@ def show(
         note(f"{names}: tokens and unknown words depend on each run's tokenizer, and cannot be shown here")
     for row in shown:
         if example := row["example"]:
-            text = f"{row['name']}: one example, with what a model learns in [[ ]]:\n{example}"
+            text = f"{row['name']}: one example, with its scored parts in [[ ]]:\n{example}"
             out().print(text, markup=False, highlight=False, soft_wrap=True)
         for warning in row["warnings"]:
             note(f"warning: {row['name']}: {warning}")

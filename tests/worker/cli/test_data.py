@@ -299,7 +299,7 @@ def test_init_proposes_chats_and_show_marks_what_is_learnt_of_one(tmp_path: Path
     file.write_text(written.replace("held_out = 0.2", ""))
     shown = told("show", str(file))
     assert (
-        "asked: one example, with what a model learns in [[ ]]: <|im_start|>user [ask] 0<|im_end|> "
+        "asked: one example, with its scored parts in [[ ]]: <|im_start|>user [ask] 0<|im_end|> "
         "<|im_start|>assistant [[[yes]<|im_end|>]]"
     ) in shown
     assert "warning: asked: 1 example without an answer left out: row 1" in shown
