@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Undefined, meta
-from jinja2.runtime import missing
+from jinja2.utils import missing
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
@@ -38,20 +38,20 @@ ABSENT = frozenset({"tools", "documents"})
 
 def write_tokens(request: ChatRequest) -> None:
     """Write the chats of a request as tokens, or the first fault, to its file."""
-    lengths, ids, scored, endless, place = [], [], [], 0, 0
+    ids, scored, endless, place = list[Array](), list[Array](), 0, 0
     try:
         encoder = ChatEncoder(request)
         for place, chat in enumerate(request.chats):  # noqa: B007  (a fault names the last one)
             with _time_limit():
                 of_chat, marks, has_end = encoder.encode(chat)
-            lengths.append(len(of_chat))
             ids.append(np.array(of_chat, np.int32))
             scored.append(np.array(marks, bool))
             endless += not has_end
     except Exception as fault:  # noqa: BLE001  (a template may raise any)
         save_file({}, request.result, {"place": str(place), "fault": _reason(fault, request.template)})
         return
-    tensors = {"lengths": np.array(lengths, np.int64), "ids": np.concatenate(ids), "scored": np.concatenate(scored)}
+    lengths: Array = np.array(list(map(len, ids)), np.int64)
+    tensors = {"lengths": lengths, "ids": np.concatenate(ids), "scored": np.concatenate(scored)}
     save_file(tensors, request.result, {"endless": str(endless)})
 
 
@@ -83,17 +83,13 @@ def _time_limit() -> Iterator[None]:
 
 class AbsentVariable(Undefined):
     """A variable that no chat has, or a key that a message has not. A template may ask whether a variable is there,
-    and not use it."""
+    but not write it."""
 
     __slots__ = ()
 
     def _require(self) -> None:
         if self._undefined_obj is missing:
             self._fail_with_undefined_error()
-
-    def __bool__(self) -> bool:
-        self._require()
-        return False
 
     def __str__(self) -> str:
         self._require()
@@ -165,13 +161,15 @@ class ChatEncoder:
         Add the places between the template's own marks of answers to `found`. Raises DataError.
         """
         messages = [{"role": role, "content": content} for role, content in chat.turns[:turns]]
-        (text,), places = render_jinja_template(
-            [messages],  # type: ignore[list-item]
+        render: Any = render_jinja_template
+        texts, places = render(
+            [messages],
             chat_template=self._template,
             add_generation_prompt=prompts,
             return_assistant_tokens_mask=found is not None,
             **self._special,
         )
+        text: str = texts[0]
         if len(text) > MAX_RENDERED:
             raise DataError(f"it makes {len(text):,} characters of one chat; {MAX_RENDERED:,} are taken")
         if found is not None:
@@ -194,7 +192,7 @@ class ChatEncoder:
             after = text if place + 1 == len(chat.turns) else self._rendered(chat, place + 1)
             self._require_prefix(before, after, place)
             self._require_prefix(after, text, place)
-            yield len(before), self._turn_end(text, len(before), len(after))
+            yield len(before), self._turn_end(after, len(before), len(after))
 
     def _turn_end(self, text: str, begin: int, end: int) -> int:
         """Return the end of an answer with the token that ends its turn, and without spaces after it."""
@@ -247,6 +245,6 @@ class ChatEncoder:
         if before and encoded.ids[:skipped] != tokenizer.encode(before).ids:
             encoded, skipped, before = tokenizer.encode(piece), 0, ""
         ids += encoded.ids[skipped:]
-        for begin, end in encoded.offsets[skipped:]:
-            place = begin - len(before)
-            scored.append(bool(answers[place : max(end - len(before), place + 1)].any()))
+        begins, ends = np.array(encoded.offsets[skipped:], np.int64).reshape(-1, 2).T - len(before)
+        count = np.append(0, answers.cumsum())
+        scored += (count[np.maximum(ends, begins + 1)] > count[begins]).tolist()

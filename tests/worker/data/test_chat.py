@@ -156,8 +156,12 @@ def test_plain_texts_end_with_the_end_of_text_token(tmp_path: Path) -> None:
 
 
 def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
-    endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    dataset = opened(tmp_path, {"messages": THANKS}, template=endless)
+    endless = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}{{ '<|im_start|>' if add_generation_prompt }}"
+    )
+    dataset = opened(tmp_path, {"messages": DOSE}, template=endless)
+    # The token that begins the next message ends no answer.
+    assert scored(tmp_path, dataset) == [DOSE[1]["content"], DOSE[3]["content"]]
     ((warning, remedy),) = dataset.report.warnings()
     assert warning == "1 example with an answer after which no token ends the turn"
     assert remedy.startswith("Have the chat template write a special token")
@@ -365,7 +369,7 @@ def test_a_prompt_and_its_completion_are_of_one_sort(tmp_path: Path, row: Row, s
     ("template", "said"),
     [
         ("{{ tool_schema }}{{ messages[0].content }}", "'tool_schema' is undefined"),
-        ("{% if extra %}{% endif %}", "'extra' is undefined"),
+        ("{% for part in extra %}{% endfor %}", "'extra' is undefined"),
         ("{{ look_up(messages) }}", "'look_up' is undefined"),
         ("{% for tool in tools %}{% endfor %}", "(a chat has no tools)"),
         ("{{ strftime_now('%d %b %Y') }}", "'strftime_now' is undefined"),
@@ -394,7 +398,8 @@ def test_a_template_that_computes_for_ever_is_ended(tmp_path: Path) -> None:
 def test_a_template_may_ask_for_what_is_not_there(tmp_path: Path) -> None:
     asks = (
         "{% if tools %}{{ tools }}{% endif %}{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
-        "{% set today = day | default('today') %}{% for m in messages if not m.tool_calls %}"
+        "{% if extra %}{{ extra }}{% endif %}{% set today = day | default('today') %}"
+        "{% for m in messages if not m.tool_calls %}"
     )
     template = CHATML.replace("{% for message in messages %}", f"{asks}{{% endfor %}}{{% for message in messages %}}")
     assert scored(tmp_path, opened(tmp_path, {"messages": THANKS}, template=template)) == [
