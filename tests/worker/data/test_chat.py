@@ -155,6 +155,12 @@ def test_plain_texts_end_with_the_end_of_text_token(tmp_path: Path) -> None:
     assert scored(tmp_path, dataset) == [" is 100 mg</s>"]
 
 
+def test_a_text_that_is_a_list_in_json_stays_a_text(tmp_path: Path) -> None:
+    rows = ({"prompt": "entities:", "completion": text} for text in ("[]", '[{"drug": "aspirin"}]', "[1]"))
+    dataset = opened(tmp_path, *rows, template=None)
+    assert [scored(tmp_path, dataset, place)[0] for place in range(2)] == ["[]</s>", '[{"drug": "aspirin"}]</s>']
+
+
 def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
     endless = (
         "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}{{ '<|im_start|>' if add_generation_prompt }}"
@@ -413,6 +419,8 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
 
 def test_options_of_classes_are_refused(tmp_path: Path) -> None:
     assert "labels: a chat has no class" in refusal(tmp_path, {"messages": THANKS}, labels=["a"])
+    said = refusal(tmp_path, {"messages": THANKS}, problem_type="regression")
+    assert "problem_type: a chat has no class" in said
 
 
 def test_many_chats_become_tokens_in_several_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

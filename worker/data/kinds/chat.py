@@ -88,8 +88,9 @@ class ChatOptions(TableOptions):
 
     @model_validator(mode="after")
     def _has_no_classes(self) -> Self:
-        for name in ("labels", "absent"):
-            if getattr(self, name) is not None:
+        of_classes = {"labels": self.labels, "absent": self.absent, "problem_type": self.problem}
+        for name, value in of_classes.items():
+            if value is not None:
                 raise ValueError(f"{name}: a chat has no class: leave it out")
         return self
 
@@ -111,16 +112,14 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
         answered[row] = options.loss_on == "all" or _is_answered(each)
     if not answered.any():
         raise DataError(f"{COLUMNS[layout][-1]}: no row of {table.where} has an answer: add answers")
-    begin = _tokens_name(options, table)
-    file = TokenFile(table, prepared, begin, options.in_memory)
-    settings = f"{options.loss_on} {options.truncation_side}"
+    file = TokenFile(table, prepared, _tokens_name(options, table), options.in_memory)
     texts = RawTexts(
         chats,
         partial(_converted, options, file),
         options.max_length,
         of_chats=True,
         numbers=np.arange(table.examples),
-        settings=settings,
+        settings=f"{options.loss_on} {options.truncation_side}",
     )
     labels, tokens = torch.empty((table.examples, 0), dtype=torch.int64), (options.max_length,)
     shapes = {IDS: tokens, MASK: tokens, LABELS: tokens}
@@ -135,7 +134,9 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
         report=LoadReport(
             ignored_files=by_suffix(table.other_files),
             passed_over=table.passed_over,
-            ungrouped=table.ungrouped(options.group, *map(partial(getattr, options), COLUMNS[layout]), options.input),
+            ungrouped=table.ungrouped(
+                options.group, options.input, *(getattr(options, name) for name in COLUMNS[layout])
+            ),
             without_group=table.without_group(options.group),
             truncation=over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
             shown=_marked(chats[int(answered.argmax())]),
@@ -143,7 +144,7 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
         ),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes),
     )
-    prepared.clear(lambda name: name.startswith((table_name(table.digest), begin)))
+    prepared.clear(lambda name: name.startswith((table_name(table.digest), file.begin)))
     kept = raw.rows(torch.from_numpy(np.flatnonzero(answered)))
     return kept if options.tokenizer == RUN else tokenized_here(kept, tokenizer_of("tokenizer", options.tokenizer))
 
@@ -232,7 +233,7 @@ def _listed(value: object) -> object:
             found = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        if isinstance(found, list) and all(isinstance(each, dict) and "role" in each for each in found):
+        if isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found):
             return found
     return "" if value is None else value
 
@@ -282,7 +283,7 @@ def _conversation(turns: tuple[tuple[str, str], ...], scored_from: int = 0) -> C
 
 
 def _checked(chat: Chat) -> Chat:
-    """Return a chat. Raises ValueError for too many characters, or such as no tokenizer can read."""
+    """Return a chat. Raises ValueError for too many characters, and for invalid ones."""
     size = sum(map(len, chat.contents))
     if size > MAX_CHARACTERS:
         raise ValueError(f"has {size:,} characters; {MAX_CHARACTERS:,} are read: shorten or divide it")
