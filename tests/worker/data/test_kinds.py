@@ -167,7 +167,7 @@ def test_arrays_without_labels_are_refused_by_the_files_name(tmp_path: Path) -> 
     [
         ("digits", {"prat": "train"}, "prat"),
         ("arrays", {"file": "/nowhere/at.all"}, "/nowhere/at.all"),
-        ("pictures", {}, "no 'pictures'; it can be arrays, digits"),
+        ("pictures", {}, "no 'pictures'; it can be arrays, chat, digits"),
         ("image", {}, "no 'image'; did you mean `images`?"),
         ("partition", {}, "no 'partition'"),
     ],
