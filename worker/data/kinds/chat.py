@@ -43,7 +43,7 @@ MAX_CHARACTERS = 1 << 20
 """Limit on the characters of a chat: eight times as many as 32,768 tokens of English have."""
 MAX_JSON = 8 * MAX_CHARACTERS
 """Limit on the characters of a list of messages that is written as JSON."""
-AT_ONCE, CHARACTERS_AT_ONCE = 8192, 1 << 24
+AT_ONCE, CHARACTERS_AT_ONCE = 8192, 1 << 23
 """Numbers of chats, and of their characters, that a child process converts together."""
 MAX_SHOWN = 2000
 """Number of characters of the chat that is shown."""
