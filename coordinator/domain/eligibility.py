@@ -13,7 +13,7 @@ from typing import Any
 
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
-from tessera.shared.methods.base import Plan
+from tessera.shared.methods.base import LORA_RANK, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.selectors import ineffective
@@ -262,7 +262,18 @@ def unsuited(
     if spec.describe:
         return None
     padded = spec.privacy is not None
-    return refused_model(policy_of(declared), model) or misfit(spec, declared, model, vocabulary, padded=padded)
+    refused = refused_model(policy_of(declared), model) or _refused_rank(spec, declared, model)
+    return refused or misfit(spec, declared, model, vocabulary, padded=padded)
+
+
+def _refused_rank(spec: RunSpec, declared: Mapping[str, Any], model: Model) -> Ineligibility | None:
+    """Return the reason that the worker would train none of the ranks of the model's adapters, or None."""
+    most = declared.get("resources", {}).get(LORA_RANK)
+    if model.lora is None or not spec.trained.rounds or model.lora.rank_within(most):
+        return None
+    least = min(model.lora.ranks or (model.lora.rank,))
+    detail = f"it trains adapters up to rank {most:g} (resources.lora_rank), and the model's have rank {least}"
+    return Ineligibility(rule=LORA_RANK, detail=detail)
 
 
 def refused_plans(

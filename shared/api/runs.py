@@ -284,6 +284,12 @@ class RunSpec(Value):
         default=Signals(),
         description="measurements of each round at the coordinator",
     )
+    lora_ranks: dict[Label, PositiveInt] = Field(
+        default={},
+        exclude_if=operator.not_,
+        description="the rank at which a site trains adapters: one of the model's (`tessera model init --lora-rank "
+        "4,8,16`), and at most the site's `resources.lora_rank`. Other sites train the largest of these",
+    )
     codec: str = Field(default=pipeline.LOSSLESS, max_length=128, description="how updates are written for the wire")
     upload_budget: Bytes | None = Field(
         default=None, description="the most bytes of an update, as in '5 MB'; coarser codecs are taken to keep to it"

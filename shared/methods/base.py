@@ -22,7 +22,7 @@ from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, gua
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, OptimizerRule
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, trainable_blocks
+from tessera.shared.model.selectors import EVERYTHING, NOTHING, Match, Selector, trainable_blocks
 from tessera.shared.model.spec import Head, Lora, Modality
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Value
@@ -56,6 +56,10 @@ class UnsupportedRun(ValueError):
 C = TypeVar("C", bound=MethodSettings)
 
 
+LORA_RANK = "lora_rank"
+"""The name of a plan's scalar with the rank at which its worker trains the model's adapters; of the task's metric
+with that rank; and of a site's largest rank among its resources."""
+
 EXTRA = "extra/"
 """The prefix of the names of extra arrays in an update, in a site's policy and in its records."""
 
@@ -88,6 +92,12 @@ class Plan(Value):
     """Shell patterns for the names of the server state to fetch."""
     scalars: dict[str, float] = Field(default_factory=dict)
 
+    @property
+    def lora_rank(self) -> int | None:
+        """The rank at which the worker trains the model's adapters; None for their whole rank."""
+        rank = self.scalars.get(LORA_RANK)
+        return None if rank is None else int(rank)
+
     def sent(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
         """Return the blocks of an update, with the extra arrays. Raises SelectorError as `resolve` does."""
         return (*self.upload.resolve(blocks), *(each.block for each in self.extra))
@@ -116,7 +126,7 @@ class Participant:
     name: str
     examples: int
     resources: Mapping[str, float] = field(default_factory=dict)
-    """The limits that its site declares: `memory_bytes`, `upload_bytes_per_second`."""
+    """The limits that its site declares: `memory_bytes`, `upload_bytes_per_second`, `lora_rank`."""
     site: str = ""
     """The admitted site of its token, by default its name. A worker chooses its name but not its site, so
     participants are counted by site."""
@@ -193,12 +203,19 @@ class RunInfo:
     """The model's head."""
     lora: Lora | None = None
     """The rank and the scale, `alpha / rank`, of the model's adapters; None without adapters."""
+    lora_rank: int | None = None
+    """The rank at which one worker trains the adapters, if that is less than theirs."""
 
     @cached_property
     def trainable(self) -> Selector:
-        """The blocks that may train: in a model with adapters or prompts not its base, unless the run says so. Plans
-        and phases that select more train and send only these."""
-        return EVERYTHING if self.training.full_fine_tuning else trainable_blocks(self.blocks, self.external)
+        """The blocks that may train: in a model with adapters or prompts not its base, unless the run says so, and of
+        its adapters the parts within a worker's rank. Plans and phases that select more train and send only these."""
+        chosen = EVERYTHING if self.training.full_fine_tuning else trainable_blocks(self.blocks, self.external)
+        if self.lora is None or self.lora_rank is None:
+            return chosen
+        beyond = sorted({*self.lora.parts}.difference(self.lora.parts_within(self.lora_rank)))
+        parts = Match(roles=("adapter",), names=tuple(f"*.lora_?.{part}.*" for part in beyond))
+        return chosen.model_copy(update={"exclude": (*chosen.exclude, parts)})
 
     def trained(self, selector: Selector) -> Selector:
         """Return the part of a selector that may train."""
@@ -229,6 +246,10 @@ class CoordinatorHalf(Generic[C]):
     """True if the method can merge an update that started from an earlier version. A method's memory of its sites may
     assume that they hold the present version."""
 
+    averages_parts: ClassVar[bool] = False
+    """True if `merge` averages each block over the sites that sent it, as the default does, so that sites may train
+    adapters of different ranks."""
+
     covers_extra: ClassVar[bool] = False
     """True if, in a run with `privacy`, the extra arrays follow from results of training with noise, and from no
     example otherwise; for instance a trained model's logits on public data."""
@@ -236,6 +257,11 @@ class CoordinatorHalf(Generic[C]):
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
+
+    @property
+    def merged_beside(self) -> Selector:
+        """The blocks that `merge` changes although no site trains or sends them."""
+        return NOTHING
 
     def start(self, state: State) -> State:
         """Return the state before the first round, with any server state added. Raises UnsupportedRun."""

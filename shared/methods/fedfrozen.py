@@ -190,6 +190,8 @@ class FedFrozenSettings(MethodSettings):
 
 
 class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
+    averages_parts = True
+
     def start(self, state: State) -> State:
         blocks = self.run.blocks
         if any(block.role == "adapter" and not block.adapts for block in blocks):

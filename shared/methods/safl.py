@@ -99,6 +99,8 @@ DRAWN = "drawn"
 
 
 class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
+    averages_parts = True
+
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = settings.candidates(run.blocks, run.trainable)

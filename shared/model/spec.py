@@ -4,7 +4,9 @@ On disk a model is a folder in transformers' own layout (`config.json`, `model.s
 `blocks.json`, which is the `Model` below. `from_pretrained` loads it as it is.
 """
 
+import operator
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, model_validator
@@ -123,12 +125,44 @@ class Prompts(Value):
         return self.vision if modality == "vision" else self.text
 
 
+Rank = Annotated[int, Field(ge=1, le=1024)]
+
+
 class Lora(Value):
     """Low-rank adapters, alpha / rank * B A, beside each matrix that has a block of one of these roles."""
 
-    rank: Annotated[int, Field(ge=1, le=1024)]
+    rank: Rank
     alpha: PositiveFloat
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("query", "value")
+    ranks: tuple[Rank, ...] = Field(default=(), max_length=16, exclude_if=operator.not_)
+    """The ranks at which sites may train, ascending up to `rank`. Each adapter then consists of as many parts: the
+    first rows of A and columns of B, those between the first rank and the second, and so on. All have the same scale,
+    so that a part means the same at each site. Empty: every site trains the whole rank."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.ranks and (self.ranks[-1] != self.rank or any(low >= high for low, high in pairwise(self.ranks))):
+            raise ValueError(f"the ranks of sites ascend up to rank {self.rank}: {self.ranks}")
+        return self
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The number of rows of A in each part, by the part's name in PEFT."""
+        if not self.ranks:
+            return {"default": self.rank}
+        return {f"rank_{high}": high - low for low, high in pairwise((0, *self.ranks))}
+
+    def rank_within(self, limit: float | None) -> int:
+        """Return the largest rank at which a site with this limit trains, 0 if there is none."""
+        return max((rank for rank in self.ranks or (self.rank,) if limit is None or rank <= limit), default=0)
+
+    def parts_within(self, rank: int) -> list[str]:
+        """Return the parts that a site of this rank trains."""
+        return [name for name, top in zip(self.parts, self.ranks or (self.rank,), strict=True) if top <= rank]
 
 
 Float32Role = Literal["head", "prompt", "adapter"]

@@ -4,6 +4,7 @@ The coordinator calls them when it opens a round in its tables, a simulation whe
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from heapq import nlargest
 from itertools import chain
 from operator import attrgetter
@@ -20,6 +21,7 @@ from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import (
+    LORA_RANK,
     CoordinatorHalf,
     Guard,
     MethodSettings,
@@ -120,6 +122,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     spec = spec.trained
     half = coordinator_half(spec.method, run_facts(spec, model))
     _check_effect(spec, half.settings)
+    _check_ranks(spec, model)
     try:
         state = initial_state(half, first)
         if not spec.rounds:
@@ -189,6 +192,19 @@ def _check_effect(spec: RunSpec, settings: MethodSettings) -> None:
         raise Invalid("the run has settings without effect", errors=faults)
 
 
+def _check_ranks(spec: RunSpec, model: Model) -> None:
+    """Raise Invalid for ranks of sites that the model's adapters do not have."""
+    ranks = model.lora.ranks if model.lora else ()
+    if wrong := sorted(site for site, rank in spec.lora_ranks.items() if rank not in ranks):
+        has = (
+            f"has adapters of the ranks {', '.join(map(str, ranks))}" if ranks else "has no adapters of several ranks"
+        )
+        remedy = "name one of these" if ranks else "create it with `tessera model init --lora-rank 4,8,16`"
+        detail = f"the rank is {spec.lora_ranks[wrong[0]]}, and the model {has}: {remedy}"
+        fault = Fault(pointer=f"/lora_ranks/{wrong[0]}", detail=detail)
+        raise Invalid("a site cannot train adapters of this rank", errors=[fault])
+
+
 def _check_sent(spec: RunSpec, plans: Sequence[Plan]) -> None:
     """Raise UnsupportedRun for settings of updates if the method trains and sends no blocks."""
     if not plans or any(plan.upload or not plan.train for plan in plans):
@@ -221,13 +237,39 @@ def _first_plans(half: CoordinatorHalf[Any], model: Model, state: State) -> list
     return plans
 
 
-def plans_of(half: CoordinatorHalf[Any], state: State, cohort: Sequence[Participant], rng: Random) -> dict[str, Plan]:
-    """Return the method's plans by worker, less the blocks of a base that the run does not train."""
-    limited = half.run.trained
-    return {
-        name: plan.model_copy(update={"train": limited(plan.train), "upload": limited(plan.upload)})
-        for name, plan in half.plan(state, cohort, rng).items()
-    }
+def plans_of(
+    half: CoordinatorHalf[Any],
+    state: State,
+    cohort: Sequence[Participant],
+    rng: Random,
+    lora_ranks: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Plan]:
+    """Return the method's plans by worker, less the blocks that the run or the worker does not train. `lora_ranks`
+    are the run's. Raises UnsupportedRun if a worker can train none of the model's adapters."""
+    ranks = {worker.name: rank_of(half.run, worker, lora_ranks) for worker in cohort}
+    return {name: _limited(half.run, plan, ranks[name]) for name, plan in half.plan(state, cohort, rng).items()}
+
+
+def rank_of(run: RunInfo, worker: Participant, lora_ranks: Mapping[str, int]) -> int | None:
+    """Return the rank at which a worker trains the model's adapters, None for their whole rank. Raises
+    UnsupportedRun if each of the model's ranks is larger than the worker's."""
+    if run.lora is None:
+        return None
+    most = worker.resources.get(LORA_RANK)
+    if not (rank := run.lora.rank_within(most)):
+        raise UnsupportedRun(
+            f"{worker.name} trains adapters up to rank {most:g} (resources.lora_rank), and the model has none of "
+            "these: add a smaller rank to `tessera model init --lora-rank`, or leave the site out (cohort.sites)"
+        )
+    rank = min(rank, lora_ranks.get(worker.site, rank))
+    return None if rank == run.lora.rank else rank
+
+
+def _limited(run: RunInfo, plan: Plan, lora_rank: int | None) -> Plan:
+    """Return a plan with the blocks that may train alone, at the worker's rank of adapters."""
+    scalars = plan.scalars if lora_rank is None else {**plan.scalars, LORA_RANK: float(lora_rank)}
+    limited = replace(run, lora_rank=lora_rank).trained
+    return plan.model_copy(update={"train": limited(plan.train), "upload": limited(plan.upload), "scalars": scalars})
 
 
 def _check_chosen(run: RunInfo, plans: Iterable[Plan]) -> None:
@@ -299,6 +341,7 @@ def check_work(half: CoordinatorHalf[Any], model: Model, plans: Sequence[Plan]) 
     """
     _check_half(half)
     _check_trained(model, plans)
+    _check_beside(half, model)
     _check_extra(half, plans)
     if half.run.secure_sums:
         _check_summed(model, plans)
@@ -322,6 +365,31 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
     for guard, is_set in guards.items():
         if is_set:
             check_merge(half, guard)
+    if half.run.lora and half.run.lora.ranks:
+        _check_parts(half)
+
+
+def _check_parts(half: CoordinatorHalf[Any]) -> None:
+    """Raise UnsupportedRun if the parts of adapters would not be averaged over the sites that train them."""
+    run = half.run
+    remedy = "create the model with one rank (--lora-rank 8)"
+    if type(half).merge is not CoordinatorHalf.merge and not half.averages_parts:
+        raise UnsupportedRun(
+            "the method does not average each block over the sites that sent it, and the model has adapters of "
+            f"several ranks: {remedy}, or choose a method such as lora"
+        )
+    past = {
+        "secure_sums needs one plan for all sites": run.secure_sums,
+        "client_privacy divides by the number of all sites": run.client_privacy is not None,
+        f"normalization {run.normalization!r} divides by the weights of all sites": run.normalization
+        != "participants",
+    }
+    for reason, is_set in past.items():
+        if is_set:
+            raise UnsupportedRun(
+                f"{reason}, and a part of adapters of several ranks is averaged over the sites that train it: "
+                f"{remedy}, or leave {reason.split()[0]} out"
+            )
 
 
 def _check_extra(half: CoordinatorHalf[Any], plans: Sequence[Plan]) -> None:
@@ -372,6 +440,21 @@ def _check_trained(model: Model, plans: Sequence[Plan]) -> None:
         )
 
 
+def _check_beside(half: CoordinatorHalf[Any], model: Model) -> None:
+    """Raise UnsupportedRun if the method's merge changes an external base, or blocks of 16 bits."""
+    changed = [block for block in model.blocks if half.merged_beside.holds(block)]
+    if external := [block.name for block in changed if block.name in model.external]:
+        raise UnsupportedRun(
+            f"the method's merge changes {len(external)} blocks of the external base, such as {external[0]}, which "
+            "the coordinator does not have: create the model without --external-base, or change method.settings"
+        )
+    if short := [block.name for block in changed if NUMPY_DTYPES[block.dtype].itemsize == 2]:
+        raise UnsupportedRun(
+            f"the method's merge changes {len(short)} blocks of 16 bits, such as {short[0]}, in which a small step "
+            "is lost: create the model with `tessera model init --dtype float32`, or change method.settings"
+        )
+
+
 def _check_base(model: Model, plans: Iterable[Plan]) -> None:
     """Raise UnsupportedRun for a plan that trains or sends a block of an external base."""
     selectors = [selector for plan in plans for selector in (plan.train, plan.upload)]
@@ -396,7 +479,8 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     of_sites = by_site(willing)
     drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort, rng)]
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
-    plans = plans_of(coordinator_half(spec.method, run_facts(spec, model)), state, cohort, rng)
+    half = coordinator_half(spec.method, run_facts(spec, model))
+    plans = plans_of(half, state, cohort, rng, spec.lora_ranks)
     _require_blocks(model, plans.values())
     if model.external:
         _check_base(model, plans.values())
@@ -406,7 +490,8 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
 def rehearsal_plans(spec: RunSpec, model: Model, state: State, workers: Iterable[Participant]) -> dict[str, Plan]:
     """Return the first round's plan of each worker, if all take part. Raises as `plan_round`."""
     half, cohort = coordinator_half(spec.method, run_facts(spec, model)), sorted(workers, key=attrgetter("name"))
-    plans = plans_of(half, state, cohort, Random(derive_seed(spec.seed, "cohort", 1)))  # noqa: S311 (no secret)
+    rng = Random(derive_seed(spec.seed, "cohort", 1))  # noqa: S311 (no secret)
+    plans = plans_of(half, state, cohort, rng, spec.lora_ranks)
     _require_blocks(model, plans.values())
     return plans
 

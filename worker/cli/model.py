@@ -156,7 +156,13 @@ def init(
     fusion_heads: Annotated[
         int | None, typer.Option(min=1, help="The heads of that attention; 8 by default.")
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Add low-rank adapters of this rank.")] = None,
+    lora_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANK[,RANK...]",
+            help="Add low-rank adapters of this rank; several ranks, as in 4,8,16, let sites train different ones.",
+        ),
+    ] = None,
     lora_alpha: Annotated[
         float | None, typer.Option(help="The adapters' weight is alpha / rank; twice the rank by default.")
     ] = None,

@@ -127,14 +127,20 @@ def prompts_from(
     return Prompts(vision=vision, text=text, fusion=fusion, depth=depth)
 
 
-def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
+def lora_from(rank: str | None, alpha: float | None, roles: str) -> Lora | None:
     """Return the adapters of the options, or None without a rank. Raises ValueError for options that do not fit."""
     if rank is None:
         if alpha is not None:
             raise ValueError("--lora-alpha needs --lora-rank")
         return None
     names = [name.strip() for name in roles.split(",") if name.strip()]
-    return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
+    try:
+        ranks = sorted({int(each) for each in rank.split(",")})
+    except ValueError:
+        raise ValueError(f"--lora-rank is a number, or numbers separated by commas; not {rank!r}") from None
+    whole, beside = ranks[-1], {"ranks": ranks} if len(ranks) > 1 else {}
+    about = {"rank": whole, "alpha": alpha if alpha is not None else 2 * whole, "roles": names}
+    return Lora.model_validate(about | beside)
 
 
 def float32_of(

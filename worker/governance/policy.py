@@ -76,6 +76,7 @@ REMEDIES = {
     "max_descriptions": "Raise policy.max_descriptions.",
     "max_attacks": "Raise policy.max_attacks.",
     "attack": "Remove `attack` from `kinds` in the settings: such counts leave no site with a rule of privacy.",
+    "lora_rank": "Give this site a smaller rank in the run's lora_ranks, or raise resources.lora_rank.",
     "describe": "Remove `describe` from `kinds` in the settings; or set policy.figures_privacy, if the site's rules "
     "are for single examples.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",

@@ -289,6 +289,11 @@ def merge_adapters(model: PreTrainedModel) -> None:
     _lora().merge_lora(model)
 
 
+def activate_adapters(model: PreTrainedModel, parts: Collection[str]) -> None:
+    """Let the model compute with these parts of its adapters alone."""
+    _lora().activate_parts(model, parts)
+
+
 def _lora() -> ModuleType:
     try:
         return importlib.import_module("tessera.worker.model.lora")

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.selectors import Selector
 from tessera.shared.model.spec import Model
 from tessera.shared.version import install_line
 from tessera.worker.errors import ConfigError
@@ -147,12 +148,20 @@ def four_bit_tensors(document: Model, mapping: MappingFile | None = None) -> fro
     )
 
 
-def require_frozen(document: Model, tensors: Collection[str], plan: Plan, *, is_training: bool) -> None:
-    """Raise UnsupportedRun for a task that needs these matrices as they are."""
+def require_frozen(
+    document: Model, tensors: Collection[str], plan: Plan, merged: Selector, *, is_training: bool
+) -> None:
+    """Raise UnsupportedRun for a task that needs these matrices as they are. `merged` selects the blocks that the
+    method's merge changes."""
     remedy = "remove base_bits from [compute] in this worker's settings, or use the method lora"
     if not document.lora:
         raise UnsupportedRun(f"this worker keeps bases in 4 bits beside adapters, and the model has none: {remedy}")
     matrices = {block.name for block in document.blocks if block.tensor in tensors}
+    if changed := sorted(block.name for block in document.blocks if block.name in matrices and merged.holds(block)):
+        raise UnsupportedRun(
+            f"each round changes {len(changed)} blocks of a base that this worker keeps in 4 bits, such as "
+            f"{changed[0]}: {remedy} with another average"
+        )
     # An evaluation trains none of the blocks that its plan names.
     selected = (("trains", plan.train), ("uploads", plan.upload)) if is_training else ()
     for asked, selector in selected:

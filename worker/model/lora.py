@@ -4,7 +4,7 @@ Import this module only for a model with adapters, because PEFT is an optional d
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -16,9 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Lora
 from tessera.worker.errors import ConfigError
-
-ADAPTER = "default"
-"""PEFT's default name of an adapter."""
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> None:
@@ -34,23 +31,35 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
         raise ConfigError(
             f"the model has no linear layer with a role among {', '.join(lora.roles)} to adapt: choose other roles"
         )
-    options = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT accepts any number
-        lora_dropout=0.0,
-        target_modules="|".join(map(re.escape, paths)),
-        fan_in_fan_out=any(isinstance(model.get_submodule(path), Conv1D) for path in paths),
-    )
-    inject_adapter_in_model(options, model, adapter_name=ADAPTER)
+    for name, rank in lora.parts.items():
+        options = LoraConfig(
+            r=rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT accepts any number
+            lora_dropout=0.0,
+            target_modules="|".join(map(re.escape, paths)),
+            fan_in_fan_out=any(isinstance(model.get_submodule(path), Conv1D) for path in paths),
+        )
+        # PEFT warns of an adapter beside another, which is meant here.
+        vars(model).pop("peft_config", None)
+        inject_adapter_in_model(options, model, adapter_name=name)
     # PEFT freezes all other parameters; the round decides what trains.
+    activate_parts(model, lora.parts)
     model.requires_grad_(requires_grad=True)
     for path in paths:
         layer = model.get_submodule(path)
         if isinstance(layer, LoraLayer):
+            layer.scaling = dict.fromkeys(lora.parts, lora.scale)
             # PEFT does so itself, but not on the meta device.
             dtype = next(layer.get_base_layer().parameters()).dtype
             layer.lora_A.to(dtype)
             layer.lora_B.to(dtype)
+
+
+def activate_parts(model: nn.Module, parts: Collection[str]) -> None:
+    """Let the model compute with these parts of its adapters alone."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.set_adapter(list(parts))
 
 
 def merge_lora(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import structlog
 from pydantic import JsonValue, ValidationError
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.methods.base import LORA_RANK
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.methods.registry import needs_one_example_per_row
 from tessera.shared.schedule import local_epochs
@@ -27,7 +28,7 @@ from tessera.worker.errors import HiddenFailure, InputMismatch, TaskFailure
 from tessera.worker.governance.airlock import HeldTask, Summary
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import attacking, describing, rehearsing, summary
-from tessera.worker.governance.policy import PolicyViolation, check_use
+from tessera.worker.governance.policy import PolicyViolation, check_use, require
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.task.environment import TaskRun, privacy_module
@@ -82,6 +83,7 @@ def admit(run: TaskRun) -> AdmittedTask:
         _require_augmentable(task, dataset)
     terms = admitted_terms(run) if task.trains else None
     _check_effect(run)
+    _require_rank(run)
     groups = run.groups(dataset) if task.trains else None
     _check_length(run, dataset.examples if groups is None else groups)
     if env.inbox:
@@ -152,6 +154,15 @@ def _check_effect(run: TaskRun) -> None:
     policy = run.env.policy
     if run.task.trains and (policy.never_send or policy.may_send.exclude):
         policy.check_effect([*read_model(run).blocks, *(each.block for each in run.task.plan.extra)])
+
+
+def _require_rank(run: TaskRun) -> None:
+    """Raise PolicyViolation for adapters of a larger rank than this site's."""
+    most, plan = run.env.resources.get(LORA_RANK), run.task.plan
+    if run.task.trains and most is not None and (lora := read_model(run).lora):
+        rank = plan.lora_rank or lora.rank
+        detail = f"the plan trains adapters of rank {rank}, and this site holds at most {most:g}"
+        require(rank <= most, LORA_RANK, detail)
 
 
 def _check_length(run: TaskRun, units: int) -> None:

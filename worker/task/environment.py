@@ -482,6 +482,7 @@ def facts_of(task: Task, model: Model) -> RunInfo:
         external=frozenset(model.external),
         head=model.head,
         lora=model.lora,
+        lora_rank=task.plan.lora_rank,
     )
 
 

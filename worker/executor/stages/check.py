@@ -3,6 +3,7 @@
 import structlog
 
 from tessera.shared.methods.base import WorkerHalf
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.worker.data.dataset_info import DatasetInfo
 from tessera.worker.errors import TaskFailure
@@ -11,6 +12,7 @@ from tessera.worker.model.build import check_model
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.four_bits import four_bit_tensors, require_frozen
 from tessera.worker.model.layouts import MappingFile
+from tessera.worker.task.environment import facts_of
 from tessera.worker.task.handover import CheckedModel
 from tessera.worker.training.optimization.micro_batch import require_divisible
 from tessera.worker.training.ranks import require_shardable
@@ -33,7 +35,8 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
         tables[key] = CheckedModel(blocks, frozenset(bits))
     checked, is_training, private = tables[key], task.trains, task.privacy is not None
     if setup.compute.base_bits:
-        require_frozen(document, checked.four_bits, task.plan, is_training=is_training)
+        merged = coordinator_half(task.method, facts_of(task, document)).merged_beside
+        require_frozen(document, checked.four_bits, task.plan, merged, is_training=is_training)
     if setup.compute.shard:
         require_shardable(local.half(document), task.plan, document, task.training, private=private)
     if is_training and not private:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import WorkerHalf
+from tessera.shared.methods.base import LORA_RANK, WorkerHalf
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.run_cache import BuiltModel, structure_of
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import allocate, laid_out, memory_of, write_block
+from tessera.worker.model.build import activate_adapters, allocate, laid_out, memory_of, write_block
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.four_bits import four_bit_layers, put_four_bits
 from tessera.worker.state.blob_cache import BlobTensor
@@ -36,6 +36,12 @@ class PreparedTask:
     """The version's value of each fetched block."""
     moments: Moments
     """The optimizer's moments from earlier rounds."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of each training with the model, with the rank of its adapters if sites' ranks differ."""
+        lora, rank = self.document.lora, self.context.plan.lora_rank
+        return {**self.built.metrics, **({LORA_RANK: float(rank or lora.rank)} if lora and lora.ranks else {})}
 
     def personalise(self) -> None:
         """Restore the site's private state into the model and let the method set it up."""
@@ -63,6 +69,9 @@ def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
     # Only once the version is here, so that a false claim of a large model allocates no memory.
     built = last or _built(local, fetched)
     _fill(local, fetched, built, is_new=built is not last)
+    if (lora := fetched.document.lora) and lora.ranks:
+        rank = task.plan.lora_rank if task.trains else None
+        activate_adapters(built.model, lora.parts_within(rank or lora.rank))
     seed_everything(local.task.seed)
     half = local.half(fetched.document)
     context = LocalTaskContext(

@@ -131,7 +131,7 @@ def train(
         report.metrics = {**disclosed(report.metrics), EPSILON: private.spent()}
     elif no_figures:
         report.metrics = disclosed(report.metrics)
-    report.metrics |= loaded.built.metrics
+    report.metrics |= loaded.metrics
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     elif no_figures:
