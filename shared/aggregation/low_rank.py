@@ -81,7 +81,7 @@ class BestFactors:
         kept = min(self.rank, singular.size)
         b, a = np.zeros((len(rows), self.rank)), np.zeros((self.rank, columns.shape[1]))
         b[:, :kept], a[:kept] = (left @ u[:, :kept]) * singular[:kept], v[:kept] @ right.T
-        # Of the two possible signs the one with which a row's largest entry is positive.
+        # A row of A may have either sign: its largest entry becomes positive.
         signs = np.sign(np.take_along_axis(a, np.abs(a).argmax(axis=1)[:, None], axis=1)[:, 0])
         return b * signs, a * signs[:, None]
 

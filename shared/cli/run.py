@@ -34,6 +34,7 @@ from tessera.shared.client.previews import (
 from tessera.shared.client.round_outcomes import RoundOutcome, follow, outcomes
 from tessera.shared.client.run_file import installed_method, live_changes, read_spec
 from tessera.shared.client.run_versions import described, export_version, new_run, parse_version
+from tessera.shared.methods.base import LORA_RANK
 from tessera.shared.metrics.classification import FigureTables, GroupFigures, group_figures
 from tessera.shared.metrics.comparison import (
     BestVersion,
@@ -371,7 +372,9 @@ def show(
     warnings = (("warning", warning) for warning in (versions[-1].warnings if versions else ()))
     facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
     facts += converged.facts() if converged and found.spec.rounds else ()
-    console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *_held(rounds), *warnings]))
+    console.print(
+        output.table(("", ""), [*facts, *_ranks(rounds), *_reasons(found, rounds), *_held(rounds), *warnings])
+    )
     _warn_between_rounds(client, found, rounds)
     tables = [_round_table(ended, best, main_score(measurements))]
     if found.coverage and (left_out := [one for one in covered if one.missed]):
@@ -435,6 +438,14 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         *([("tags", ", ".join(run.tags))] if run.tags else []),
         *([("note", run.note)] if run.note else []),
     ]
+
+
+def _ranks(rounds: Iterable[Round]) -> list[tuple[str, str]]:
+    """Return the latest rank at which each worker trained adapters, if sites train different ones."""
+    tasks = [task for round_ in rounds for task in round_.tasks if LORA_RANK in task.metrics]
+    latest = {task.worker: task.metrics[LORA_RANK] for task in tasks}
+    named = ", ".join(f"{worker} {rank:g}" for worker, rank in sorted(latest.items()))
+    return [("adapter ranks", named)] if named else []
 
 
 def _held(rounds: Iterable[Round]) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.model.spec import Lora
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support import databases
@@ -26,6 +27,7 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.histories import Finding, Log, RecordingClient, check, read
 from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
 from tests.support.raw import PART, announced, connected, head
+from tests.support.tasks import untrained
 
 Keep = Callable[[Process], Process]
 
@@ -157,6 +159,45 @@ def disturb(coordinator: CoordinatorProcess, client: Client, run: Run, workers: 
     until(lambda: tasks("leased") >= 1, seconds=60)
     workers[0].kill()
     workers[0] = running(start_worker(coordinator.folder / "a"))
+
+
+def adapted_version(folder: Path, average: str, *, killed: bool) -> dict[str, str]:
+    """The blocks of a LoRA run's last version after two rounds of sites of two ranks, by digest. With `killed`, the
+    coordinator is killed as soon as the last update of each round was accepted, while it merges."""
+    lora = Lora(rank=4, alpha=8, ranks=(2, 4))
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes = {"intermediate_size": 64, "vocab_size": 20, "num_labels": 2}
+    model, start = untrained({**config, **sizes}, "text-classification", seed=1, lora=lora)
+    with CoordinatorProcess(folder, lease_seconds=3) as coordinator:
+        client = coordinator.admin()
+        method = MethodSpec(name="lora", settings={"average": average})
+        cohort = Cohort(size=2, quorum=2)
+        run = start_run(client, model, start, rounds=2, method=method, cohort=cohort, lora_ranks={"a": 2})
+        workers = [
+            ScriptedWorker(
+                Client(coordinator.url, coordinator.site_token(site), patience_seconds=30), methods=("lora",)
+            )
+            for site in "ab"
+        ]
+        for worker in workers:
+            worker.enrol()
+        for _ in range(2):
+            for step, worker in enumerate(workers, 1):
+                worker.train(worker.take(), step=float(step))
+            if killed:
+                coordinator.kill()
+                coordinator.start()
+        until(lambda: ended(client, run))
+        for worker in workers:
+            worker.client.close()
+        assert findings(coordinator, []) == []
+        return dict(client.manifest(client.run(run.id).version.digest).blocks)
+
+
+@pytest.mark.parametrize("average", ["partition", "stack", "residual"])
+def test_a_version_whose_base_changes_is_the_same_if_its_merge_was_killed(tmp_path: Path, average: str) -> None:
+    undisturbed = adapted_version(tmp_path / "one", average, killed=False)
+    assert adapted_version(tmp_path / "two", average, killed=True) == undisturbed
 
 
 # In short, tests/chaos shows the same of every process.

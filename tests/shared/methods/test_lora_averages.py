@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tessera.shared.aggregation.low_rank import BestFactors, ProductSum
 from tessera.shared.api.runs import RunSpec
@@ -16,6 +17,8 @@ from tessera.shared.model.spec import Head, Lora, Model
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.planning import begun, run_facts
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, to_array
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.task_document import NO_DIGEST
 from tests.support.tasks import untrained
 
@@ -246,3 +249,97 @@ def test_a_run_whose_settings_hide_the_products_is_refused(case: str, average: s
     assert said in str(refusal.value.errors)
     assert 'average to "factors"' in str(refusal.value.errors)
     begun(spec_of("factors", **changes), model, state_of(values))
+
+
+def refusal_of(model: Model, values: Values, spec: RunSpec) -> str:
+    with pytest.raises(Invalid) as refusal:
+        begun(spec, model, state_of(values))
+    return str(refusal.value.errors)
+
+
+@pytest.mark.parametrize("average", ["stack", "residual"])
+def test_a_base_that_a_merge_cannot_change_is_refused(average: str) -> None:
+    model, values = model_of("bert")
+    base = [block.name for block in model.blocks if block.role not in ("adapter", "head")]
+    external = model.model_copy(update={"external": dict.fromkeys(base, NO_DIGEST)})
+    said = refusal_of(external, values, spec_of(average))
+    assert "merge changes 5 blocks of the external base" in said
+    assert "without --external-base" in said
+    config = {**MODELS["bert"][0], "dtype": "bfloat16"}
+    short, start = untrained(config, "text-classification", lora=LORA)
+    as_float = short.model_copy(
+        update={"blocks": tuple(b if b.name in base else b.model_copy(update={"dtype": "F32"}) for b in short.blocks)}
+    )
+    said = refusal_of(as_float, start, spec_of(average))
+    assert "merge changes 5 blocks of 16 bits" in said
+    assert "--dtype float32" in said
+    begun(spec_of("partition"), external, state_of(values))
+
+
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "another denominator": ({"normalization": "cohort"}, "normalization 'cohort' divides by the weights of all"),
+    "client privacy": (REFUSED["client privacy"][0], "client_privacy divides by the number of all sites"),
+    "another merge": (
+        {"method": {"name": "scaffold"}, "training": {"optimizer": "sgd"}},
+        "or choose a method such as lora",
+    ),
+    "secure sums": (
+        {"secure_sums": {"helpers": ["a", "b", "c"], "quorum": 3}, "cohort": {"quorum": 3}},
+        "secure_sums needs one plan for all sites",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_run_that_would_not_average_each_part_over_its_sites_is_refused(case: str) -> None:
+    changes, said = PARTS[case]
+    model, values = model_of("bert")
+    found = refusal_of(model, values, spec_of("factors", **changes))
+    assert said in found
+    assert "create the model with one rank" in found
+    one, start = model_of("bert", Lora(rank=2, alpha=4))
+    begun(spec_of("factors", **changes), one, state_of(start))
+
+
+def test_the_rows_of_a_run_of_one_rank_are_serialised_as_before() -> None:
+    assert Lora(rank=2, alpha=4).model_dump() == {"rank": 2, "alpha": 4.0, "roles": ("query", "value")}
+    assert "lora_ranks" not in spec_of("factors").model_dump()
+    with pytest.raises(ValueError, match="ascend up to rank 8"):
+        Lora(rank=8, alpha=4, ranks=(4, 2, 8))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "fedfrozen": {"method": {"name": "fedfrozen", "settings": {"warmup_rounds": 1}}},
+    "safl": {"method": {"name": "safl", "settings": {"layers": 1}}},
+    "fedprox": {"method": {"name": "fedprox"}},
+    "stack, private, in few bits": {
+        "method": {"name": "lora", "settings": {"average": "stack"}},
+        "privacy": {"epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0},
+        "codec": "delta+int8",
+    },
+    "partition": {"method": {"name": "lora", "settings": {"average": "partition"}}},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_sites_of_different_ranks_take_part_in_other_methods_and_under_privacy(case: str) -> None:
+    config, head = MODELS["bert"]
+    wide = {**config, "num_hidden_layers": 2}
+    model, values = untrained(wide, head, seed=1, lora=LORA)
+    tokens = torch.randint(3, 18, (24, 6), generator=torch.Generator().manual_seed(0))
+    data = Dataset({"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[:, 0] % 3})
+    sites = {name: data.rows(torch.arange(8) + 8 * place) for place, name in enumerate(RANKS)}
+    spec = {
+        "rounds": 2, "seed": 2, "training": {"learning_rate": 0.05, "batch_size": 8}, "lora_ranks": RANKS,
+        **OTHERS[case],
+    }  # fmt: skip
+    result = simulate(spec, Weights(model, values), sites, conditions=Conditions(keep_versions="all"))
+    for round_ in result.rounds:
+        assert {task.worker.partition("/")[0]: task.metrics["lora_rank"] for task in round_.tasks} == RANKS
+    start, end = result.arrays(0), result.arrays(2)
+    moved = {name for name in end if not np.array_equal(start[name], end[name])}
+    stacked = case.startswith("stack")
+    for part in LORA.parts:
+        assert any(f".lora_B.{part}." in name for name in moved) == (not stacked)
+    # Of the base only the mean product of FLoRA.
+    assert any(".base_layer.weight" in name for name in moved) == stacked

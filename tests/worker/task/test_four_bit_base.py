@@ -103,6 +103,11 @@ def test_matrices_are_converted_once_for_all_tasks_of_a_run(
             marks=pytest.mark.long,
         ),
         ((), MethodSpec(name="fedavg"), "the model has none"),
+        (
+            ("--lora-rank", "2"),
+            MethodSpec(name="lora", settings={"average": "stack"}),
+            "each round changes 6 blocks of a base that this worker keeps in 4 bits",
+        ),
     ],
 )
 def test_a_run_that_needs_the_base_as_it_is_is_refused_with_the_way_out(
@@ -115,7 +120,7 @@ def test_a_run_that_needs_the_base_as_it_is_is_refused_with_the_way_out(
     told: str,
 ) -> None:
     client, model = coordinator.client(), init(snapshot, tmp_path / "whole", *words)
-    training = QUICK.model_copy(update={"full_fine_tuning": bool(words)})
+    training = QUICK.model_copy(update={"full_fine_tuning": bool(words) and method.name != "lora"})
     ended = site(**FOUR).task(client, begin(client, model, method=method, training=training))
     assert ended.problem
     assert told in ended.problem.detail
