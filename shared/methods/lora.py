@@ -125,6 +125,7 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
         """Raise UnsupportedRun for settings with which the products of single updates have no such mean."""
         run, average = self.run, self.settings.average
         unfit = {
+            "DoRA": (run.lora is not None and run.lora.dora, "has lengths of rows, which products leave out"),
             "server_optimizer": (not run.server_optimizer.neutral, "would step from the result"),
             "normalization": (
                 run.normalization != "participants",

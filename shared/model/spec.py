@@ -139,8 +139,13 @@ class Lora(Value):
     first rows of A and columns of B, those between the first rank and the second, and so on. All have the same scale,
     so that a part means the same at each site. Empty: every site trains the whole rank."""
 
+    dora: bool = Field(default=False, exclude_if=operator.not_)
+    """True for DoRA (Liu et al. 2024, arXiv 2402.09353): the sum of matrix and adapter has rows of learnt lengths."""
+
     @model_validator(mode="after")
     def _ascending(self) -> Self:
+        if self.ranks and self.dora:
+            raise ValueError("DoRA has one rank for all sites: the length of a row is that of the sum of all parts")
         if self.ranks and (self.ranks[-1] != self.rank or any(low >= high for low, high in pairwise(self.ranks))):
             raise ValueError(f"the ranks of sites ascend up to rank {self.rank}: {self.ranks}")
         return self

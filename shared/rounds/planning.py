@@ -140,6 +140,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     _check_clip(half.run, plans)
     _check_delta(spec)
     _check_unit(spec)
+    _check_lengths(spec, model)
     if spec.client_privacy and spec.secure_sums:
         _check_room(spec, model, plans)
     return client_privacy.begun(spec, state)
@@ -314,6 +315,13 @@ def _check_unit(spec: RunSpec) -> None:
         bits = f"{spec.secure_sums.bits} bits take their unit from the mean step, which it changes"
         fault = Fault(pointer="/server_optimizer", detail=f"{bits}: leave it out, or secure_sums.bits")
         raise Invalid("secure_sums.bits does not go with a server optimizer", errors=[fault])
+
+
+def _check_lengths(spec: RunSpec, model: Model) -> None:
+    """Raise Invalid for DoRA in a run with `privacy`: its gradients of single examples were not verified."""
+    if spec.privacy and model.lora and model.lora.dora:
+        detail = "gradients of single examples are not known for DoRA's adapters: create the model without --dora"
+        raise Invalid("the run cannot be private", errors=[Fault(pointer="/privacy", detail=detail)])
 
 
 def _check_room(spec: RunSpec, model: Model, plans: Sequence[Plan]) -> None:

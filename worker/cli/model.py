@@ -169,6 +169,9 @@ def init(
     lora_roles: Annotated[
         str, typer.Option(help="The roles of the matrices to adapt, separated by commas.")
     ] = "query,value",
+    dora: Annotated[
+        bool, typer.Option("--dora", help="Let the adapters also learn the lengths of rows (DoRA).")
+    ] = False,
     external_base: Annotated[
         bool,
         typer.Option(help="Leave out the pretrained weights, which the sites have: the run keeps digests alone."),
@@ -192,7 +195,7 @@ def init(
         started = vision_start(vision_prompt_from, partial(client_of, ctx))
         counts, fusion = (vision_prompts, text_prompts), (prompt_fusion, fusion_heads)
         prompts = prompts_from(*counts, started, caption, *fusion, prompt_depth)
-        lora = lora_from(lora_rank, lora_alpha, lora_roles)
+        lora = lora_from(lora_rank, lora_alpha, lora_roles, dora=dora)
         new: set[str] = set()
         if external_base and not pretrained:
             raise ValueError("--external-base is for pretrained weights, which the sites have; leave out --random")

@@ -127,11 +127,11 @@ def prompts_from(
     return Prompts(vision=vision, text=text, fusion=fusion, depth=depth)
 
 
-def lora_from(rank: str | None, alpha: float | None, roles: str) -> Lora | None:
+def lora_from(rank: str | None, alpha: float | None, roles: str, *, dora: bool = False) -> Lora | None:
     """Return the adapters of the options, or None without a rank. Raises ValueError for options that do not fit."""
     if rank is None:
-        if alpha is not None:
-            raise ValueError("--lora-alpha needs --lora-rank")
+        if alpha is not None or dora:
+            raise ValueError(f"{'--dora' if dora else '--lora-alpha'} needs --lora-rank")
         return None
     names = [name.strip() for name in roles.split(",") if name.strip()]
     try:
@@ -139,7 +139,7 @@ def lora_from(rank: str | None, alpha: float | None, roles: str) -> Lora | None:
     except ValueError:
         raise ValueError(f"--lora-rank is a number, or numbers separated by commas; not {rank!r}") from None
     whole, beside = ranks[-1], {"ranks": ranks} if len(ranks) > 1 else {}
-    about = {"rank": whole, "alpha": alpha if alpha is not None else 2 * whole, "roles": names}
+    about = {"rank": whole, "alpha": alpha if alpha is not None else 2 * whole, "roles": names, "dora": dora}
     return Lora.model_validate(about | beside)
 
 

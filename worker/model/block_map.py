@@ -61,7 +61,7 @@ from tessera.worker.model.layouts import (
 Claim = Role | Mapping[Role, TensorSlice]
 """A tensor's single role, or the parts of a fused tensor by role."""
 
-ADAPTER = re.compile(r"(?P<matrix>.+)\.lora_(?P<factor>[AB])\..+")
+ADAPTER = re.compile(r"(?P<matrix>.+)\.lora_(?P<factor>A|B|magnitude_vector)\..+")
 
 INSERTED: tuple[tuple[re.Pattern[str], Role], ...] = ((re.compile(r"prompts\..+"), "prompt"), (ADAPTER, "adapter"))
 """Name patterns of the tensors that Tessera adds, and their roles. A matrix beside an adapter keeps its own role."""
@@ -335,7 +335,8 @@ def _blocks(name: str, tensor: Tensor, layer: int | None, claim: Claim) -> Itera
 
 
 def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, matrix: Claim) -> Iterator[Block]:
-    """Yield the blocks of an adapter's A [rank, inputs] or B [outputs, rank]. `matrix` is its matrix's claim."""
+    """Yield the blocks of an adapter's A [rank, inputs], B [outputs, rank] or, in DoRA, lengths of rows [outputs].
+    `matrix` is its matrix's claim."""
     if isinstance(matrix, str):
         matrix_roles: tuple[Role, ...] = (matrix,)
         claim: Claim = "adapter"
@@ -343,7 +344,7 @@ def _adapter_blocks(name: str, tensor: Tensor, layer: int | None, factor: str, m
         matrix_roles = tuple(matrix)
         # A Conv1D's outputs are its last axis; B's outputs are always its first.
         parts = {role: part.model_copy(update={"axis": 0}) for role, part in matrix.items()}
-        claim = parts if factor == "B" else "adapter"
+        claim = "adapter" if factor == "A" else parts
     for block in _blocks(name, tensor, layer, claim):
         adapts = (block.role,) if block.part else matrix_roles
         yield block.model_copy(update={"role": "adapter", "adapts": adapts})

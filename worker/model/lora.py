@@ -1,4 +1,4 @@
-"""Low-rank adapters by PEFT: W x + alpha / rank * B A x (Hu et al. 2021, arXiv 2106.09685, equation 3).
+"""Low-rank adapters by PEFT: W x + alpha / rank * B A x (Hu et al. 2021, arXiv 2106.09685, equation 3), and DoRA.
 
 Import this module only for a model with adapters, because PEFT is an optional dependency.
 """
@@ -36,6 +36,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
             r=rank,
             lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT accepts any number
             lora_dropout=0.0,
+            use_dora=lora.dora,
             target_modules="|".join(map(re.escape, paths)),
             fan_in_fan_out=any(isinstance(model.get_submodule(path), Conv1D) for path in paths),
         )
@@ -53,6 +54,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
             dtype = next(layer.get_base_layer().parameters()).dtype
             layer.lora_A.to(dtype)
             layer.lora_B.to(dtype)
+            layer.lora_magnitude_vector.to(dtype)
 
 
 def activate_parts(model: nn.Module, parts: Collection[str]) -> None:

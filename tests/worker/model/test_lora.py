@@ -266,3 +266,55 @@ def test_a_run_that_would_train_16_bits_is_refused_with_the_way_out() -> None:
         simulate(spec, weights, {"north": pairs("clip", 6)}, test=None)
     assert "blocks of 16 bits" in str(refusal.value.errors)
     assert "--dtype float32" in str(refusal.value.errors)
+
+
+DORA = WIDE.model_copy(update={"dora": True})
+
+
+@EVERY
+def test_a_model_with_dora_starts_as_without_and_merging_its_adapters_changes_no_output(case: str) -> None:
+    config, head = CASES[case]
+    model = made(case, DORA)
+    table = block_table(model)
+    assert check_model(Model(config=config, head=head, lora=DORA, blocks=table)) == table
+    lengths = [block for block in table if ".lora_magnitude_vector." in block.name]
+    assert {block.role for block in lengths} == {"adapter"}
+    assert {role for block in lengths for role in block.adapts} >= {"query", "value"}
+    exact = {"rtol": 0.02, "atol": 0.02} if "16 bits" in case else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(logits(model, case), logits(made(case), case), **exact)
+    after = logits(moved(model), case)
+    merge_adapters(model)
+    torch.testing.assert_close(logits(model, case), after, **exact)
+
+
+def test_dora_scales_each_row_of_the_sum_to_its_learnt_length() -> None:
+    model = moved(made("bert", DORA))
+    path = "bert.encoder.layer.0.attention.self.query"
+    values = {name.removeprefix(f"{path}."): tensor.detach() for name, tensor in named_tensors(model).items()}
+    lengths = values["lora_magnitude_vector.default.weight"]
+    whole = values["base_layer.weight"] + 3 * values["lora_B.default.weight"] @ values["lora_A.default.weight"]
+    merge_adapters(model)
+    expected = lengths[:, None] * whole / whole.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(named_tensors(model)[f"{path}.weight"].detach(), expected)
+
+
+def test_a_run_with_dora_trains_its_lengths_and_is_refused_where_they_cannot() -> None:
+    config, head = CASES["bert"]
+    with pytest.raises(ValueError, match="DoRA has one rank"):
+        Lora(rank=4, alpha=4, ranks=(2, 4), dora=True)
+    plain = Weights.of(instantiate(config, head, seed=3, lora=DORA), config, head)
+    model = replace(plain, model=plain.model.model_copy(update={"lora": DORA}))
+    tokens = torch.randint(3, 18, (8, 5), generator=torch.Generator().manual_seed(0))
+    sites = {name: Dataset({"input_ids": tokens + n, "labels": tokens[:, 0] % 3}) for n, name in enumerate("ab")}
+    spec = {"method": {"name": "lora"}, "rounds": 1, "training": {"learning_rate": 0.01, "batch_size": 4}}
+    result = simulate(spec, model, sites, conditions=Conditions(keep_versions="all"))
+    start, end = result.arrays(0), result.arrays(1)
+    moved_names = [name for name in end if (start[name] != end[name]).any()]
+    assert any(".lora_magnitude_vector." in name for name in moved_names)
+    for changes, said in (
+        ({"method": {"name": "lora", "settings": {"average": "stack"}}}, "DoRA has lengths of rows"),
+        ({"privacy": {"epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}}, "without --dora"),
+    ):
+        with pytest.raises(Invalid) as refusal:
+            simulate(spec | changes, model, sites)
+        assert said in str(refusal.value.errors)

@@ -2,7 +2,7 @@
 
 import structlog
 
-from tessera.shared.methods.base import WorkerHalf
+from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.worker.data.dataset_info import DatasetInfo
@@ -34,6 +34,8 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
         tables.clear()
         tables[key] = CheckedModel(blocks, frozenset(bits))
     checked, is_training, private = tables[key], task.trains, task.privacy is not None
+    if document.lora and document.lora.dora:
+        _require_plain(local)
     if setup.compute.base_bits:
         merged = coordinator_half(task.method, facts_of(task, document)).merged_beside
         require_frozen(document, checked.four_bits, task.plan, merged, is_training=is_training)
@@ -45,6 +47,17 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
     if not (is_whole and local.cache.models.holds(task.run, task.model, checked.four_bits)):
         require_memory(local, document, checked.four_bits)
     return checked
+
+
+def _require_plain(local: LocalTask) -> None:
+    """Raise UnsupportedRun for DoRA where a layer's product is not all that a task computes with a matrix."""
+    task, compute = local.task, local.setup.compute
+    beside = {"privacy": task.privacy, "compute.base_bits": compute.base_bits, "compute.shard": compute.shard}
+    if found := [name for name, is_set in beside.items() if is_set]:
+        raise UnsupportedRun(
+            f"the model has DoRA's adapters, which read whole matrices, and {' and '.join(found)} cannot: create the "
+            "model without --dora, or leave the setting out"
+        )
 
 
 def require_memory(local: LocalTask, model: Model, four_bits: frozenset[str]) -> None:
