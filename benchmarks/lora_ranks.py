@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from benchmarks.measuring import OUT, Results
-from tessera.shared.model.spec import Lora, stored_name
+from tessera.shared.model.blocks import Role
+from tessera.shared.model.spec import Head, Lora, stored_name
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.kinds.digits import DigitsOptions, digits
@@ -29,9 +30,9 @@ VIT: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-HEAD = "image-classification"
+HEAD: Head = "image-classification"
 RANKS = {"north": 1, "south": 2, "west": 8}
-ROLES = ("query", "key", "value", "output", "mlp")
+ROLES: tuple[Role, ...] = ("query", "key", "value", "output", "mlp")
 ARMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "rank 1 at all sites": ((1,), {}),
     "rank 8 at all sites": ((8,), {}),

@@ -41,6 +41,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import NOTHING, Match, Selector, named
+from tessera.shared.model.spec import Lora
 from tessera.shared.schema import Condition
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Tensor
@@ -85,24 +86,29 @@ class Adapter:
     """True if the matrix is [inputs, outputs], as a Conv1D's is."""
 
 
-def adapters_of(blocks: Sequence[Block]) -> list[Adapter]:
-    """Return the adapters of a model's blocks."""
+def adapters_of(blocks: Sequence[Block], lora: Lora | None) -> list[Adapter]:
+    """Return the adapters of a model's blocks. Raises UnsupportedRun for a table in which they fit no matrix."""
     by_tensor: dict[str, list[Block]] = {}
     for block in blocks:
         by_tensor.setdefault(block.tensor, []).append(block)
     # In models with a fused Conv1D all matrices are stored as its is. Of a square one, the shape does not tell.
     conv1d = any(block.part and block.part.axis == 1 for block in blocks)
-    pairs: dict[str, list[Pair]] = {}
-    for tensor, (a, *_) in by_tensor.items():
-        path, factor, _ = tensor.partition(".lora_A.")
-        if factor:
-            pairs.setdefault(path, []).append((tuple(by_tensor[tensor.replace(factor, ".lora_B.")]), a))
     found = []
-    for path, parts in pairs.items():
-        matrix, (b, a) = by_tensor[f"{path}.base_layer.weight"], parts[0]
-        outputs, inputs = b[0].shape[0], a.shape[1]
-        transposed = conv1d if outputs == inputs else matrix[0].shape == (inputs, outputs)
-        found.append(Adapter(tuple(matrix), tuple(parts), transposed))
+    for path in dict.fromkeys(name.partition(".lora_A.")[0] for name in by_tensor if ".lora_A." in name):
+        matrix = tuple(by_tensor.get(f"{path}.base_layer.weight", ()))
+        factors = [
+            [tuple(by_tensor.get(f"{path}.lora_{factor}.{part}.weight", ())) for factor in "BA"]
+            for part in (lora.parts if lora else ())
+        ]
+        pairs = tuple((rows, a[0]) for rows, a in factors if a)
+        shapes = {tuple((b.shape[0], a.shape[-1]) for b in rows if b.shape[1:] == a.shape[:1]) for rows, a in pairs}
+        stored = tuple(block.shape for block in matrix)
+        turned = tuple(shape[::-1] for shape in stored)
+        if not stored or shapes not in ({stored}, {turned}) or len(pairs) < len(factors):
+            raise UnsupportedRun(
+                f"the adapter of {path} does not fit a matrix: create the model with `tessera model init`"
+            )
+        found.append(Adapter(matrix, pairs, conv1d if stored == turned else shapes == {turned}))
     return found
 
 
@@ -124,6 +130,7 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def _check_products(self) -> None:
         """Raise UnsupportedRun for settings with which the products of single updates have no such mean."""
         run, average = self.run, self.settings.average
+        adapters_of(run.blocks, run.lora)
         unfit = {
             "DoRA": (run.lora is not None and run.lora.dora, "has lengths of rows, which products leave out"),
             "server_optimizer": (not run.server_optimizer.neutral, "would step from the result"),
@@ -150,7 +157,9 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def merged_beside(self) -> Selector:
         if not self.settings.changes_base:
             return NOTHING
-        return named(block.name for adapter in adapters_of(self.run.blocks) for block in adapter.matrix)
+        return named(
+            block.name for adapter in adapters_of(self.run.blocks, self.run.lora) for block in adapter.matrix
+        )
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         plans = super().plan(state, cohort, rng)
@@ -193,7 +202,7 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def _moved(self, state: State, updates: Sequence[Update], means: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the matrices moved by the sites' mean product, less the product of these means of factors."""
         moved: dict[str, Tensor] = {}
-        for adapter in adapters_of(self.run.blocks):
+        for adapter in adapters_of(self.run.blocks, self.run.lora):
             sent = [pair for pair in adapter.pairs if any(_sends(update, pair) for update in updates)]
             for place, matrix in enumerate(adapter.matrix if sent else ()):
                 products: list[Product] = []
@@ -211,7 +220,7 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def _partitioned(self, state: State, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the best factors of the sum of the mean products of each part of the rank."""
         moved: dict[str, Tensor] = {}
-        for adapter in adapters_of(self.run.blocks):
+        for adapter in adapters_of(self.run.blocks, self.run.lora):
             products: list[Product] = []
             for pair in adapter.pairs:
                 rows, a = pair

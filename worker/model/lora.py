@@ -31,6 +31,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
         raise ConfigError(
             f"the model has no linear layer with a role among {', '.join(lora.roles)} to adapt: choose other roles"
         )
+    is_conv1d = any(isinstance(model.get_submodule(path), Conv1D) for path in paths)
     for name, rank in lora.parts.items():
         options = LoraConfig(
             r=rank,
@@ -38,7 +39,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
             lora_dropout=0.0,
             use_dora=lora.dora,
             target_modules="|".join(map(re.escape, paths)),
-            fan_in_fan_out=any(isinstance(model.get_submodule(path), Conv1D) for path in paths),
+            fan_in_fan_out=is_conv1d,
         )
         # PEFT warns of an adapter beside another, which is meant here.
         vars(model).pop("peft_config", None)

@@ -317,7 +317,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "privacy": {"epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0},
         "codec": "delta+int8",
     },
-    "partition": {"method": {"name": "lora", "settings": {"average": "partition"}}},
+    "partition": {"method": {"name": "lora", "settings": {"average": "partition"}}, "download_codec": "int8"},
 }
 
 
@@ -343,3 +343,11 @@ def test_sites_of_different_ranks_take_part_in_other_methods_and_under_privacy(c
         assert any(f".lora_B.{part}." in name for name in moved) == (not stacked)
     # Of the base only the mean product of FLoRA.
     assert any(".base_layer.weight" in name for name in moved) == stacked
+
+
+def test_a_table_in_which_an_adapter_fits_no_matrix_is_refused() -> None:
+    model, values = model_of("bert")
+    wrong = next(block.name for block in model.blocks if ".lora_B.rank_4." in block.name)
+    kept = tuple(block for block in model.blocks if block.name != wrong)
+    said = refusal_of(model.model_copy(update={"blocks": kept}), values, spec_of("stack"))
+    assert "does not fit a matrix: create the model with `tessera model init`" in said

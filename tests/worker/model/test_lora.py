@@ -46,6 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], Head]] = {
 EVERY = pytest.mark.parametrize("case", CASES)
 NARROW = Lora(rank=2, alpha=6)
 WIDE = Lora(rank=2, alpha=6, roles=("query", "key", "value", "output", "mlp"))
+MIXED = Lora(rank=4, alpha=12, roles=WIDE.roles, ranks=(1, 4))
 
 
 def made(case: str, lora: Lora | None = None) -> Any:
@@ -76,7 +77,7 @@ def moved(model: nn.Module) -> nn.Module:
 
 
 @EVERY
-@pytest.mark.parametrize("lora", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("lora", [NARROW, WIDE, MIXED], ids=["narrow", "wide", "mixed"])
 def test_a_model_with_adapters_starts_as_the_model_without_them_bit_for_bit(case: str, lora: Lora) -> None:
     plain, adapted = made(case), made(case, lora)
     theirs = {stored_name(name): tensor for name, tensor in named_tensors(adapted).items()}
@@ -87,7 +88,7 @@ def test_a_model_with_adapters_starts_as_the_model_without_them_bit_for_bit(case
 
 
 @EVERY
-@pytest.mark.parametrize("lora", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("lora", [NARROW, WIDE, MIXED], ids=["narrow", "wide", "mixed"])
 def test_what_was_there_keeps_its_role_layer_and_parts_beside_an_adapter(case: str, lora: Lora) -> None:
     before = {block.name: block for block in block_table(made(case))}
     table = block_table(made(case, lora))
@@ -135,17 +136,19 @@ def test_an_adapter_knows_the_roles_of_its_matrix() -> None:
 
 
 @EVERY
-def test_the_update_is_alpha_over_rank_times_b_a_and_merging_adds_it_to_the_matrix(case: str) -> None:
-    plain, adapted = made(case), moved(made(case, WIDE))
+@pytest.mark.parametrize("lora", [WIDE, MIXED], ids=["wide", "mixed"])
+def test_the_update_is_alpha_over_rank_times_b_a_and_merging_adds_it_to_the_matrix(case: str, lora: Lora) -> None:
+    plain, adapted = made(case), moved(made(case, lora))
     tensors, expected = named_tensors(adapted), logits(adapted, case)
     before = named_tensors(plain)
-    updates = {}
+    updates: dict[str, Tensor] = {}
     for name, b in tensors.items():
         if ".lora_B." in name:
             a = tensors[name.replace(".lora_B.", ".lora_A.")]
             delta = 6 / 2 * b.detach() @ a.detach()  # [outputs, inputs]
             matrix = name.partition(".lora_B.")[0] + ".weight"
-            updates[matrix] = delta if before[matrix].shape == delta.shape and case[:4] != "gpt2" else delta.T
+            delta = delta if before[matrix].shape == delta.shape and case[:4] != "gpt2" else delta.T
+            updates[matrix] = updates.get(matrix, 0) + delta
     merge_adapters(adapted)
     merged = named_tensors(adapted)
     assert list(merged) == list(before)
@@ -288,7 +291,7 @@ def test_a_model_with_dora_starts_as_without_and_merging_its_adapters_changes_no
 
 
 def test_dora_scales_each_row_of_the_sum_to_its_learnt_length() -> None:
-    model = moved(made("bert", DORA))
+    model: Any = moved(made("bert", DORA))
     path = "bert.encoder.layer.0.attention.self.query"
     values = {name.removeprefix(f"{path}."): tensor.detach() for name, tensor in named_tensors(model).items()}
     lengths = values["lora_magnitude_vector.default.weight"]

@@ -246,6 +246,9 @@ def test_what_does_not_go_together_is_refused_with_what_would(tmp_path: Path) ->
         ((clip, "--text-prompts", 2, "--prompt-fusion", "local", "--fusion-heads", 5), "divide among 5 heads"),
         ((clip, "--text-prompts", 2, "--fusion-heads", 4), "--fusion-heads needs --prompt-fusion"),
         ((bert, "--lora-alpha", 2), "--lora-alpha needs --lora-rank"),
+        ((bert, "--dora"), "--dora needs --lora-rank"),
+        ((bert, "--lora-rank", "4,two"), "numbers separated by commas; not '4,two'"),
+        ((bert, "--lora-rank", "4,8", "--dora"), "DoRA has one rank"),
         ((bert, "--lora-rank", 2, "--lora-roles", "queries"), "queries"),
     ):
         assert told in refusal("init", tmp_path / "no", "--random", "--head", "features", "--config", *words)
@@ -518,3 +521,24 @@ def test_a_tokenizer_that_cannot_be_loaded_is_left_out_with_a_warning(tmp_path: 
     assert "warning: the model folder is without this tokenizer" in told
     assert "has no vocabulary" in told
     assert not list((tmp_path / "made").glob("token*"))
+
+
+def test_adapters_of_several_ranks_are_made_and_merged_with_one_scale(tmp_path: Path) -> None:
+    config = source(tmp_path / "bert", BERT)
+    words = ("--random", "--config", config, "--head", "text-classification")
+    init(tmp_path / "made", *words, "--lora-rank", "4,2", "--lora-alpha", 8)
+    folder = ModelFolder.open(tmp_path / "made")
+    assert folder.model.lora == Lora(rank=4, alpha=8, ranks=(2, 4))
+    path = "bert.encoder.layer.0.attention.self.query"
+    model = load(folder)
+    layer = model.get_submodule(path)
+    generator = torch.Generator().manual_seed(1)
+    for part in ("rank_2", "rank_4"):
+        layer.lora_B[part].weight.detach().copy_(torch.randn(16, 2, generator=generator))  # type: ignore[index,union-attr]
+    before = {name: tensor.detach().clone() for name, tensor in layer.named_parameters()}
+    inputs = torch.randn(3, 16, generator=generator)
+    expected = inputs @ before["base_layer.weight"].T + before["base_layer.bias"]
+    for part in ("rank_2", "rank_4"):
+        product = before[f"lora_B.{part}.weight"] @ before[f"lora_A.{part}.weight"]
+        expected = expected + 8 / 4 * inputs @ product.T
+    torch.testing.assert_close(layer(inputs).detach(), expected)

@@ -50,7 +50,7 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
 
 
 def _require_plain(local: LocalTask) -> None:
-    """Raise UnsupportedRun for DoRA where a layer's product is not all that a task computes with a matrix."""
+    """Raise UnsupportedRun for DoRA's adapters, which read whole matrices, where a task cannot let them."""
     task, compute = local.task, local.setup.compute
     beside = {"privacy": task.privacy, "compute.base_bits": compute.base_bits, "compute.shard": compute.shard}
     if found := [name for name, is_set in beside.items() if is_set]:
