@@ -463,6 +463,14 @@ OF_WORKERS: Mapping[str, str] = {
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
     "no-base": "Ask the site to add the base, the snapshot that the model was made of: "
     "`tessera worker cache add FOLDER`.",
+    "script-failed": "Ask the site: its worker's log has the last lines of its script's output. The run goes on "
+    "without it while other sites reach cohort.quorum.",
+    "script-timeout": "Ask the site to raise executor.timeout_seconds, or begin a run with fewer training.steps or "
+    "epochs.",
+    "script-result": "Ask the site: its script has to submit the model of `task.model()`, with all blocks of the "
+    "plan in their own shapes and dtypes. Its worker's log has more.",
+    "script-not-finite": "Ask the site to lower its script's learning rate, or to check its data for infinite or "
+    "missing values.",
     "too-little-memory": "Begin a run with a smaller model or fewer trained blocks, such as adapters, or leave the "
     "worker's site out (cohort.sites).",
     "diverged": "Begin a run with a lower training.learning_rate.",

@@ -148,7 +148,8 @@ class Agent:
             instance=checkpoints.instance if checkpoints else uuid4().hex,
             state_id=state_id_of(settings),
             started_at=time.time(),
-            kinds=settings.all_kinds,
+            # A script of the site's own is not rehearsed.
+            kinds=tuple(kind for kind in settings.all_kinds if not (settings.executor and kind == "rehearse")),
             datasets={},
             augments=augments_images(),
             device=self._inventory.device,
@@ -419,6 +420,8 @@ class Agent:
             self._runner.total_spent(),
             self._runner.evaluations_left(),
         )
+        if self._runner.own_script:
+            advertised_policy = advertised_policy.model_copy(update={"own_script": True})
         withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
         party = self._runner.sums
         if party and party.embeddings:

@@ -13,6 +13,7 @@ from tessera.worker.devices import count_gpus, device_names
 from tessera.worker.errors import ExecutorEnded
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.executor.script import ScriptExecutor
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import signed_sets
@@ -56,7 +57,8 @@ def executor_of(settings: WorkerSettings) -> ProcessExecutor:
         base_bits=settings.compute.base_bits,
         sources=settings.sources,
     )
-    executor = ProcessExecutor(ranks, settings.state_dir, settings.compute, settings.micro_batch)
+    given = (ranks, settings.state_dir, settings.compute, settings.micro_batch)
+    executor = ScriptExecutor(settings.executor, *given) if settings.executor else ProcessExecutor(*given)
     executor.start()
     return executor
 
@@ -98,6 +100,7 @@ def runner_of(client: Client, settings: WorkerSettings, executor: ProcessExecuto
         scratch=settings.state_dir,
         name=settings.name,
         kinds=settings.all_kinds,
+        own_script=settings.executor is not None,
         sums=party,
         mappings=mappings_of(settings.mappings),
         resources={str(name): most for name, most in settings.resources.items()},

@@ -19,6 +19,7 @@ never_send = ["*embeddings*"]
 """
 
 import os
+import shutil
 import ssl
 import sys
 import tomllib
@@ -35,6 +36,7 @@ from pydantic import (
     PositiveInt,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -186,6 +188,26 @@ class SecureSumsSettings(Value):
     )
 
 
+class ScriptSettings(BaseModel):
+    """A training script of the site's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="the program and its arguments, which are run without a shell"
+    )
+    timeout_seconds: PositiveFloat | None = Field(
+        default=None, description="longest time of a task's training; policy.max_task_seconds alone if unset"
+    )
+
+    @field_validator("command")
+    @classmethod
+    def _is_there(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"there is no program {command[0]!r} that can be run: give its whole path")
+        return command
+
+
 class WorkerSettings(DataSettings):
     """A worker's settings. Unknown keys are refused."""
 
@@ -238,6 +260,9 @@ class WorkerSettings(DataSettings):
         "so that its duration reveals little of an example",
     )
     compute: Compute = Compute()
+    executor: ScriptSettings | None = Field(
+        default=None, description="a script of the site's own that trains in place of the worker; none if unset"
+    )
     cache_bytes: Bytes = Field(default=20 * GIB, description="size of the cache of blobs between rounds")
     base_sources: tuple[str, ...] = Field(
         default=(),
@@ -326,6 +351,24 @@ class WorkerSettings(DataSettings):
             raise ValueError("compute.shard divides a model among several devices: set devices, or remove shard")
         if self.compute.shard and self.micro_batch is not None:
             raise ValueError("micro_batch: with compute.shard all devices train whole batches: remove micro_batch")
+        return self
+
+    @model_validator(mode="after")
+    def _may_train(self) -> Self:
+        policy = self.policy
+        rules = {
+            "policy.require_privacy": policy.require_privacy,
+            "policy.max_weekly_privacy": policy.max_weekly_privacy,
+            "policy.max_total_privacy": policy.max_total_privacy,
+            "policy.require_secure_sums": policy.require_secure_sums,
+            "policy.require_client_privacy": policy.require_client_privacy,
+            "privacy": self.privacy,
+        }
+        if self.executor and (named := [name for name, rule in rules.items() if rule]):
+            raise ValueError(
+                f"executor: a script counts as not private, so that {named[0]} would refuse all its training: "
+                "remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

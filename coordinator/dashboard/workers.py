@@ -269,6 +269,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         *([("Noise of figures", f"{noise.bound}, for an example in one evaluation")] if noise else []),
         ("Figures", "rounded in all runs" if policy.rounds_figures else f"exact, but rounded in {_rounding(policy)}"),
         *([("Secure sums", "required: updates leave only under masks")] if policy.require_secure_sums else []),
+        *([("Training", "by a script of the site's own, which counts as not private")] if policy.own_script else []),
         *([("Runs", "a person at the site approves each")] if policy.approve_runs else []),
         *([("Updates", "a person at the site releases each")] if policy.airlock else []),
     ]

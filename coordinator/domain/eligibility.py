@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from pydantic import ValidationError
+
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import LORA_RANK, Plan
+from tessera.shared.methods.registry import UnknownMethod, beyond_script
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.selectors import ineffective
@@ -147,6 +150,17 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
     if trains_on_few(spec.training, examples, least):
         yield "min_batch", f"less than one pass over its {examples} examples needs batches of {least}"
     yield from _privacy_refusals(spec, policy)
+    if policy.own_script and (refusal := _script_refusal(spec)):
+        yield "executor", refusal
+
+
+def _script_refusal(spec: RunSpec) -> str | None:
+    """Return the reason why a site's own script cannot train in a run."""
+    if spec.privacy or spec.secure_sums:
+        return "it trains with its own script, which counts as not private: no run with privacy or secure sums"
+    with suppress(UnknownMethod, ValidationError):
+        return beyond_script(spec.method)
+    return None
 
 
 def _privacy_refusals(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:

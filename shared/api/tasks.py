@@ -254,6 +254,8 @@ class AdvertisedPolicy(Message):
     """The least budget, at the same delta, that holds what runs have found out so far of all of them."""
     approve_runs: bool = False
     airlock: bool = False
+    own_script: bool = False
+    """True if a script of the site's own trains, which counts as not private."""
     figures: Literal["exact", "rounded"] = "exact"
     figures_privacy: Budget | None = None
     """The privacy of one evaluation's figures for one example."""

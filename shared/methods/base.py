@@ -494,6 +494,21 @@ class LocalResult:
     """The plan's extra arrays, by name."""
 
 
+BEYOND_TRAINING = {
+    "private": "keeps blocks at the sites",
+    "select": "has each site choose blocks",
+    "measure": "measures each version at the sites",
+    "loss": "has a loss of its own",
+    "after_backward": "corrects gradients",
+    "phases": "trains in phases of its own",
+    "rates": "trains some blocks at other rates",
+    "setup": "prepares each site's model",
+    "on_phase_start": "prepares each site's training",
+    "collect": "sends or keeps more than trained blocks",
+}
+"""By hook of a `WorkerHalf`, what a method that has its own does beside training the plan's blocks."""
+
+
 class WorkerHalf(Generic[C]):
     """The worker's half, at a site: torch, but no network and no other worker."""
 
@@ -512,6 +527,13 @@ class WorkerHalf(Generic[C]):
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
+
+    @classmethod
+    def beyond_training(cls, settings: C) -> str | None:  # noqa: ARG003  (for overrides)
+        """Return what this half does beside training the plan's blocks by the model's own loss, as a verb with its
+        object; None if nothing. A site's own training script, which has no such half, can do no more than that."""
+        own = (said for hook, said in BEYOND_TRAINING.items() if getattr(cls, hook) is not getattr(WorkerHalf, hook))
+        return next(own, None)
 
     def private(self) -> Selector:
         """Return the run's blocks that never leave the site; a plan that uploads one of them is rejected. They are

@@ -349,6 +349,11 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
 class FedFrozenWorker(WorkerHalf[FedFrozenSettings]):
     signals = (KERNEL_DRIFT,)
 
+    @classmethod
+    def beyond_training(cls, settings: FedFrozenSettings) -> str | None:
+        controls = settings.lower_rate is not None or settings.kernel_drift
+        return super().beyond_training(settings) if controls else None
+
     def rates(self, plan: Plan) -> Sequence[tuple[Selector, float]]:
         if self.settings.lower_rate is None or not plan.scalars.get(SLOWED):
             return ()

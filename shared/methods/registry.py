@@ -291,6 +291,13 @@ def chooses_blocks(chosen: MethodSpec) -> bool:
     return _method(chosen)[0].worker.select is not WorkerHalf.select
 
 
+def beyond_script(chosen: MethodSpec) -> str | None:
+    """Return the reason why a site's own script cannot train by a method; None if it can. Raises as `check`."""
+    method, settings = _method(chosen)
+    beyond = method.worker.beyond_training(settings)
+    return beyond and f"the method {chosen.name} {beyond}, which a site's own script does not do"
+
+
 def coordinator_half(chosen: MethodSpec, run: RunInfo) -> CoordinatorHalf[Any]:
     method, settings = _method(chosen)
     return method.coordinator(settings, run)

@@ -369,6 +369,12 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     one_example_per_row = True
     signals = (ENTROPY, SCORE_SPREAD)
 
+    @classmethod
+    def beyond_training(cls, settings: SAFLSettings) -> str | None:
+        # By other scores the plan alone says which layers train.
+        own = settings.looks_at_data or settings.prune > 0
+        return super().beyond_training(settings) if own else None
+
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = settings.candidates(run.blocks, run.trainable)

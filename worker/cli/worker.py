@@ -38,7 +38,7 @@ from tessera.worker.cli.roster import roster
 from tessera.worker.cli.site import report
 from tessera.worker.errors import ExecutorEnded
 from tessera.worker.faults.disk import is_of_disk
-from tessera.worker.governance.descriptions import privacy_in_words, unprotected
+from tessera.worker.governance.descriptions import OWN_SCRIPT, privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
@@ -123,7 +123,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         loaded = inventory.datasets_of(settings.sources)
         deltas.check_deltas(settings, inventory.inventory_of(settings.datasets, loaded))
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
-    rules = [*privacy_in_words(settings.policy, settings.allowances)]
+    scripted = [OWN_SCRIPT] if settings.executor else []
+    rules = [*privacy_in_words(settings.policy, settings.allowances), *scripted]
     if lacking := unprotected(settings.policy, settings.allowances):
         rules.append(lacking)
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}

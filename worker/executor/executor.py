@@ -100,6 +100,9 @@ class ProcessExecutor:
     kept while further tasks of that run follow.
     """
 
+    scripted = False
+    """True if a script of the site's own trains."""
+
     def __init__(
         self,
         settings: RankSettings,
@@ -210,7 +213,7 @@ class ProcessExecutor:
         key = " ".join((str(self._home(run)), task.kind, task.model, task.dataset, *digests))
 
         def ask() -> CheckedModel:
-            record = CheckRecord(**self._context(run, document), dataset=dataset)
+            record = CheckRecord(**self._context(run, document), dataset=dataset, names_tied=self.scripted)
             result, _ = self._submitted(run, lambda folder: write_document(folder / CHECK, record), {})
             assert result.checked  # noqa: S101  (as asked for)
             return result.checked

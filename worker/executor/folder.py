@@ -108,6 +108,8 @@ class CheckRecord(ContextRecord):
     """A request to check a task's model, before its version is fetched."""
 
     dataset: DatasetInfo
+    names_tied: bool = False
+    """True if the agent checks the plan itself, by all names of tied tensors."""
 
 
 class TaskDocument(ContextRecord):

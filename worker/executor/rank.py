@@ -89,6 +89,7 @@ from tessera.worker.faults.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.site_rules import SiteRules
 from tessera.worker.inventory import datasets_of, describe, gpu_name, inventory_of
+from tessera.worker.model.build import tied_in
 from tessera.worker.model.device_memory import return_unused_memory, use_of_gpus
 from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
@@ -382,6 +383,8 @@ class Rank:
         self._report = given.report
         local = replace(self._local(given), check=self._check_alone)
         checked = check(local, given.document, given.mapping, given.dataset)
+        if given.names_tied:
+            checked = replace(checked, tied=tied_in(given.document, given.mapping))
         self._answer(RESULT, ResultRecord(report=given.report, checked=checked))
 
     def _convert(self, request: Path) -> None:

@@ -24,6 +24,10 @@ NAMES = {
     "clip": "CLIP", "siglip": "SigLIP", "gpt2": "GPT-2", "t5": "T5", "llama": "Llama", "dinov2": "DINOv2",
 }  # fmt: skip
 
+OWN_SCRIPT = (
+    "This site's own script trains (executor.command), by its own optimizer and batches. It counts as not private: "
+    "runs with differential privacy or secure sums are refused."
+)
 ANY_BLOCK = "Any block may leave"
 
 
@@ -39,6 +43,7 @@ def summary(
     weight_in_sum: int = 1,
     rounds_figures: bool = False,
     measured: int = 0,
+    own_script: bool = False,
 ) -> str:
     """Return a few sentences on the task's run: its work, the data that leave the site, for whom, and how privately.
 
@@ -46,11 +51,13 @@ def summary(
     takes the run's tokenizer. `least_in_sum`: the fewest sites in a secure sum that this site's settings allow; None
     if it takes part in none. `weight_in_sum`: this site's weight in exact sums. `rounds_figures`: whether figures
     over examples leave as rounded sums. `measured`: the number of held-out examples of a task that measures a run
-    which is to train on the `examples`: no round has named blocks yet.
+    which is to train on the `examples`: no round has named blocks yet. `own_script`: whether the site's own script
+    trains.
     """
     if measured:
         task = task.model_copy(update={"kind": "train", "held_out": False})
-    work = [_work(task, model, examples, groups, measured), *_tokenizer(task, model, raw_texts=raw_texts)]
+    scripted = [OWN_SCRIPT] if own_script and task.kind == "train" else []
+    work = [_work(task, model, examples, groups, measured), *scripted, *_tokenizer(task, model, raw_texts=raw_texts)]
     extra = _extra(task, policy) if task.plan.extra or measured else ()
     figures = [*extra, *_figures(task, policy, rounds=rounds_figures), *_kept(task, model, policy)]
     leaving = [_leaving(task, model, announced=measured > 0), *figures, *_masks(task, least_in_sum)]

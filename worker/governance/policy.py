@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -79,6 +80,8 @@ REMEDIES = {
     "lora_rank": "Give this site a smaller rank in the run's lora_ranks, or raise resources.lora_rank.",
     "describe": "Remove `describe` from `kinds` in the settings; or set policy.figures_privacy, if the site's rules "
     "are for single examples.",
+    "executor": "Begin a run by a method that trains by its plan alone, such as fedavg or lora, without privacy and "
+    "secure sums; or remove [executor] from the settings.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
@@ -601,6 +604,19 @@ class Policy(Value):
             raise PolicyViolation("never_send", f"these blocks never leave: {_listed(refused)}")
         if refused := [block.name for block in blocks if not self.may_send.holds(block)]:
             raise PolicyViolation("may_send", f"these blocks may not leave: {_listed(refused)}")
+
+    def check_plan(
+        self,
+        blocks: Sequence[Block],
+        asked: Sequence[Block],
+        tied: Mapping[str, Iterable[str]],
+        further: Iterable[str] = (),
+    ) -> None:
+        """Check the blocks that a plan uploads, of a model's `blocks`, by all names of its tied tensors. `further`
+        has names in no table. Raises PolicyViolation."""
+        self.check_effect(blocks, {*chain(*tied.values()), *further})
+        self.check_upload(asked)
+        self.check_tied(asked, tied)
 
     def check_private(self, asked: Iterable[Block]) -> None:
         """Raise PolicyViolation for blocks of the plan that the method keeps at the site."""

@@ -33,7 +33,7 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.version import install_line
 from tessera.worker.errors import ConfigError, ModelMismatch, UnsafeConfig
-from tessera.worker.model.block_map import DTYPES, block_table, named_tensors, numpy_view, torch_view
+from tessera.worker.model.block_map import DTYPES, block_table, named_tensors, numpy_view, tied_names, torch_view
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.prompts import add_prompts
@@ -138,6 +138,12 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block
             f"{MAX_BUFFER_BYTES + model.nbytes} are allowed"
         )
     return table
+
+
+def tied_in(model: Model, mapping: MappingFile | None = None) -> dict[str, tuple[str, ...]]:
+    """Return the `tied_names` of a model that `check_model` has checked."""
+    with torch.device("meta"):
+        return {name: tuple(others) for name, others in tied_names(laid_out(model, mapping)).items()}
 
 
 _BUILDING = RLock()

@@ -15,8 +15,8 @@ from pydantic import JsonValue, ValidationError
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LORA_RANK
+from tessera.shared.methods.registry import beyond_script, needs_one_example_per_row
 from tessera.shared.methods.registry import check as check_method
-from tessera.shared.methods.registry import needs_one_example_per_row
 from tessera.shared.schedule import local_epochs
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
@@ -74,6 +74,7 @@ def admit(run: TaskRun) -> AdmittedTask:
     except ValidationError as refusal:
         raise TaskFailure("invalid-method", f"the settings of {task.method.name!r}: {faults_in(refusal)}") from None
     pipeline.parse(task.codec)
+    _require_scriptable(run)
     dataset = _dataset(run)
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
     _require_own_tokenizer(run, dataset)
@@ -144,6 +145,20 @@ def _require_own_tokenizer(run: TaskRun, dataset: DatasetInfo) -> None:
             f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a task with "
             "privacy or secure sums may not fail because of an example",
         )
+
+
+def _require_scriptable(run: TaskRun) -> None:
+    """Raise PolicyViolation for training that the site's own script cannot do, if there is one."""
+    task = run.task
+    if not run.env.own_script:
+        return
+    own = "this site trains with a script of its own (executor.command)"
+    require(task.kind != "rehearse", "executor", f"{own}, which is not rehearsed")
+    if task.trains:
+        private = task.privacy is not None or task.secure_sums is not None or task.sums is not None
+        require(not private, "executor", f"{own}, which counts as not private: no run with privacy or secure sums")
+        beyond = beyond_script(task.method)
+        require(beyond is None, "executor", f"{own}: {beyond}")
 
 
 def _check_effect(run: TaskRun) -> None:
@@ -226,6 +241,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: DatasetInfo, groups: 
             weight_in_sum=party.weight if party else 1,
             rounds_figures=run.env.rounds_figures(task),
             measured=measured if trains else 0,
+            own_script=run.env.own_script,
         )
 
     def make_request(terms: str) -> Request:

@@ -193,6 +193,8 @@ class TaskEnvironment(SiteRules):
     """The vocabularies of models' tokenizers, by the digests of their files."""
     hidden: set[str] = field(default_factory=set)
     """The runs of tasks that may reveal nothing of an example: the memory of this process may follow from these."""
+    own_script: bool = False
+    """True if a script of the site's own trains (`executor.command`), which counts as not private."""
     for_evaluation: frozenset[str] = frozenset()
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)

@@ -22,6 +22,8 @@ class CheckedModel:
     """The model's block table, computed here."""
     four_bits: frozenset[str] = frozenset()
     """The matrices to keep in 4 bits."""
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The further names of tensors with several, if they were asked for."""
 
 
 @dataclass(frozen=True)

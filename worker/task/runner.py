@@ -77,6 +77,7 @@ class TaskRunner(TaskEnvironment):
             plan=digest_of(canonical(task.plan)),
             version=task.version.digest,
             **({"base_bits": bits} if (bits := self.executor.compute.base_bits) else {}),
+            **({"own_script": True} if self.own_script and task.trains else {}),
         )
         if task.kind in HELPER_KINDS:
             help_open(run)

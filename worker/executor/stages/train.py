@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -208,12 +207,9 @@ def _check_plan(local: LocalTask, loaded: PreparedTask) -> None:
     extra = [each.block for each in plan.extra]
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if plan.upload.holds(block))
-    tied = tied_names(context.model)
-    further = {*chain(*tied.values()), *(block.name for block in context.private)}
-    policy.check_effect([*context.blocks, *extra], further)
     asked = plan.upload.resolve(context.blocks)
-    policy.check_upload([*asked, *extra])
-    policy.check_tied(asked, tied)
+    added = (block.name for block in context.private)
+    policy.check_plan([*context.blocks, *extra], [*asked, *extra], tied_names(context.model), added)
     if extra and local.task.privacy is None and local.rules.rounds_figures(local.task):
         named = ", ".join(block.name for block in extra)
         raise PolicyViolation("figures", f"exact figures over examples do not leave this site, such as {named}")

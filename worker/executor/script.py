@@ -1,0 +1,252 @@
+"""The executor of a site with a training script of its own (`executor.command`).
+
+The script trains; everything else is done as in any `ProcessExecutor`: data sets, checks of models, evaluations.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import structlog
+
+from tessera.shared.methods.base import LocalResult, State, UnsupportedRun
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import WEIGHTS_FILE
+from tessera.shared.rounds.export import Export, small_files
+from tessera.shared.schedule import local_steps
+from tessera.shared.schema import MAX_NUMBER
+from tessera.worker.errors import TaskFailure
+from tessera.worker.executor.executor import ProcessExecutor
+from tessera.worker.executor.folder import write_document
+from tessera.worker.executor.script_folder import MODEL, RESULT, STOP, TASK, TASK_VARIABLE, ScriptTask
+from tessera.worker.executor.script_result import read_progress, read_result
+from tessera.worker.executor.script_supervisor import TERM_SECONDS
+from tessera.worker.executor.supervisor import END
+from tessera.worker.task.environment import SiteRecords, TaskRun, facts_of
+from tessera.worker.task.handover import FetchedVersion, TaskOutcome
+from tessera.worker.training.progress import rounded
+
+if TYPE_CHECKING:
+    from tessera.worker.compute import Compute, MicroBatch
+    from tessera.worker.executor.launcher import RankSettings
+    from tessera.worker.privacy.account import PrivacyAccount
+    from tessera.worker.settings import ScriptSettings
+    from tessera.worker.state.checkpoints import TaskCheckpoint
+
+FOLDER = "script"
+"""The name of the folder of the script's tasks in the state folder."""
+LOOK_SECONDS = 0.2
+STOP_SECONDS = 5.0
+"""Time for the script to end once it finds that its task is no longer wanted, before SIGTERM."""
+OUTPUT_BYTES = 1 << 14
+"""The end of the script's output that is kept for the site's log."""
+SECRET = re.compile(r"^TESSERA_|(^|_)(TOKEN|SECRET|PASSWORD|KEY|CREDENTIALS|HEADERS)$", re.IGNORECASE)
+"""Environment variables that the script does not get."""
+
+
+class ScriptLauncher:
+    """A `Launcher` of the site's own script: a process group for each task, with the end of its output."""
+
+    def __init__(self, command: tuple[str, ...], home: Path, threads: int | None) -> None:
+        """Prepare for tasks with folders in `home`, whose present content is removed."""
+        self._command, self._home = command, home
+        self._environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+        if threads:
+            self._environment["OMP_NUM_THREADS"] = str(threads)
+        self._output, self._reader = bytearray(), Thread()
+        shutil.rmtree(home, ignore_errors=True)
+
+    def home(self) -> Path:
+        self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self._home
+
+    def submit(self, folder: Path) -> subprocess.Popen[bytes]:
+        supervisor = subprocess.Popen(  # noqa: S603  (the site's own settings name the command)
+            [sys.executable, "-m", "tessera.worker.executor.script_supervisor", str(os.getpid()), *self._command],
+            env={**self._environment, TASK_VARIABLE: str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._output = bytearray()
+        self._reader = Thread(target=self._read, args=(supervisor, self._output), daemon=True)
+        self._reader.start()
+        return supervisor
+
+    def poll(self, handle: subprocess.Popen[bytes]) -> bool:
+        return handle.poll() is None
+
+    def wait(self, handle: subprocess.Popen[bytes], seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            handle.wait(seconds)
+
+    def cancel(self, handle: subprocess.Popen[bytes]) -> None:
+        """End the script: SIGTERM to its group, and SIGKILL after a while."""
+        if handle.poll() is None:
+            handle.send_signal(END)
+        try:
+            handle.wait(2 * TERM_SECONDS)
+        except subprocess.TimeoutExpired:
+            # The kernel then ends the script.
+            handle.kill()
+            handle.wait()
+
+    def output(self) -> str:
+        """Return the last lines of the output of the script, which has ended."""
+        # A process that left the group may hold the pipe open.
+        self._reader.join(1.0)
+        return bytes(self._output).decode(errors="replace")
+
+    def _read(self, handle: subprocess.Popen[bytes], output: bytearray) -> None:
+        assert handle.stdout  # noqa: S101  (made with a pipe)
+        with handle.stdout as pipe:
+            while piece := os.read(pipe.fileno(), 1 << 16):
+                output += piece
+                del output[:-OUTPUT_BYTES]
+
+
+class ScriptExecutor(ProcessExecutor):
+    """A `ProcessExecutor` whose training tasks are done by the site's own script."""
+
+    scripted = True
+
+    def __init__(
+        self,
+        script: ScriptSettings,
+        settings: RankSettings,
+        state_dir: Path,
+        compute: Compute | None = None,
+        micro_batch: MicroBatch = None,
+    ) -> None:
+        super().__init__(settings, state_dir, compute, micro_batch)
+        self._timeout_seconds = script.timeout_seconds
+        self._script = ScriptLauncher(script.command, state_dir / FOLDER, settings.threads)
+
+    def execute(
+        self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
+    ) -> TaskOutcome:
+        """Execute a task. One that trains raises PolicyViolation, TaskFailure, UnsupportedRun, and the exceptions of
+        `run.check`; it has no checkpoints."""
+        if not run.task.trains:
+            return super().execute(run, fetched, account, checkpoint)
+        train, send = self._planned(run, fetched)
+        examples = run.env.datasets[run.task.dataset].examples
+        run.report.examples = examples
+        SiteRecords(run).note_exact(examples, "training")
+        if self.kind != "cpu":
+            # Its memory is for the script.
+            self._launcher.close()
+        folder = self._script.home() / uuid4().hex
+        folder.mkdir(mode=0o700)
+        try:
+            steps = self._write_task(folder, run, fetched, train, send)
+            run.report.begin("training", steps=steps)
+            self._run(folder, run)
+            upload, figures = read_result(folder, send)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._shows_figures(run):
+            named = {name if name == "loss" else f"script_{name}": value for name, value in figures.items()}
+            run.report.metrics = {name: rounded(value) for name, value in named.items() if abs(value) < MAX_NUMBER}
+        return TaskOutcome(examples, LocalResult(upload))
+
+    def _planned(self, run: TaskRun, fetched: FetchedVersion) -> tuple[list[Block], list[Block]]:
+        """Return the blocks to train and to send, checked as before any other training. Raises PolicyViolation,
+        TaskFailure, UnsupportedRun."""
+        task, blocks = run.task, fetched.blocks
+        if not fetched.is_whole:
+            raise UnsupportedRun("the plan fetches a part of the model, and a site's own script trains a whole one")
+        tied = self.check(run, fetched.document, run.env.datasets[task.dataset]).tied
+        asked = task.plan.upload.resolve(blocks)
+        run.env.policy.check_plan(blocks, asked, tied)
+        trainable = facts_of(task, fetched.document).trainable
+        train = [block for block in task.plan.train.resolve(blocks) if trainable.holds(block)]
+        named = {block.name for block in train}
+        return train, [block for block in asked if block.name in named]
+
+    def _write_task(
+        self, folder: Path, run: TaskRun, fetched: FetchedVersion, train: list[Block], send: list[Block]
+    ) -> int:
+        """Write a task into its folder. Return its number of steps. Raises OSError."""
+        task, sources = run.task, self._ranks.sources
+        assert sources  # noqa: S101  (of a worker)
+        examples, source = run.env.datasets[task.dataset].examples, sources.datasets[task.dataset]
+        steps = local_steps(task.training, examples)
+        whole = not (source.held_out or source.opt_out or source.part)
+        model = fetched.document.model_copy(update={"external": {}})
+        (folder / MODEL).mkdir()
+        for name, raw in small_files(model, run.read):
+            (folder / MODEL / name).write_bytes(raw)
+        with (folder / MODEL / WEIGHTS_FILE).open("wb") as file:
+            for piece in Export(State(0, fetched.bases), model).pieces():
+                file.write(piece)
+                run.check()
+        record = ScriptTask(
+            run=task.run_name,
+            round=task.round,
+            rounds=task.rounds,
+            method=task.method.name,
+            dataset=task.dataset,
+            examples=examples,
+            steps=steps,
+            seed=run.training_seed,
+            training=task.training,
+            train=tuple(block.name for block in train),
+            send=tuple(block.name for block in send),
+            mapping=fetched.mapping,
+            sources=sources.model_copy(update={"datasets": {task.dataset: source}}),
+            data={"kind": source.kind, **source.options} if whole else None,
+        )
+        write_document(folder / TASK, record)
+        return steps
+
+    def _run(self, folder: Path, run: TaskRun) -> None:
+        """Run the script until it ends. Raises TaskFailure unless it left a result, and the exceptions of
+        `run.check`."""
+        began_at, log = time.monotonic(), structlog.get_logger("worker")
+        handle = self._script.submit(folder)
+        try:
+            while self._script.poll(handle):
+                run.check()
+                self._check_time(time.monotonic() - began_at)
+                self._show(folder, run)
+                self._script.wait(handle, LOOK_SECONDS)
+        except BaseException:
+            (folder / STOP).touch()
+            self._script.wait(handle, STOP_SECONDS)
+            self._script.cancel(handle)
+            log.warning("script-stopped", output=self._script.output())
+            raise
+        code, seconds = handle.returncode, round(time.monotonic() - began_at, 2)
+        log.info("script-ended", exit_code=code, seconds=seconds)
+        if code or not (folder / RESULT).exists():
+            log.error("script-failed", exit_code=code, output=self._script.output())
+            how = f"ended with exit code {code}" if code else "ended without a result (task.submit)"
+            raise TaskFailure("script-failed", f"the site's own script {how}; the worker's own log has its output")
+
+    def _check_time(self, seconds: float) -> None:
+        if self._timeout_seconds and seconds > self._timeout_seconds:
+            most = f"{self._timeout_seconds:g} s (executor.timeout_seconds)"
+            raise TaskFailure("script-timeout", f"the site's own script took longer than {most}")
+
+    def _show(self, folder: Path, run: TaskRun) -> None:
+        if progress := read_progress(folder):
+            run.report.step = progress.step
+            run.report.loss = progress.loss if self._shows_figures(run) else None
+
+    @staticmethod
+    def _shows_figures(run: TaskRun) -> bool:
+        """Return True if figures of training may leave: one example may move them without a bound."""
+        env, examples = run.env, run.env.datasets[run.task.dataset].examples
+        return not env.rounds_figures(run.task) and examples >= env.policy.min_evaluation_examples
