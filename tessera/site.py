@@ -158,7 +158,7 @@ class SiteTask:
         self.frozen(model)
 
     def frozen(self, model: nn.Module) -> Freeze:
-        """Do as `freeze`, and return what keeps frozen rows of tensors as they are, for a script's own loop."""
+        """Do as `freeze`, and return the object that restores frozen rows of tensors, for a script's own loop."""
         return Freeze(_bare(model), self._blocks(self._document.train))
 
     def callback(self) -> TrainerCallback:
@@ -266,7 +266,7 @@ def _masked(freeze: Freeze, parameter: nn.Parameter, gradient: Tensor) -> Tensor
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Return a model without what accelerate wraps around it."""
+    """Return a model without the wrappers of accelerate."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model

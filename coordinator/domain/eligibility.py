@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from pydantic import ValidationError
-
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import LORA_RANK, Plan
-from tessera.shared.methods.registry import UnknownMethod, beyond_script
+from tessera.shared.methods.registry import beyond_script
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.selectors import ineffective
@@ -158,7 +156,8 @@ def _script_refusal(spec: RunSpec) -> str | None:
     """Return the reason why a site's own script cannot train in a run."""
     if spec.privacy or spec.secure_sums:
         return "it trains with its own script, which counts as not private: no run with privacy or secure sums"
-    with suppress(UnknownMethod, ValidationError):
+    # A method that is not installed here, or other settings: the worker judges.
+    with suppress(ValueError):
         return beyond_script(spec.method)
     return None
 

@@ -506,7 +506,7 @@ BEYOND_TRAINING = {
     "on_phase_start": "prepares each site's training",
     "collect": "sends or keeps more than trained blocks",
 }
-"""By hook of a `WorkerHalf`, what a method that has its own does beside training the plan's blocks."""
+"""By hook of a `WorkerHalf`, the act of a method with a hook of its own, beside training the plan's blocks."""
 
 
 class WorkerHalf(Generic[C]):
@@ -530,8 +530,8 @@ class WorkerHalf(Generic[C]):
 
     @classmethod
     def beyond_training(cls, settings: C) -> str | None:  # noqa: ARG003  (for overrides)
-        """Return what this half does beside training the plan's blocks by the model's own loss, as a verb with its
-        object; None if nothing. A site's own training script, which has no such half, can do no more than that."""
+        """Return an act of this half beside training the plan's blocks by the model's own loss, as a verb with its
+        object, or None. A site's own training script has no such half, and cannot do it."""
         own = (said for hook, said in BEYOND_TRAINING.items() if getattr(cls, hook) is not getattr(WorkerHalf, hook))
         return next(own, None)
 

@@ -1,4 +1,4 @@
-"""What a site's own training script writes, as the agent reads it: bounded before it is parsed, following no link."""
+"""Reading of the files of a site's own training script: bounded before they are parsed, and following no link."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def read_result(folder: Path, blocks: Sequence[Block]) -> tuple[dict[str, Array]
     copy = folder / BLOCKS
     try:
         figures = ScriptFigures.model_validate_json(_small(folder / RESULT / FIGURES))
-        # What a process that the script left behind still writes changes nothing in the copy.
+        # A process that the script left behind may still write, which does not change the copy.
         _copy(folder / RESULT / BLOCKS, copy, sum(block.nbytes for block in blocks) + MAX_HEADER_BYTES)
         with copy.open("rb") as file:
             entries = read_header(file, copy.stat().st_size, max_tensors=len(blocks) + 1).entries

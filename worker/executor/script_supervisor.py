@@ -43,7 +43,7 @@ def _prepare(supervisor: int) -> None:
 
 
 def _end_group(script: subprocess.Popen[bytes]) -> None:
-    """End the script, if it still runs, and all that it left in its group."""
+    """End the script, if it still runs, and every process that it left in its group."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if script.poll() is None:
             os.killpg(script.pid, signal.SIGTERM)

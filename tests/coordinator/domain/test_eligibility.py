@@ -356,3 +356,29 @@ def test_texts_that_may_be_too_long_are_an_objection_only_where_they_are_padded(
     assert unsuited(invited().spec, said, model, unread) is None
     assert unsuited(invited(privacy=PRIVATE).spec, said, model, unread) == found
     assert unsuited(invited(privacy=PRIVATE).spec, declared(), model, unread) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({}, None),
+        ({"privacy": PRIVATE}, "counts as not private"),
+        (SUMS, "counts as not private"),
+        (
+            {"method": MethodSpec(name="scaffold")},
+            "the method scaffold corrects gradients, which a site's own script",
+        ),
+        # Not installed here: the worker judges.
+        ({"method": MethodSpec(name="unknown")}, None),
+        ({"method": MethodSpec(name="fedprox", settings={"mu": -1})}, None),
+    ],
+)
+def test_a_worker_with_a_script_of_its_own_objects_to_what_no_script_can_do(
+    spec: dict[str, Any], said: str | None
+) -> None:
+    scripted = declared(
+        AdvertisedPolicy(own_script=True), methods=[spec.get("method", MethodSpec(name="fedavg")).name]
+    )
+    details = [each.detail for each in objections(invited(**spec), "a", scripted) if each.rule == "executor"]
+    assert len(details) == (said is not None)
+    assert all(said in detail for detail in details if said)

@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, 
 from tessera.shared.methods.registry import (
     FOLDERS,
     UnknownMethod,
+    beyond_script,
     check,
     check_rounds,
     coordinator_half,
@@ -314,3 +316,33 @@ def test_a_file_that_imports_torch_when_it_is_read_is_named(tmp_path: Path) -> N
     assert {"greedy", "drift"} <= set(done.stdout.split())
     (line,) = (line for line in done.stderr.splitlines() if "torch" in line)
     assert line.startswith(f"warning: {folder}/greedy.py imports torch when it is read")
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbabu", "fedfrozen", "fedvpt", "lora"])
+def test_a_sites_own_script_can_train_by_methods_of_the_plan_alone(name: str) -> None:
+    assert beyond_script(MethodSpec(name=name)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("ditto", {}, "ditto"),
+        ("fedbn", {}, "fedbn keeps blocks at the sites"),
+        ("feddyn", {}, "feddyn"),
+        ("fedfrozen", {"kernel_drift": True}, "fedfrozen measures each version"),
+        ("fedfrozen", {"warmup_rounds": 1, "lower_rate": 0.5}, "fedfrozen"),
+        ("fednova", {}, "fednova"),
+        ("fedprox", {}, "fedprox has a loss of its own"),
+        ("fedproto", {}, "fedproto"),
+        ("local", {}, "local"),
+        ("moon", {}, "moon"),
+        ("safl", {}, "safl has each site choose blocks"),
+        ("safl", {"score": "random", "prune": 0.5, "prune_by": "magnitude"}, "safl has each site choose blocks"),
+        ("safl", {"score": "random"}, None),
+        ("safl", {"score": "last"}, None),
+        ("scaffold", {}, "scaffold corrects gradients"),
+    ],
+)
+def test_what_a_method_does_beside_training_is_beyond_a_script(name: str, settings: Any, said: str | None) -> None:
+    found = beyond_script(MethodSpec(name=name, settings=settings))
+    assert (found is None) if said is None else f"the method {said}" in (found or "")
