@@ -71,7 +71,7 @@ def version_of(
     client = coordinator.client()
     uploaded = upload_model(client, ModelFolder.open(model))
     given = {"name": kind, "method": MethodSpec(name="fedavg"), "dataset": "notes", "training": SGD, "seed": 3}
-    cohort = Cohort(quorum=2, max_attempts=1, max_task_attempts=1)
+    cohort = Cohort(quorum=2)
     found = RunSpec(model=uploaded.model, version=uploaded.version, cohort=cohort, **{**given, "rounds": 2, **spec})
     run = client.create_run(found)
     with ExitStack() as stack:
@@ -88,11 +88,12 @@ def version_of(
     return exported(client, run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [
         {"name": "fedavg"},
-        pytest.param({"name": "fedfrozen", "settings": {"warmup_rounds": 1}}, marks=pytest.mark.long),
+        {"name": "fedfrozen", "settings": {"warmup_rounds": 1}},
     ],
     ids=["fedavg", "fedfrozen"],
 )
