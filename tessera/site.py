@@ -33,7 +33,6 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import token_limit
-from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import as_bytes
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.updates.safetensors_file import write
@@ -68,49 +67,17 @@ class SiteTask:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._document = read_document(ScriptTask, folder / script_folder.TASK)
-
-    # ------------------------------------------------------------ what the run asks for
-
-    @property
-    def run(self) -> str:
-        """The run's name."""
-        return self._document.run
-
-    @property
-    def round(self) -> int:
-        """The round's number, from 1."""
-        return self._document.round
-
-    @property
-    def rounds(self) -> int:
-        """The number of the run's rounds."""
-        return self._document.rounds
-
-    @property
-    def steps(self) -> int:
-        """The number of optimizer steps that the run asks for, at most."""
-        return self._document.steps
-
-    @property
-    def training(self) -> Training:
+        self._document = given = read_document(ScriptTask, folder / script_folder.TASK)
+        self.run, self.round, self.rounds = given.run, given.round, given.rounds
+        """The run's name; the round's number, from 1; and the number of the run's rounds."""
+        self.examples, self.steps = given.examples, given.steps
+        """The number of training examples, by which the update is weighed, and of optimizer steps at most."""
+        self.training = given.training
         """The run's settings of local training, such as `learning_rate`. The script may use others."""
-        return self._document.training
-
-    @property
-    def seed(self) -> int:
-        """The seed of the task, below 2**32: that of a repetition of the task is the same."""
-        return self._document.seed % (1 << 32)
-
-    @property
-    def examples(self) -> int:
-        """The number of training examples, by which the update is weighed."""
-        return self._document.examples
-
-    @property
-    def model_folder(self) -> Path:
+        self.seed = given.seed % (1 << 32)
+        """A seed, the same when the task is repeated."""
+        self.model_folder = folder / script_folder.MODEL
         """The folder of the model and its tokenizer, for `AutoTokenizer.from_pretrained`."""
-        return self.folder / script_folder.MODEL
 
     @property
     def data(self) -> dict[str, Any]:
@@ -143,8 +110,6 @@ class SiteTask:
             since = f"there are {found.examples} examples, and {self.examples} at the worker's start"
             raise RuntimeError(f"{since}: restart the worker")
         return _Rows(packed(found) if found.pack else found)
-
-    # ------------------------------------------------------------ the model
 
     def model(self) -> PreTrainedModel:
         """Return the model of the run's version, with its adapters and prompts."""
@@ -193,8 +158,6 @@ class SiteTask:
             partial_result.rename(self.folder / script_folder.RESULT)
         finally:
             shutil.rmtree(partial_result, ignore_errors=True)
-
-    # ------------------------------------------------------------ for training loops of one's own
 
     @property
     def is_unwanted(self) -> bool:

@@ -355,19 +355,12 @@ class WorkerSettings(DataSettings):
 
     @model_validator(mode="after")
     def _may_train(self) -> Self:
-        policy = self.policy
-        rules = {
-            "policy.require_privacy": policy.require_privacy,
-            "policy.max_weekly_privacy": policy.max_weekly_privacy,
-            "policy.max_total_privacy": policy.max_total_privacy,
-            "policy.require_secure_sums": policy.require_secure_sums,
-            "policy.require_client_privacy": policy.require_client_privacy,
-            "privacy": self.privacy,
-        }
-        if self.executor and (named := [name for name, rule in rules.items() if rule]):
+        rules = ("require_privacy", "max_weekly_privacy", "max_total_privacy", "require_secure_sums")
+        named = [f"policy.{name}" for name in (*rules, "require_client_privacy") if getattr(self.policy, name)]
+        if self.executor and (named or self.privacy):
             raise ValueError(
-                f"executor: a script counts as not private, so that {named[0]} would refuse all its training: "
-                "remove one of them"
+                f"executor: a script counts as not private, so that {', '.join(named) or 'privacy'} would refuse "
+                "all its training: remove one of them"
             )
         return self
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found,unused-ignore]
 
 import tessera.site
 

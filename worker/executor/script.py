@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import structlog
@@ -37,7 +37,6 @@ from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import rounded
 
 if TYPE_CHECKING:
-    from tessera.worker.compute import Compute, MicroBatch
     from tessera.worker.executor.launcher import RankSettings
     from tessera.worker.privacy.account import PrivacyAccount
     from tessera.worker.settings import ScriptSettings
@@ -121,15 +120,8 @@ class ScriptExecutor(ProcessExecutor):
 
     scripted = True
 
-    def __init__(
-        self,
-        script: ScriptSettings,
-        settings: RankSettings,
-        state_dir: Path,
-        compute: Compute | None = None,
-        micro_batch: MicroBatch = None,
-    ) -> None:
-        super().__init__(settings, state_dir, compute, micro_batch)
+    def __init__(self, script: ScriptSettings, settings: RankSettings, state_dir: Path, *given: Any) -> None:
+        super().__init__(settings, state_dir, *given)
         self._timeout_seconds = script.timeout_seconds
         self._script = ScriptLauncher(script.command, state_dir / FOLDER, settings.threads)
 
@@ -144,7 +136,7 @@ class ScriptExecutor(ProcessExecutor):
         examples = run.env.datasets[run.task.dataset].examples
         run.report.examples = examples
         SiteRecords(run).note_exact(examples, "training")
-        if self.kind != "cpu":
+        if "cuda" in self.kind:
             # Its memory is for the script.
             self._launcher.close()
         folder = self._script.home() / uuid4().hex
@@ -223,7 +215,8 @@ class ScriptExecutor(ProcessExecutor):
                 self._show(folder, run)
                 self._script.wait(handle, LOOK_SECONDS)
         except BaseException:
-            (folder / STOP).touch()
+            with suppress(OSError):
+                (folder / STOP).touch()
             self._script.wait(handle, STOP_SECONDS)
             self._script.cancel(handle)
             log.warning("script-stopped", output=self._script.output())
@@ -242,7 +235,7 @@ class ScriptExecutor(ProcessExecutor):
 
     def _show(self, folder: Path, run: TaskRun) -> None:
         if progress := read_progress(folder):
-            run.report.step = progress.step
+            run.report.step = min(progress.step, run.report.steps)
             run.report.loss = progress.loss if self._shows_figures(run) else None
 
     @staticmethod
