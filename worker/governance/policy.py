@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import chain
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -614,7 +613,7 @@ class Policy(Value):
     ) -> None:
         """Check the blocks that a plan uploads, of a model's `blocks`, by all names of its tied tensors. `further`
         has names in no table. Raises PolicyViolation."""
-        self.check_effect(blocks, {*chain(*tied.values()), *further})
+        self.check_effect(blocks, {*(name for names in tied.values() for name in names), *further})
         self.check_upload(asked)
         self.check_tied(asked, tied)
 
