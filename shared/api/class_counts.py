@@ -94,6 +94,11 @@ class EntityCounts(Message):
         return dict(zip(ENTITY_SCORES, found, strict=True)) if found else {}
 
 
+def _require_entities_of(labels: Sequence[int], entities: EntityCounts | None) -> None:
+    if entities and len(entities.labels) != len(labels):
+        raise ValueError(f"the counts of entities are of {len(entities.labels)} classes, of {len(labels)}")
+
+
 class LabelCounts(Message):
     """Counts of an evaluation of examples that have several labels each, or none, by label."""
 
@@ -139,7 +144,8 @@ class NumberSums(Message):
     squared: Total
     """Of squared errors. These and the following are of standardised targets."""
     targets: Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-    targets_squared: Total
+    spread: Total
+    """Of squared distances of targets from their mean. A sum of squared targets, rounded, would not tell it."""
 
     @property
     def total(self) -> int:
@@ -155,9 +161,8 @@ class NumberSums(Message):
         """Return the mean absolute error `mae` and, if the targets differ, the coefficient of determination `r2`."""
         if not self.examples:
             return {}
-        spread = self.targets_squared - self.targets**2 / self.examples
-        # Of equal targets, rounding alone is left.
-        r2 = {"r2": 1 - self.squared / spread} if spread > 1e-9 * self.targets_squared else {}
+        # A site may send any numbers, whose quotient may be infinite.
+        r2 = {"r2": 1 - self.squared / self.spread} if self.spread > 1e-12 * self.squared else {}
         return {"mae": self.absolute / self.examples, **r2}
 
 
@@ -191,6 +196,7 @@ class ClassCounts(Message):
 
     @model_validator(mode="after")
     def _are_of_the_same_labels(self) -> Self:
+        _require_entities_of(self.labels, self.entities)
         by_class, by_bin = (self.labels, self.predictions, self.hits), (self.bin_predictions, self.bin_hits)
         if len(set(map(len, by_class))) > 1:
             raise ValueError("labels, predictions and hits are of different numbers of classes")
@@ -243,6 +249,7 @@ class ScoreCounts(Message):
 
     @model_validator(mode="after")
     def _are_of_the_same_labels(self) -> Self:
+        _require_entities_of(self.labels, self.entities)
         of_class = [sum(row) for row in self.confusion]
         if {len(row) for row in (*self.confusion, self.positives, self.negatives)} != {len(of_class)}:
             raise ValueError("the confusion matrix and the histograms are of different numbers of classes")
@@ -333,7 +340,17 @@ def sum_of(counts: Sequence[G]) -> G:
     sums: dict[str, Any] = {name: _added([getattr(each, name) for each in counts]) for name in names}
     if "ignored" in type(first).model_fields:
         sums |= first.model_dump(include={"ignored"})
+    if isinstance(first, NumberSums):
+        sums["spread"] += _spread_of_means(cast("Sequence[NumberSums]", counts))
     return cast("G", type(first).model_construct(None, **sums))
+
+
+def _spread_of_means(counts: Sequence[NumberSums]) -> float:
+    """Return the sum over examples of the squared distance of their own sums' mean target from that of all."""
+    some = [each for each in counts if each.examples]
+    means, examples = [each.targets / each.examples for each in some], [each.examples for each in some]
+    whole = fmean(means, examples) if some else 0.0
+    return sum(count * (mean - whole) ** 2 for count, mean in zip(examples, means, strict=True))
 
 
 def _added(values: Sequence[Any]) -> Any:

@@ -87,9 +87,16 @@ class NumberTally:
 
 
 def _sums(of: Tensor) -> NumberSums:
-    examples, *sums = of.tolist()
-    names = ("absolute", "squared", "targets", "targets_squared")
-    return NumberSums.model_construct(examples=int(examples), **dict(zip(names, sums, strict=True)))
+    examples, absolute, squared, targets, targets_squared = of.tolist()
+    spread = targets_squared - targets**2 / (examples or 1)
+    return NumberSums.model_construct(
+        examples=int(examples),
+        absolute=absolute,
+        squared=squared,
+        targets=targets,
+        # Of equal targets, rounding alone is left.
+        spread=spread if spread > 1e-9 * targets_squared else 0.0,
+    )
 
 
 Entity = tuple[int, int, int]

@@ -191,7 +191,7 @@ def test_a_site_cannot_pool_counts_that_are_of_no_predictions(change: dict[str, 
 def test_counts_of_labels_and_sums_of_targets_are_of_the_examples_that_were_scored() -> None:
     result = {**SUBMISSION, "examples": 5, "metrics": {}}
     labels = {"examples": 5, "labels": [2, 1], "predictions": [1, 3], "hits": [1, 0]}
-    sums = {"examples": 5, "absolute": 3.5, "squared": 2.0, "targets": -1.0, "targets_squared": 5.0}
+    sums = {"examples": 5, "absolute": 3.5, "squared": 2.0, "targets": -1.0, "spread": 5.0}
     scores = {"positives": [[1] + [0] * 63] * 2, "negatives": [[4] + [0] * 63] * 2}
     for counts, kind in ((labels, LabelCounts), (sums, NumberSums)):
         found = EvaluationResult.model_validate(result | {"class_counts": counts})

@@ -31,10 +31,11 @@ from tessera.shared.metrics.classification import figures_of, flat
 from tessera.shared.model.dataset_schema import MULTI_LABEL, REGRESSION
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Subgroups
+from tessera.worker.executor.stages.evaluate import _rounded
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import PredictionCounts, evaluate
-from tessera.worker.training.tallies import EntityTally, LabelTally, entities, overlaps, tags_of
+from tessera.worker.training.tallies import EntityTally, LabelTally, NumberTally, entities, overlaps, tags_of
 from tests.worker.executor.test_equal_results import BERT
 
 CPU = torch.device("cpu")
@@ -242,6 +243,21 @@ def test_counts_of_sites_add_up_to_those_of_all_examples(config: dict[str, objec
     assert not can_pool([one, None])
 
 
+def test_rounded_sums_of_targets_far_from_zero_still_tell_how_much_is_explained() -> None:
+    drawing, sites, errors, spread = np.random.default_rng(0), [], 0.0, []
+    for mean in (128.7, 131.9, 140.3):
+        targets, made = drawing.normal(mean, 5, 357), drawing.normal(mean, 5, 357)
+        tally = NumberTally(1, 1.0)
+        tally.add(torch.from_numpy(made)[:, None], torch.from_numpy(targets), torch.zeros(357, dtype=torch.int64))
+        sites.append(_rounded(tally.total()))
+        errors += float(np.square(made - targets).sum())
+        spread += targets.tolist()
+    whole = pooled(sites)
+    assert whole
+    expected = 1 - errors / (np.var(spread) * len(spread))
+    assert whole.scores()["r2"] == pytest.approx(expected, abs=0.02)
+
+
 def test_impossible_counts_are_refused() -> None:
     good = {"examples": 5, "labels": (2, 1), "predictions": (1, 3), "hits": (1, 0)}
     for change in ({"hits": (2, 0)}, {"labels": (2, 1, 0)}, {"labels": (2, 3)}, {"examples": 2}):
@@ -253,8 +269,21 @@ def test_impossible_counts_are_refused() -> None:
         EntityCounts.model_validate(entity)
         with pytest.raises(ValidationError):
             EntityCounts.model_validate(entity | change)
+    words = {
+        "labels": (5, 0, 0),
+        "predictions": (5, 0, 0),
+        "hits": (5, 0, 0),
+        "bin_predictions": (5, *[0] * 14),
+        "bin_hits": (5, *[0] * 14),
+        "bin_confidence": (5.0, *[0.0] * 14),
+    }
+    # Counts of several sites add up by class.
+    with pytest.raises(ValidationError, match="entities are of 2 classes, of 3"):
+        ClassCounts.model_validate(words | {"entities": entity})
+    far = NumberSums(examples=5, absolute=1, squared=1e100, targets=0, spread=1e-300)
+    assert far.scores() == {"mae": 0.2}
     for value in (-1.0, math.nan, 1e101):
         with pytest.raises(ValidationError):
             NumberSums.model_validate(
-                {"examples": 5, "absolute": value, "squared": 1.0, "targets": 0.0, "targets_squared": 5.0}
+                {"examples": 5, "absolute": value, "squared": 1.0, "targets": 0.0, "spread": 5.0}
             )
