@@ -149,6 +149,11 @@ class ChatEncoder:
             text = self._rendered(chat, len(chat.turns))
             spans = [] if self._all_tokens else list(self._answers(chat, text))
             ids, scored = self._tokens(text, spans)
+            if not (any(scored) or self._all_tokens):
+                raise DataError(
+                    "it writes no part of an answer, or marks none: correct it, with {% generation %} and "
+                    "{% endgeneration %}, if it has them, around each answer"
+                )
             has_end = all(self._ends(text[:end]) for _, end in spans)
         return ids, [True] * len(ids) if self._all_tokens else scored, has_end
 

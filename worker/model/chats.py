@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from tessera.shared.schema import Value
 from tessera.shared.tensors.lazy import Array
@@ -65,6 +65,12 @@ class ChatTokens:
 
     def __init__(self, file: Path) -> None:
         """Read a child's file. Raises ChatFault."""
+        try:
+            self._read(file)
+        except (OSError, SafetensorError) as fault:
+            raise ChatFault(0, "its process wrote no result; the disk of its temporary folder may be full") from fault
+
+    def _read(self, file: Path) -> None:
         with safe_open(file, "numpy") as result:
             notes = result.metadata() or {}
             if "fault" in notes:

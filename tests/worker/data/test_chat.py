@@ -23,6 +23,7 @@ from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.chat_template import RENDER_SECONDS
+from tessera.worker.model.chats import ChatFault, ChatTokens
 from tessera.worker.model.forward import IGNORED, forward
 from tests.support.chat_templates import CHATML, ENDS, MARKED, TEMPLATES, chat_tokenizer
 
@@ -128,6 +129,20 @@ def test_a_template_that_writes_earlier_messages_in_another_way_is_refused(tmp_p
     assert "cannot write row 0 of" in said
     assert "put {% generation %} and {% endgeneration %} around answers" in said
     assert opened(tmp_path, {"messages": DOSE}, template=last_only, loss_on="all").examples == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{# {% generation %} #}" + CHATML,
+        CHATML.replace("{% for", "{% if no %}{% generation %}{% endgeneration %}{% endif %}{% for", 1),
+        "hello",
+    ],
+)
+def test_a_template_that_writes_or_marks_no_answer_is_refused(tmp_path: Path, template: str) -> None:
+    said = refusal(tmp_path, {"messages": THANKS}, template=template)
+    assert "cannot write row 0 of" in said
+    assert "it writes no part of an answer, or marks none" in said
 
 
 def test_control_tokens_in_messages_are_text(tmp_path: Path) -> None:
@@ -399,6 +414,13 @@ def test_a_template_that_computes_for_ever_is_ended(tmp_path: Path) -> None:
     assert f"it takes more than {RENDER_SECONDS:g} s of processor time" in refusal(
         tmp_path, {"messages": THANKS}, template=loop
     )
+
+
+def test_a_process_that_leaves_no_result_or_half_of_one_is_a_fault(tmp_path: Path) -> None:
+    (half := tmp_path / "half").write_bytes(b"\x40")
+    for file in (half, tmp_path / "none"):
+        with pytest.raises(ChatFault, match="its process wrote no result"):
+            ChatTokens(file)
 
 
 def test_a_template_may_ask_for_what_is_not_there(tmp_path: Path) -> None:

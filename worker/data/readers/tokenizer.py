@@ -205,6 +205,7 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         "pad_token_id",
         "pad_token_type_id",
         "unk_token_id",
+        "special_tokens_map",
         "chat_template",
     )
     settings = {name: str(getattr(tokenizer, name)) for name in (*names, "all_special_ids", "model_input_names")}
