@@ -75,6 +75,8 @@ def test_several_labels_are_read_from_lists_and_columns_alike(tmp_path: Path, be
     ("cell", "told"),
     [
         (["edema", "oedema"], "has 'oedema', not among the 3 names in `labels`"),
+        ([1, 0, 0], "row 1 .* may be numbers of labels, or a 1 or 0 for each label"),
+        ("[0.0, 1.0, 1.0]", "row 1 .* may be numbers of labels, or a 1 or 0 for each label"),
         ("['edema', 'mass']", "row 1 .* has a list that is no JSON"),
         ([["edema"]], r"'edema'\] is first in row 1"),
         ([float("nan")], "no value in 1 row, first in row 1"),

@@ -96,6 +96,11 @@ def _labels_in(table: DataTable, row: int, value: object, names: Sequence[str]) 
         return []
     found = value if value in names else listed(value)
     if isinstance(found, list):
+        if len(found) == len(names) and all(isinstance(each, int | float) and each in (0, 1) for each in found):
+            raise DataError(
+                f"label: row {row} of {table.where} has {str(found)[:40]}, which may be numbers of labels, or a 1 or "
+                "0 for each label: write the labels' names, or make a column of each label and set label_columns"
+            )
         return found
     if isinstance(value, str) and value not in names:
         text = value.strip()
