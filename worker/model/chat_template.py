@@ -189,7 +189,8 @@ class ChatEncoder:
             before = self._rendered(chat, chat.scored_from) if chat.scored_from else ""
             self._require_prefix(before, text, chat.scored_from)
             for begin, end in found:
-                if begin >= len(before) and begin < end:
+                # A mark may be around the control tokens of an empty answer.
+                if begin >= len(before) and self._control_pattern.sub("", text[begin:end]).strip():
                     yield begin, self._turn_end(text, begin, end)
             return
         for place in chat.answers:

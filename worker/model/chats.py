@@ -32,9 +32,9 @@ class Chat(Value):
 
     @property
     def answers(self) -> list[int]:
-        """The turns that may be scored."""
+        """The turns that may be scored. From an empty one a model would learn to answer nothing."""
         after = range(self.scored_from, len(self.turns))
-        return [place for place in after if self.plain or self.turns[place][0] == ASSISTANT]
+        return [n for n in after if (self.plain or self.turns[n][0] == ASSISTANT) and self.turns[n][1].strip()]
 
 
 class ChatRequest(Value):

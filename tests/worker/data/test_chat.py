@@ -269,6 +269,12 @@ def test_chats_without_an_answer_are_left_out_and_named(tmp_path: Path) -> None:
     assert "output: no row of" in refusal(tmp_path, {"instruction": "a", "output": ""})
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_an_empty_answer_among_others_is_not_scored(tmp_path: Path, template: str) -> None:
+    dataset = opened(tmp_path, {"messages": turns("a", "", "b", "c", "d", " ")}, template=template)
+    assert scored(tmp_path, dataset) == ["c<|im_end|>"]
+
+
 def test_the_stated_side_is_cut_off_and_lost_answers_are_named(tmp_path: Path) -> None:
     rows = ({"messages": turns("thank you " * 9, "a day")}, {"messages": turns("a", "100")})
     right = opened(tmp_path, *rows, max_length=20, template=TEMPLATES["llama3"])

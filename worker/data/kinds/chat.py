@@ -109,7 +109,7 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     # This pass refuses a row that cannot be read before any run.
     for row, each in enumerate(chats):
         sources[row] = memoryview(hashlib.sha256(each.model_dump_json().encode()).digest())
-        answered[row] = options.loss_on == "all" or _is_answered(each)
+        answered[row] = options.loss_on == "all" or bool(each.answers)
     if not answered.any():
         raise DataError(f"{COLUMNS[layout][-1]}: no row of {table.where} has an answer: add answers")
     file = TokenFile(table, prepared, _tokens_name(options, table), options.in_memory)
@@ -294,10 +294,6 @@ def _checked(chat: Chat) -> Chat:
     if any(mark in content for content in chat.contents for mark in (BEGIN, END)):
         raise ValueError("has a character for private use, U+F0000 or U+F0001: remove it")
     return chat
-
-
-def _is_answered(chat: Chat) -> bool:
-    return any(chat.turns[place][1].strip() for place in chat.answers)
 
 
 def _marked(chat: Chat) -> str:
