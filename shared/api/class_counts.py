@@ -145,7 +145,7 @@ class NumberSums(Message):
     """Of squared errors. These and the following are of standardised targets."""
     targets: Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
     spread: Total
-    """Of squared distances of targets from their mean. A sum of squared targets, rounded, would not tell it."""
+    """Of squared distances of targets from their mean. It does not follow from a rounded sum of squares."""
 
     @property
     def total(self) -> int:

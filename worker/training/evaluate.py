@@ -70,8 +70,9 @@ class PredictionCounts:
                 self.numbers = LabelTally(groups, outputs)
             elif not several and outputs == 1:
                 self.numbers = NumberTally(groups, target_scale(vars(config))[1])
-        elif head == "token-classification" and (tags := tags_of([config.id2label[n] for n in range(outputs)])):
-            self.entities = EntityTally(groups, tags)
+        elif head == "token-classification":
+            tags = tags_of([config.id2label.get(n, "") for n in range(outputs)])
+            self.entities = EntityTally(groups, tags) if tags else None
 
     def places(self, rows: Tensor) -> Tensor:
         """Return the place of the subgroup of each of these examples."""

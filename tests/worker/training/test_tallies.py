@@ -170,6 +170,13 @@ def test_an_entity_begins_where_its_type_changes_and_classes_of_other_schemes_ha
         assert tags_of(names) is None
 
 
+def test_classes_without_names_are_of_no_entities() -> None:
+    config = instantiate(BERT | {"id2label": {"0": "O", "2": "B-drug"}}, "token-classification", seed=1).config
+    found = PredictionCounts()
+    found.prepare(config, "token-classification", torch.zeros(1, 2, dtype=torch.int64))
+    assert found.entities is None
+
+
 def test_words_of_texts_are_measured_by_their_entities_and_subgroups() -> None:
     config = {
         **BERT,

@@ -58,7 +58,7 @@ def unlabelled(labels: Tensor) -> int:
 def _target(table: DataTable, row: int, value: object) -> float:
     try:
         number = float(value) if isinstance(value, str | int | float | Decimal) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or not abs(number) <= MAX_TARGET:
         raise DataError(
