@@ -217,5 +217,5 @@ def test_words_of_a_text_are_its_letters_digits_and_single_signs() -> None:
 
 def test_a_number_that_is_no_float_is_refused_by_its_row(tmp_path: Path, bert: str) -> None:
     file = lines(tmp_path / "a.jsonl", [{"text": "the cat", "label": each} for each in (1, 10**400)])
-    with pytest.raises(DataError, match="row 1 .* which is no number up to"):
+    with pytest.raises(DataError, match=r"row 1 .* which is no number up to"):
         texts(bert, file, problem_type="regression")
