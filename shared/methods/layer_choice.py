@@ -203,17 +203,27 @@ def due(candidates: Candidates, count: int, every: int, number: int) -> list[str
     return names
 
 
-def check_calendar(candidates: Candidates, every: int, count: int) -> None:
-    """Raise UnsupportedRun if rounds of `count` layers cannot train each layer in one round of `every`."""
+def check_calendar(candidates: Candidates, every: int, count: int, setting: str = "pick_every") -> None:
+    """Raise UnsupportedRun if `every` rounds of `count` layers cannot train each layer. `setting` names `every`."""
     for stack, quota in candidates.shares(count):
         if ceil(len(stack) / every) > quota:
             remedy = (
-                f"raise pick_every to {ceil(len(stack) / quota)}, or" if quota else "of this stack none is chosen:"
+                f"raise {setting} to {ceil(len(stack) / quota)}, or" if quota else "of this stack none is chosen:"
             )
             raise UnsupportedRun(
-                f"pick_every is {every}, and {quota} of the {len(stack)} layers from {stack[0].name} on train in a "
+                f"{setting} is {every}, and {quota} of the {len(stack)} layers from {stack[0].name} on train in a "
                 f"round: {remedy} raise the number of layers"
             )
+
+
+def waiting(candidates: Candidates, count: int, last: Mapping[str, int], before: int) -> list[str]:
+    """Return the layers whose last update, in round `last[name]` (0 if none), was in round `before` or earlier, by
+    name: at most `count` of them, first the layer that waits longest, of equals the layer nearer the input."""
+    names: list[str] = []
+    for stack, quota in candidates.shares(count):
+        late = [layer.name for layer in stack if last[layer.name] <= before]
+        names += sorted(late, key=last.__getitem__)[:quota]
+    return names
 
 
 def explored(candidates: Candidates, count: int, share: float, taken: Sequence[str], rng: Random) -> list[str]:

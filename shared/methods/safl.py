@@ -54,6 +54,7 @@ from tessera.shared.methods.layer_choice import (
     check_calendar,
     due,
     explored,
+    waiting,
 )
 from tessera.shared.methods.safl_settings import OF_ATTENTION, OF_HEADS, ON_PURPOSE, SAFLSettings, check_privacy
 from tessera.shared.model.attention_stats import ByHead, LayerAttention
@@ -141,6 +142,9 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             )
         if settings.pick_every:
             check_calendar(self._candidates, settings.pick_every, self._k)
+        if settings.explore_after:
+            # With fewer rounds, layers that wait would take every place, and no score would choose.
+            check_calendar(self._candidates, settings.explore_after, self._k, "explore_after")
         return state
 
     @property
@@ -189,9 +193,16 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     def _places(self, state: State, count: int, rng: Random) -> list[str]:
         """Return the layers of the next round that no score chooses."""
-        every, share = self.settings.pick_every, self.settings.explore
+        every, after, share = self.settings.pick_every, self.settings.explore_after, self.settings.explore
         taken = due(self._candidates, count, every, state.round + 1) if every else []
+        if after:
+            taken = waiting(self._candidates, count, self._last_picks(state), state.round - after)
         return taken + (explored(self._candidates, count, share, taken, rng) if share else [])
+
+    def _last_picks(self, state: State) -> dict[str, int]:
+        """Return the last version that each layer was sent for, by name; 0 for a layer that never was."""
+        labels = self._candidates.labels
+        return {name: int(state.scalars.get(f"last_pick.{label}", 0)) for name, label in labels.items()}
 
     def _plan(self, state: State, worker: Participant, random: Mapping[str, float], places: Sequence[str]) -> Plan:
         settings, candidates, count = self.settings, self._candidates, self._k_of(worker)
@@ -306,9 +317,9 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 "always names the head, and this model has none of its own: its output matrix is tied to the token "
                 "embeddings, which stay as they are. Add embedding to always to train it"
             )
-        last = {name: int(state.scalars.get(f"last_pick.{label}", 0)) for name, label in labels.items()}
-        # The calendar trains a layer in time.
-        limit = max(settings.starved_after, settings.pick_every or 0)
+        last = self._last_picks(state)
+        # The calendar trains a layer in time. Layers that wait for explore_after together may wait as long again.
+        limit = max(settings.starved_after, settings.pick_every or 0, 2 * (settings.explore_after or 0))
         starved = [name for name, version in last.items() if state.round - version >= limit]
         if starved and settings.score not in ON_PURPOSE:
             warnings.append(

@@ -91,6 +91,11 @@ class SAFLSettings(MethodSettings):
     explore: float = Field(
         default=0.0, ge=0, lt=1, description="the probability of each of the K places to be drawn at random"
     )
+    explore_after: PositiveInt | None = Field(
+        default=None,
+        description="rounds without an update of a layer after which all sites train it, regardless of its score: of "
+        "several such layers the K that wait longest, until an update has them",
+    )
     pick_every: PositiveInt | None = Field(
         default=None,
         description="rounds in which every layer trains at least once, in turn, regardless of its score; the "
@@ -122,12 +127,14 @@ class SAFLSettings(MethodSettings):
             )
         if self.votes_by != "site" and self.chooser != "vote":
             raise ValueError("there are no votes to weigh: leave out votes_by, or set chooser to vote")
-        by_data = [name for name in ("smoothing", "hysteresis", "explore") if getattr(self, name)]
+        by_data = [name for name in ("smoothing", "hysteresis", "explore", "explore_after") if getattr(self, name)]
         if by_data and not self.looks_at_data:
             raise ValueError(
                 f"{by_data[0]} acts on a choice by data, and the score is {self.score}: leave it out, or set score "
                 "to attention"
             )
+        if self.pick_every and self.explore_after:
+            raise ValueError("pick_every and explore_after both let every layer train in time: leave out one of them")
         if self.pick_every and self.score in ON_PURPOSE:
             raise ValueError(
                 f"the score {self.score} leaves out layers on purpose: leave out pick_every, or set score to random"

@@ -18,6 +18,7 @@ from tessera.shared.methods.layer_choice import (
     due,
     explored,
     vote_weights,
+    waiting,
 )
 from tessera.shared.model.blocks import Block
 
@@ -110,10 +111,41 @@ def test_a_worker_with_less_room_than_the_calendar_trains_every_layer_in_some_cy
 
 def test_calendar_that_asks_for_more_layers_than_train_is_refused_with_a_remedy() -> None:
     check_calendar(SIX, 3, 2)
+    with pytest.raises(UnsupportedRun, match=r"explore_after is 5, and 1 of the 6 .* raise explore_after to 6, or"):
+        check_calendar(SIX, 5, 1, "explore_after")
     with pytest.raises(UnsupportedRun, match=r"pick_every is 2, and 2 of the 6 layers .* raise pick_every to 3, or"):
         check_calendar(SIX, 2, 2)
     with pytest.raises(UnsupportedRun, match=r"0 of the 2 layers from b\.0 .*: raise the number of layers"):
         check_calendar(stacked(2, 2), 9, 1)
+
+
+def test_layers_that_wait_longest_come_first_and_of_equals_those_nearer_the_input() -> None:
+    last = dict(zip(NAMES, (4, 0, 7, 2, 0, 5), strict=True))
+    assert waiting(SIX, 6, last, 4) == ["a.1", "a.4", "a.3", "a.0"]
+    assert waiting(SIX, 2, last, 4) == ["a.1", "a.4"]
+    assert waiting(SIX, 6, last, -1) == []
+
+
+def test_each_stack_tries_the_waiting_layers_that_its_share_holds() -> None:
+    both = stacked(6, 3)
+    last = {layer.name: 3 - layer.index for layer in both.layers}
+    # Three of nine layers: two places of the first stack, one of the second.
+    assert waiting(both, 3, last, 9) == ["a.5", "a.4", "b.2"]
+    assert waiting(both, 1, last, 9) == ["a.5"]
+
+
+@pytest.mark.parametrize(("count", "after"), [(2, 3), (2, 5), (1, 6), (3, 2), (6, 1)])
+def test_scores_that_never_change_leave_no_layer_waiting_and_keep_some_places(count: int, after: int) -> None:
+    last, by_score, rounds = dict.fromkeys(NAMES, 0), 0, 60
+    scores = dict(zip(NAMES, (0.0, 1.0, 5.0, 4.0, 2.0, 0.0), strict=True))
+    for number in range(1, rounds + 1):
+        tried = waiting(SIX, count, last, number - 1 - after)
+        by_score += count - len(tried)
+        last |= {layer.name: number for layer in SIX.top(scores, count, tried)}
+        # At most 6 - count layers wait together, count of them are tried in a round, the first `after` rounds late.
+        assert min(last.values()) >= number - (after + -(-6 // count) - 2)
+    # Of `after + 1` rounds the six layers fill at most six places.
+    assert by_score >= (count - 6 / (after + 1)) * rounds
 
 
 def test_each_free_place_is_explored_with_the_given_probability() -> None:

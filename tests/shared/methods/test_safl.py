@@ -195,6 +195,8 @@ def test_a_budget_too_small_for_a_layer_is_refused_with_what_one_needs() -> None
         ({"score": "random", "explore": 0.1}, "explore acts on a choice by data, .* set score to attention"),
         ({"score": "last", "smoothing": 0.5}, "smoothing acts on a choice by data"),
         ({"score": "fixed", "fixed": ["*.1"], "hysteresis": 0.5}, "hysteresis acts on a choice by data"),
+        ({"score": "random", "explore_after": 9}, "explore_after acts on a choice by data"),
+        ({"explore_after": 9, "pick_every": 4}, "leave out one of them"),
         ({"score": "first", "pick_every": 4}, "leave out pick_every, or set score to random"),
     ],
 )
@@ -534,6 +536,69 @@ def test_worker_whose_places_are_all_drawn_looks_at_nothing() -> None:
     assert not done.context.looks
     # The heads' masses are needed whatever trains.
     assert task(layers=1, pick_every=6, prune=0.5).context.looks == ["attention"]
+
+
+def waited() -> State:
+    """A version after round 5, whose layers 0 to 5 were last in an update of round 1, 5, 5, 0, 1 and 2."""
+    scores = {f"score.{layer}": 6.0 - layer for layer in range(6)}
+    picks = {f"last_pick.{layer}": float(number) for layer, number in enumerate((1, 5, 5, 0, 1, 2))}
+    return State(5, values(), scalars={**scores, **picks})
+
+
+def test_layers_that_no_update_had_for_long_enough_are_tried_by_all_sites() -> None:
+    # Before round 6, layers 3, 0 and 4 were in none of the last 4 updates; layer 5 was in none of the last 3.
+    half = coordinator(layers=3, explore_after=4)
+    assert [plan.scalars for plan in plans(half, waited()).values()] == [
+        {"profile": 1.0, "layers": 3.0, "drawn.0": 1.0, "drawn.3": 1.0, "drawn.4": 1.0}
+    ] * 3
+    assert "drawn.5" in plans(coordinator(layers=4, explore_after=3), waited())["a/w"].scalars
+    common = coordinator(chooser="consensus", layers=3, explore_after=5)
+    # Only layer 3 has waited for 5 rounds; the scores choose 0 and 1.
+    assert [asked(plan) for plan in plans(common, waited()).values()] == [{0, 1, 3}] * 3
+
+
+def test_attention_that_never_changes_leaves_no_layer_out() -> None:
+    settings = {"layers": 2, "explore_after": 3, "starved_after": 2}
+    at, sent_in = state(), list[set[int]]()
+    for _ in range(7):
+        done = task(at, **settings)
+        sent_in.append(done.layers)
+        at = coordinator(**settings).merge(at, [sent(*done.layers)])
+        assert coordinator(**settings).warnings(at) == []
+    favourites = sent_in[0]
+    # The four other layers are due together after 3 rounds, take two rounds, and leave the next to the favourites.
+    assert sent_in[:3] == [favourites] * 3
+    assert sent_in[3] | sent_in[4] == set(range(6)) - favourites
+    assert sent_in[5:] == [favourites] * 2
+
+
+def test_layer_that_no_site_could_train_in_its_round_is_tried_in_the_next_one_too() -> None:
+    half = coordinator(layers=1, explore_after=6)
+    before = State(6, values(), scalars={"last_pick.2": 5.0, "last_pick.3": 6.0})
+
+    def tried(at: State, seed: int = 1) -> set[str]:
+        return {name for plan in plans(half, at, seed).values() for name in plan.scalars if name.startswith("drawn")}
+
+    assert tried(before) == {"drawn.0"}
+    # An abandoned attempt changes no version, so that the next one tries the same, whatever it draws.
+    assert tried(before, seed=2) == {"drawn.0"}
+    # The round's only update comes from a worker without room for a layer.
+    missed = half.merge(before, [sent()])
+    assert tried(missed) == {"drawn.0"}
+    assert tried(half.merge(missed, [sent(0)])) == {"drawn.1"}
+
+
+def test_round_of_all_layers_has_none_to_try() -> None:
+    plain, half = coordinator(layers=6), coordinator(layers=6, explore_after=1)
+    initial_state(half, state())
+    at = half.merge(state(), [sent(*range(6))])
+    assert plans(half, at) == plans(plain, at)
+
+
+def test_fewer_rounds_than_let_a_score_choose_are_refused() -> None:
+    initial_state(coordinator(layers=2, explore_after=3), state())
+    with pytest.raises(UnsupportedRun, match=r"explore_after is 2, .* raise explore_after to 3"):
+        initial_state(coordinator(layers=2, explore_after=2), state())
 
 
 def test_explored_layers_differ_by_worker_and_are_the_same_in_a_repeated_attempt() -> None:
@@ -969,6 +1034,7 @@ class Unseen:
         ("noisy", {}),
         ("noisy", {"prune": 0.5, "prune_by": "magnitude"}),
         ("noisy", {"explore": 0.2, "pick_every": 6, "hysteresis": 0.5}),
+        ("noisy", {"explore_after": 6}),
         ("uncovered", {"smoothing": 0.5}),
         ("uncovered", {"score": "fisher", "prune": 0.5}),
         ("refused", {"score": "random", "prune": 0.5, "prune_by": "magnitude"}),

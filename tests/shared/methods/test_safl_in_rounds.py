@@ -76,6 +76,24 @@ def test_every_layer_trains_in_time_over_absences_and_abandoned_attempts() -> No
         assert set(sent) == set(LAYERS)
 
 
+def test_layer_that_is_tried_is_the_same_over_restarts_absences_and_abandoned_attempts(tmp_path: Path) -> None:
+    conditions = Conditions(away={"a": (5,), "b": (2, 6)}, dropout=0.3)
+    about: dict[str, Any] = {
+        "conditions": conditions, "cohort": {"quorum": 2, "max_attempts": 20}, "rounds": 7,
+        "training": {"learning_rate": 1e-5, "batch_size": 8},
+    }  # fmt: skip
+    whole = run({"explore_after": 4}, **about)
+    assert any(attempt.state == "abandoned" for attempt in whole.rounds)
+    for until in (4, 5):
+        run({"explore_after": 4}, out=tmp_path / "run", until=until, **about)
+    assert digests(run({"explore_after": 4}, out=tmp_path / "run", **about)) == digests(whole)
+    rounds, alone = (choices_of(result.rounds) for result in (whole, run({}, **about)))
+    # By attention alone layer 0 is in no update. In round 5 all sites but the absent one try it.
+    assert {layer for choices in alone for layers in choices.values() for layer in layers} == set(LAYERS[1:])
+    assert rounds[4] == {site: {LAYERS[0]} for site in "bc"}
+    assert [*rounds[:4], *rounds[5:]] == [*alone[:4], *alone[5:]]
+
+
 def test_site_that_missed_an_election_trains_the_elected_layers() -> None:
     result = run({"chooser": "vote"}, conditions=Conditions(away={"b": (1,)}))
     for choices in choices_of(result.rounds):
