@@ -96,6 +96,17 @@ def test_steps_are_timed_by_what_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # ten processes that import much
+def test_chosen_layers_are_measured_beside_all(tmp_path: Path) -> None:
+    rows = quickly("chosen_layers", tmp_path)["rows"]
+    (whole,) = (row for row in rows if row["trains"] == "all adapters")
+    half = [row for row in rows if row["layers"] == 2 and row["trains"] in ("last", "spread")]
+    # Two of four layers have half of the adapters' bytes, whatever else the model has.
+    assert [row["upload_kB"] for row in half] == [pytest.approx(whole["upload_kB"] / 2)] * 2
+    assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.long
 def test_each_guard_costs_something(tmp_path: Path) -> None:
     rows = quickly("guards", tmp_path)["rows"]
     assert len(rows) == 6

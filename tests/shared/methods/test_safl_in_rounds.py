@@ -8,16 +8,20 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 
 from tessera.shared.metrics.selections import choices_of, selection_scalars
+from tessera.shared.model.blocks import layers_of
+from tessera.shared.model.spec import Lora
 from tessera.shared.problems import Invalid
+from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.training.progress import rounded
-from tests.support.tasks import VIT, images
+from tests.support.tasks import VIT, images, untrained
 
 FOUR = {**VIT, "num_hidden_layers": 4}
 START = Weights.of(instantiate(FOUR, "image-classification", seed=1), FOUR, "image-classification")
@@ -92,6 +96,25 @@ def test_layer_that_is_tried_is_the_same_over_restarts_absences_and_abandoned_at
     assert {layer for choices in alone for layers in choices.values() for layer in layers} == set(LAYERS[1:])
     assert rounds[4] == {site: {LAYERS[0]} for site in "bc"}
     assert [*rounds[:4], *rounds[5:]] == [*alone[:4], *alone[5:]]
+
+
+def test_chosen_layers_of_a_llama_train_their_adapters_alone() -> None:
+    config = {
+        "model_type": "llama", "vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    document, begin = untrained(config, "causal-lm", seed=1, lora=Lora(rank=2, alpha=4))
+    words = torch.randint(30, (8, 6), generator=torch.Generator().manual_seed(0))
+    data = {"a": Dataset({"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words})}
+    settings = {"layers": 2, "always": [], "tokens": {"where": "last"}}
+    wanted = {"method": {"name": "safl", "settings": settings}, "rounds": 1, "training": {"learning_rate": 0.05}}
+    result = simulate(wanted, Weights(document, begin), data)
+    [[chosen]] = (choices.values() for choices in choices_of(result.rounds))
+    assert len(chosen) == 2
+    now = {name: to_array(value) for name, value in result.state().model.items()}
+    moved = {name for name, value in begin.items() if value.tobytes() != now[name].tobytes()}
+    layers = [layer for layer in layers_of(document.blocks) if layer.name in chosen]
+    assert moved == {block.name for layer in layers for block in layer.blocks if block.role == "adapter"}
 
 
 def test_site_that_missed_an_election_trains_the_elected_layers() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from tessera.shared.model.blocks import Role
 from tessera.shared.model.selectors import Selector, named, roles
 from tessera.worker.model.block_map import block_table
 from tessera.worker.training.freeze import Freeze
@@ -17,8 +18,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return next(list(each) for each in model.modules() if isinstance(each, nn.ModuleList))
 
 
-def second_layer() -> Selector:
-    blocks = [block for block in block_table(PLAIN.model()) if block.layer == 1]
+def second_layer(subject: Subject, *without: Role) -> Selector:
+    blocks = [block for block in subject.blocks if block.layer == 1 and block.role not in without]
     return named([block.name for block in blocks])
 
 
@@ -26,9 +27,10 @@ def second_layer() -> Selector:
     ("subject", "train", "expected"),
     [
         (PLAIN, roles("head"), [False, False]),
-        (PLAIN, second_layer(), [False, True]),
+        (PLAIN, second_layer(PLAIN), [False, True]),
         (PLAIN, roles("value", "head"), [True, True]),
         (ADAPTED, roles("adapter"), [True, True]),
+        (ADAPTED, second_layer(ADAPTED, "query", "key", "value", "output", "mlp", "norm"), [False, True]),
     ],
 )
 def test_gradients_flow_from_the_lowest_trained_block_upwards(
