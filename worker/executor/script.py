@@ -49,7 +49,10 @@ STOP_SECONDS = 5.0
 """Time for the script to end once it finds that its task is no longer wanted, before SIGTERM."""
 OUTPUT_BYTES = 1 << 14
 """The end of the script's output that is kept for the site's log."""
-SECRET = re.compile(r"^TESSERA_|(^|_)(TOKEN|SECRET|PASSWORD|KEY|CREDENTIALS|HEADERS)$", re.IGNORECASE)
+SECRET = re.compile(
+    r"^TESSERA_|(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|_PAT|KEYS?|CREDENTIALS|HEADERS|CONNECTION_STRING)$",
+    re.IGNORECASE,
+)
 """Environment variables that the script does not get."""
 
 

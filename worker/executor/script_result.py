@@ -1,7 +1,6 @@
 """Reading of the files of a site's own training script: bounded before they are parsed, and following no link."""
 
 import os
-import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,16 @@ def read_result(folder: Path, blocks: Sequence[Block]) -> tuple[dict[str, Array]
     Raises TaskFailure for anything else than these blocks in their shapes and dtypes, and for values that are not
     finite. Its text names only blocks of the plan: the site's log has the rest.
     """
-    copy = folder / BLOCKS
+    # Beside the folder, which a container of the script may still hold.
+    copy = folder.with_name(f"{folder.name}.safetensors")
+    try:
+        return _read_result(folder, blocks, copy)
+    finally:
+        # Its pages stay.
+        copy.unlink(missing_ok=True)
+
+
+def _read_result(folder: Path, blocks: Sequence[Block], copy: Path) -> tuple[dict[str, Array], dict[str, float]]:
     try:
         figures = ScriptFigures.model_validate_json(_small(folder / RESULT / FIGURES))
         # A process that the script left behind may still write, which does not change the copy.
@@ -87,7 +95,10 @@ def _small(path: Path) -> bytes:
 
 def _copy(path: Path, copy: Path, most: int) -> None:
     with _opened(path, most) as file, copy.open("xb") as own:
-        shutil.copyfileobj(file, own, 1 << 20)
+        while piece := file.read(1 << 20):
+            if (most := most - len(piece)) < 0:
+                raise _NoFile(f"{path.name} has become larger")
+            own.write(piece)
 
 
 def _opened(path: Path, most: int) -> BinaryIO:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,8 +23,10 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.site import SiteTask
 from tessera.worker.cli.model import init
 from tessera.worker.errors import TaskFailure
+from tessera.worker.executor import script_result
 from tessera.worker.executor.folder import write_document
-from tessera.worker.executor.script_folder import MODEL, RESULT, STOP, TASK, TASK_VARIABLE, ScriptTask
+from tessera.worker.executor.script import SECRET
+from tessera.worker.executor.script_folder import BLOCKS, MODEL, RESULT, STOP, TASK, TASK_VARIABLE, ScriptTask
 from tessera.worker.executor.script_result import read_progress, read_result
 from tessera.worker.settings import DataSource, DataSources
 
@@ -55,7 +61,8 @@ def give(folder: Path, blocks: list[Block], **source: Any) -> None:
     )
     task = ScriptTask(
         run="r", round=1, rounds=2, method="fedavg", dataset="d", examples=EXAMPLES, steps=2, seed=5 + (1 << 40),
-        training=Training(), train=names, send=names, mapping=None, sources=sources, data=None if source else given,
+        training=Training(), train=names, send=names, mapping=None, sources=sources,
+        data=None if source else given,
     )  # fmt: skip
     write_document(folder / TASK, task)
 
@@ -161,3 +168,58 @@ def test_a_script_that_no_worker_runs_is_told_how_one_does(monkeypatch: pytest.M
     monkeypatch.delenv(TASK_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"\[executor\] command = "):
         tessera.site.task()
+
+
+LEAVES = """
+import subprocess, sys
+code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+child.wait()
+print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+"""
+
+
+def test_a_script_leaves_no_process_behind_that_left_its_group() -> None:
+    command = [sys.executable, "-m", "tessera.worker.executor.script_supervisor", str(os.getpid())]
+    ended = subprocess.run([*command, sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, check=True)
+    left = ended.stdout.split()
+    assert len(left) == 2
+    assert not any(psutil.pid_exists(int(each)) for each in left)
+
+
+def test_the_checked_copy_of_a_result_is_out_of_the_scripts_folder(folder: Path) -> None:
+    task = SiteTask(folder)
+    task.submit(task.model())
+    before = set(folder.rglob("*"))
+    arrays, _ = read_result(folder, sent(folder))
+    assert set(folder.rglob("*")) == before
+    # Nor does it stay beside it; its values can still be read.
+    assert not list(folder.parent.glob("*.safetensors"))
+    assert all(np.isfinite(values).all() for values in arrays.values())
+
+
+def test_a_result_that_grows_while_it_is_copied_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a process of a container, which the worker cannot end."""
+    task = SiteTask(folder)
+    task.submit(task.model())
+    checked = script_result._opened
+
+    def grown(path: Path, most: int) -> Any:
+        file = checked(path, most)
+        if path.name == BLOCKS:
+            os.truncate(path, most + 1)
+        return file
+
+    monkeypatch.setattr(script_result, "_opened", grown)
+    with pytest.raises(TaskFailure, match="its files are missing, too large"):
+        read_result(folder, sent(folder))
+
+
+def test_variables_with_secrets_do_not_reach_a_script() -> None:
+    secret = ["TESSERA_WORKER_TOKEN", "HF_TOKEN", "PGPASSWORD", "MYSQL_PWD", "GITHUB_PAT", "OPENAI_APIKEY",
+              "SIGNING_KEYS", "AZURE_STORAGE_CONNECTION_STRING", "SMTP_PASS", "RESTIC_PASSPHRASE"]  # fmt: skip
+    assert all(map(SECRET.search, secret))
+    plain = ["PATH", "PWD", "OLDPWD", "HOME", "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"]
+    assert not any(map(SECRET.search, plain))
