@@ -98,6 +98,10 @@ class Plan(Value):
         rank = self.scalars.get(LORA_RANK)
         return None if rank is None else int(rank)
 
+    def rank_metric(self, lora: Lora | None) -> dict[str, float]:
+        """Return the rank of a model's adapters as a metric of the task, if sites train different ones."""
+        return {LORA_RANK: float(self.lora_rank or lora.rank)} if lora and lora.ranks else {}
+
     def sent(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
         """Return the blocks of an update, with the extra arrays. Raises SelectorError as `resolve` does."""
         return (*self.upload.resolve(blocks), *(each.block for each in self.extra))
@@ -534,6 +538,12 @@ class WorkerHalf(Generic[C]):
         object, or None. A site's own training script has no such half, and cannot do it."""
         own = (said for hook, said in BEYOND_TRAINING.items() if getattr(cls, hook) is not getattr(WorkerHalf, hook))
         return next(own, None)
+
+    @property
+    def computed_rank(self) -> int | None:
+        """The rank of the adapters with which the model computes in training; None for their whole rank. By default
+        it is the rank at which the worker trains."""
+        return self.run.lora_rank
 
     def private(self) -> Selector:
         """Return the run's blocks that never leave the site; a plan that uploads one of them is rejected. They are

@@ -271,6 +271,12 @@ def _divided(adapter: Adapter, best: BestFactors) -> dict[str, Tensor]:
 
 
 class LoraWorker(WorkerHalf[LoraSettings]):
+    @property
+    def computed_rank(self) -> int | None:
+        # The base holds the negative of what all parts together have beyond the mean product: without one of them, a
+        # site would train another model than the version.
+        return None if self.settings.average == "residual" else super().computed_rank
+
     def setup(self, context: TaskContext) -> None:
         """Begin new adapters if the plan says so: A as PEFT does, with values up to 1 / sqrt(inputs); B is zero."""
         if (seed := context.plan.scalars.get(START)) is None:

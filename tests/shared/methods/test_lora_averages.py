@@ -18,6 +18,8 @@ from tessera.shared.problems import Invalid
 from tessera.shared.rounds.planning import begun, run_facts
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, to_array
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.build import activate_adapters, instantiate, write_block
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.task_document import NO_DIGEST
 from tests.support.tasks import untrained
@@ -318,6 +320,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "codec": "delta+int8",
     },
     "partition": {"method": {"name": "lora", "settings": {"average": "partition"}}, "download_codec": "int8"},
+    "residual, private": {
+        "method": {"name": "lora", "settings": {"average": "residual"}},
+        "privacy": {"epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0},
+    },
 }
 
 
@@ -341,8 +347,8 @@ def test_sites_of_different_ranks_take_part_in_other_methods_and_under_privacy(c
     stacked = case.startswith("stack")
     for part in LORA.parts:
         assert any(f".lora_B.{part}." in name for name in moved) == (not stacked)
-    # Of the base only the mean product of FLoRA.
-    assert any(".base_layer.weight" in name for name in moved) == stacked
+    # The base only with the mean product of FLoRA, or with FedEx-LoRA's difference.
+    assert any(".base_layer.weight" in name for name in moved) == case.startswith(("stack", "residual"))
 
 
 def test_a_table_in_which_an_adapter_fits_no_matrix_is_refused() -> None:
@@ -351,3 +357,40 @@ def test_a_table_in_which_an_adapter_fits_no_matrix_is_refused() -> None:
     kept = tuple(block for block in model.blocks if block.name != wrong)
     said = refusal_of(model.model_copy(update={"blocks": kept}), values, spec_of("stack"))
     assert "does not fit a matrix: create the model with `tessera model init`" in said
+
+
+@pytest.mark.parametrize("average", ["stack", "residual"])
+def test_each_site_starts_from_the_mean_of_the_sites_models_whatever_its_rank(average: str) -> None:
+    """With the residual the base alone, or with some parts, is another model than the version."""
+    config, head = MODELS["bert"]
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model, values = untrained({**config, **dropout}, head, seed=1, lora=LORA)
+    tokens = torch.randint(3, 18, (60, 6), generator=torch.Generator().manual_seed(0))
+    data = Dataset({"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[:, 0] % 3})
+    sites = {name: data.rows(torch.arange(20) + 20 * place) for place, name in enumerate(RANKS)}
+    spec = {
+        "rounds": 2, "seed": 2, "lora_ranks": RANKS, "method": {"name": "lora", "settings": {"average": average}},
+        "training": {"learning_rate": 0.2, "batch_size": None, "steps": 4},
+    }  # fmt: skip
+    result = simulate(spec, Weights(model, values), sites, conditions=Conditions(keep_versions="all"))
+    first = result.arrays(1)
+    one = {**spec, "rounds": 1, "training": {**spec["training"], "steps": 1, "learning_rate": 1e-9}}
+    begun_at = simulate(one, Weights(model, first), sites).rounds[0].tasks
+    computed = {task.worker.partition("/")[0]: task.metrics["loss"] for task in begun_at}
+    whole, truncated = (loss_of(model, first, data, parts) for parts in (LORA.parts, LORA.parts_within(2)))
+    for place, name in enumerate(RANKS):
+        assert computed[name] == pytest.approx(whole[place], rel=6e-3), name
+    assert (abs(whole[0] / truncated[0] - 1) > 0.02) == (average == "residual")
+
+
+def loss_of(model: Model, values: Values, data: Dataset, parts: Any) -> list[float]:
+    """The loss of each site's rows, of a model that computes with these parts of its adapters."""
+    built = instantiate(model.config, model.head, lora=model.lora)
+    tensors = named_tensors(built)
+    for block in model.blocks:
+        write_block(tensors, block, values[block.name])
+    activate_adapters(built, list(parts))
+    built.eval()
+    with torch.no_grad():
+        rows = (data.read(torch.arange(20) + 20 * place) for place in range(len(RANKS)))
+        return [float(built(**batch).loss) for batch in rows]

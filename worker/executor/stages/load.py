@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import LORA_RANK, WorkerHalf
+from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.executor.stages.local_task import LocalTask
@@ -40,8 +40,7 @@ class PreparedTask:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of each training with the model, with the rank of its adapters if sites' ranks differ."""
-        lora, rank = self.document.lora, self.context.plan.lora_rank
-        return {**self.built.metrics, **({LORA_RANK: float(rank or lora.rank)} if lora and lora.ranks else {})}
+        return {**self.built.metrics, **self.context.plan.rank_metric(self.document.lora)}
 
     def personalise(self) -> None:
         """Restore the site's private state into the model and let the method set it up."""
@@ -69,11 +68,11 @@ def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
     # Only once the version is here, so that a false claim of a large model allocates no memory.
     built = last or _built(local, fetched)
     _fill(local, fetched, built, is_new=built is not last)
-    if (lora := fetched.document.lora) and lora.ranks:
-        rank = task.plan.lora_rank if task.trains else None
-        activate_adapters(built.model, lora.parts_within(rank or lora.rank))
     seed_everything(local.task.seed)
     half = local.half(fetched.document)
+    if (lora := fetched.document.lora) and lora.ranks:
+        rank = half.computed_rank if task.trains else None
+        activate_adapters(built.model, lora.parts_within(rank or lora.rank))
     context = LocalTaskContext(
         built.model,
         fetched.document.head,
