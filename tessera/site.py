@@ -45,7 +45,7 @@ from tessera.worker.executor.folder import read_document, write_document
 from tessera.worker.executor.script_folder import ScriptFigures, ScriptProgress, ScriptTask
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import load, read_block, tensor_of
+from tessera.worker.model.build import activate_adapters, load, read_block, tensor_of
 from tessera.worker.training.freeze import Freeze
 
 __all__ = ["SiteTask", "task"]
@@ -112,8 +112,10 @@ class SiteTask:
         return _Rows(packed(found) if found.pack else found)
 
     def model(self) -> PreTrainedModel:
-        """Return the model of the run's version, with its adapters and prompts."""
+        """Return the model of the run's version, with its prompts and the adapters of this site's rank."""
         model = load(self._opened, self._document.mapping)
+        if (lora := self._opened.model.lora) and lora.ranks:
+            activate_adapters(model, lora.parts_within(self._document.lora_rank or lora.rank))
         model.name_or_path = model.config.name_or_path = str(self.model_folder)
         return model
 

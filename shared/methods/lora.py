@@ -271,6 +271,11 @@ def _divided(adapter: Adapter, best: BestFactors) -> dict[str, Tensor]:
 
 
 class LoraWorker(WorkerHalf[LoraSettings]):
+    @classmethod
+    def beyond_training(cls, settings: LoraSettings) -> str | None:
+        # By other averages adapters go on from the version's values.
+        return "begins new adapters in each round" if settings.average == "stack" else None
+
     @property
     def computed_rank(self) -> int | None:
         # The base holds the negative of what all parts together have beyond the mean product: without one of them, a

@@ -20,6 +20,7 @@ from uuid import uuid4
 import structlog
 
 from tessera.shared.methods.base import LocalResult, State, UnsupportedRun
+from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import WEIGHTS_FILE
 from tessera.shared.rounds.export import Export, small_files
@@ -154,6 +155,7 @@ class ScriptExecutor(ProcessExecutor):
         if self._shows_figures(run):
             named = {name if name == "loss" else f"script_{name}": value for name, value in figures.items()}
             run.report.metrics = {name: rounded(value) for name, value in named.items() if abs(value) < MAX_NUMBER}
+        run.report.metrics |= run.task.plan.rank_metric(fetched.document.lora)
         return TaskOutcome(examples, LocalResult(upload))
 
     def _planned(self, run: TaskRun, fetched: FetchedVersion) -> tuple[list[Block], list[Block]]:
@@ -199,6 +201,7 @@ class ScriptExecutor(ProcessExecutor):
             training=task.training,
             train=tuple(block.name for block in train),
             send=tuple(block.name for block in send),
+            lora_rank=worker_half(task.method, facts_of(task, fetched.document)).computed_rank,
             mapping=fetched.mapping,
             sources=sources.model_copy(update={"datasets": {task.dataset: source}}),
             data={"kind": source.kind, **source.options} if whole else None,

@@ -46,6 +46,8 @@ class ScriptTask(Document):
     """The names of the blocks to train."""
     send: tuple[str, ...]
     """The names of the blocks to return."""
+    lora_rank: int | None
+    """The rank of the adapters with which the model computes; None for their whole rank."""
     mapping: MappingFile | None
     sources: DataSources
     """The settings of the data set."""

@@ -28,7 +28,8 @@ from tessera.shared.api.runs import Cohort, Evaluation, RunSpec, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import WEIGHTS_FILE
+from tessera.shared.methods.registry import beyond_script
+from tessera.shared.model.spec import WEIGHTS_FILE, Lora
 from tessera.shared.problems import OF_WORKERS
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import init
@@ -36,11 +37,11 @@ from tessera.worker.governance.approvals import ApprovalDecision
 from tessera.worker.governance.descriptions import OWN_SCRIPT
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.federation import exported
+from tests.support.federation import exported, start_run
 from tests.support.paths import ROOT
 from tests.support.task_document import NO_DIGEST
 from tests.support.task_document import task_of as task_document
-from tests.support.tasks import DIGITS_VIT
+from tests.support.tasks import DIGITS_VIT, untrained
 from tests.worker.test_agent import begin, failed, settings_of, task_of, working
 
 EXAMPLES = ROOT / "examples" / "script"
@@ -138,6 +139,45 @@ def test_the_examples_script_with_trl_trains_adapters_alone(coordinator: LiveCoo
     assert changed == {name for name in before if "lora_" in name}
     (task,) = next(client.rounds(run.id)).tasks
     assert task.metrics["loss"] > 0
+
+
+ADAPTS = """
+import pathlib, tessera.site, torch
+task = tessera.site.task()
+model = task.model()
+task.freeze(model)
+layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+active = {name for layer in layers for name in layer.active_adapters}
+pathlib.Path(__file__).with_name("active").write_text(" ".join(sorted(active)))
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(1.0, alpha=float(parameter.requires_grad))
+task.submit(model)
+"""
+
+
+def test_a_script_trains_adapters_of_its_sites_rank(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    lora = Lora(rank=8, alpha=16, ranks=(2, 8))
+    document, start = untrained(DIGITS_VIT, "image-classification", seed=1, lora=lora)
+    client = coordinator.client()
+    run = start_run(client, document, start, dataset="digits", rounds=1, method=MethodSpec(name="lora"))
+    settings = {**own_script(tmp_path / "own", ADAPTS), "resources": {"lora_rank": 4}}
+    with working(coordinator, tmp_path, **settings):
+        until(lambda: client.run(run.id).state != "running")
+    assert client.run(run.id).state == "completed"
+    assert (tmp_path / "own" / "active").read_text() == "rank_2"
+    (task,) = next(client.rounds(run.id)).tasks
+    assert task.metrics["lora_rank"] == 2
+    after = exported(client, run)
+    changed = {name for name in after if not np.array_equal(after[name], start[name])}
+    assert changed == {name for name in start if ".rank_2." in name or name.startswith("classifier.")}
+
+
+def test_a_script_cannot_begin_new_adapters_in_each_round() -> None:
+    for average in ("factors", "partition", "residual"):
+        assert beyond_script(MethodSpec(name="lora", settings={"average": average})) is None
+    refusal = beyond_script(MethodSpec(name="lora", settings={"average": "stack"}))
+    assert refusal == "the method lora begins new adapters in each round, which a site's own script does not do"
 
 
 # ---------------------------------------------------------------- scripts that do what they should not

@@ -61,7 +61,7 @@ def give(folder: Path, blocks: list[Block], **source: Any) -> None:
     )
     task = ScriptTask(
         run="r", round=1, rounds=2, method="fedavg", dataset="d", examples=EXAMPLES, steps=2, seed=5 + (1 << 40),
-        training=Training(), train=names, send=names, mapping=None, sources=sources,
+        training=Training(), train=names, send=names, lora_rank=None, mapping=None, sources=sources,
         data=None if source else given,
     )  # fmt: skip
     write_document(folder / TASK, task)
