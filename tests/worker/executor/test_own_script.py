@@ -156,6 +156,7 @@ task.submit(model)
 """
 
 
+@pytest.mark.long
 def test_a_script_trains_adapters_of_its_sites_rank(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     lora = Lora(rank=8, alpha=16, ranks=(2, 8))
     document, start = untrained(DIGITS_VIT, "image-classification", seed=1, lora=lora)
@@ -163,7 +164,7 @@ def test_a_script_trains_adapters_of_its_sites_rank(coordinator: LiveCoordinator
     run = start_run(client, document, start, dataset="digits", rounds=1, method=MethodSpec(name="lora"))
     settings = {**own_script(tmp_path / "own", ADAPTS), "resources": {"lora_rank": 4}}
     with working(coordinator, tmp_path, **settings):
-        until(lambda: client.run(run.id).state != "running")
+        until(lambda: client.run(run.id).state != "running", 400)
     assert client.run(run.id).state == "completed"
     assert (tmp_path / "own" / "active").read_text() == "rank_2"
     (task,) = next(client.rounds(run.id)).tasks
