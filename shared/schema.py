@@ -187,6 +187,9 @@ SCORED_LABELS = "labels"
 """Name of an evaluation's number of scored labels, the weight of its other metrics; sent where it is not the number
 of examples."""
 
+CHOICE_ACCURACY = "choice_accuracy"
+"""Name of the share of questions whose right answer the model finds more likely than the others."""
+
 MAX_INLINE_BLOBS = 1024
 """Blobs that may come with a task."""
 

@@ -30,7 +30,7 @@ from tessera.shared.api.runs import Coverage, Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
 from tessera.shared.metrics.convergence import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
-from tessera.shared.metrics.site_spread import PERSONAL, SiteScores
+from tessera.shared.metrics.site_spread import PERSONAL, SiteScores, weighs_labels
 from tessera.shared.metrics.svg_charts import Band
 from tessera.shared.rounds.eta import TaskPace, expected_end
 from tessera.shared.schema import ACCEPTED, SCORED_LABELS
@@ -221,7 +221,7 @@ def _evaluations(
     for worker_id, run_id, version, held_out, examples, scored, *values in tasks:
         metrics = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         labels = int(examples or 0 if scored is None else scored)
-        by_run[run_id].append(SiteScores(version, *workers[worker_id], held_out, labels, metrics))
+        by_run[run_id].append(SiteScores(version, *workers[worker_id], held_out, labels, examples or 0, metrics))
     return by_run
 
 
@@ -253,6 +253,7 @@ def measured(
             *workers[worker_id],
             held_out,
             int(metrics.get(SCORED_LABELS, examples or 0)),
+            examples or 0,
             metrics,
             views.stored_counts(counts),
         )
@@ -287,7 +288,8 @@ def score_curves(session: Session, runs: Sequence[tuple[Run, str]]) -> dict[str,
     curves: dict[str, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name in {name for _, name in runs if name}:
         value = TaskRow.metrics[name].as_float()
-        labels = func.coalesce(TaskRow.metrics[SCORED_LABELS].as_float(), TaskRow.examples)
+        scored = TaskRow.metrics[SCORED_LABELS].as_float()
+        labels = func.coalesce(scored, TaskRow.examples) if weighs_labels(name) else TaskRow.examples
         of_runs = or_(*(_at_some_versions(run) for run, title in runs if title == name))
         rows = session.execute(
             select(TaskRow.run_id, TaskRow.held_out, func.sum(value * labels) / func.sum(labels))

@@ -76,7 +76,17 @@ MAX_TICKED = 50
 MAX_SCORED = 200
 """Runs that are sorted by a value that has to be computed for each: the newest that match."""
 SHOWN_ROUNDS = 10
-HEADLINE = ("entity_f1", "entity_partial_f1", "accuracy", "micro_f1", "macro_f1", "mae", "r2", "loss")
+HEADLINE = (
+    "entity_f1",
+    "entity_partial_f1",
+    "choice_accuracy",
+    "accuracy",
+    "micro_f1",
+    "macro_f1",
+    "mae",
+    "r2",
+    "loss",
+)
 ODD = 2.0
 """Multiple of the round's median from which an outlier score is marked."""
 

@@ -28,7 +28,7 @@ from tessera.shared.methods.base import Plan
 from tessera.shared.metrics.classification import Figure, GroupFigures, group_figures, share
 from tessera.shared.metrics.comparison import MainScore, main_score
 from tessera.shared.metrics.membership import AttackResult
-from tessera.shared.metrics.site_spread import scores_by_site
+from tessera.shared.metrics.site_spread import scores_by_site, weight_of
 from tessera.shared.rounds.client_privacy import EPSILON
 from tessera.shared.rounds.planning import task_of
 from tessera.shared.schema import TaskKind
@@ -197,7 +197,7 @@ def _scores(main: MainScore, ones: Sequence[Measurement], number: int, evaluatio
     apart = scores_by_site(ones, main.name)
     labels = Counter[str]()
     for one in ones:
-        labels[one.site] += one.labels if main.name in one.metrics else 0
+        labels[one.site] += weight_of(one, main.name) if main.name in one.metrics else 0
     # Sites without counts are in the score alone.
     pooled = figures.get((everywhere, ALL)) if {site for site, _ in figures} >= labels.keys() else None
     total = pooled if main.name == "accuracy" else None

@@ -12,6 +12,7 @@ from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.convergence import Clock, Convergence, Curve, RoundCost
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import (
+    HEADLINES,
     PERSONAL,
     Measured,
     Score,
@@ -22,7 +23,7 @@ from tessera.shared.metrics.site_spread import (
     score_of,
 )
 
-MAIN_SCORES = ("entity_f1", "accuracy", "micro_f1", "mae", "loss")
+MAIN_SCORES = HEADLINES
 """A run's main score is the first of these that was measured."""
 OWN_SCORES = frozenset(PERSONAL + name for name in MAIN_SCORES)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tessera.shared.api.class_counts import Counts, can_pool, pooled
 from tessera.shared.api.runs import Measurement
-from tessera.shared.schema import SCORED_LABELS
+from tessera.shared.schema import CHOICE_ACCURACY, SCORED_LABELS
 
 PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
@@ -23,7 +23,10 @@ do. Where a site sends none, they are means of the sites' own values, each site 
 MEANS_OF_SITES = (*FROM_COUNTS, "macro_auroc")
 """The same, and the metric that needs histograms of scores: over several sites it is among the figures alone."""
 
-HEADLINES = ("entity_f1", "accuracy", "micro_f1", "mae", "loss")
+BY_LABEL = ("loss", "accuracy", *MEANS_OF_SITES)
+"""Metrics that are means over labels. All others are means over examples."""
+
+HEADLINES = ("entity_f1", CHOICE_ACCURACY, "accuracy", "micro_f1", "mae", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
 
 DECILE_SITES = 10
@@ -38,6 +41,7 @@ class SiteScores(NamedTuple):
     site: str
     held_out: bool
     labels: int
+    examples: int
     metrics: Mapping[str, float]
     class_counts: Counts | None = None
 
@@ -50,7 +54,7 @@ class Score(NamedTuple):
 
     site: str
     labels: int
-    """The number of labels over which it is the mean."""
+    """The number of labels, or of examples, over which it is the mean."""
     value: float
     counts: Counts | None = None
     """If its site sends them and the metric follows from them."""
@@ -64,7 +68,7 @@ class Spread:
     mean: float
     """Each site counts alike."""
     weighted_mean: float
-    """Each label counts alike."""
+    """Each label or example counts alike."""
     worst: float
     worst_site: str
     deviation: float
@@ -107,7 +111,9 @@ def spreads(measurements: Iterable[Measured], names: Collection[str] | None = No
     for one in measurements:
         if one.held_out:
             for name, value in _wanted(one, names):
-                found.setdefault(one.version, {}).setdefault(name, []).append(Score(one.site, one.labels, value))
+                found.setdefault(one.version, {}).setdefault(name, []).append(
+                    Score(one.site, weight_of(one, name), value)
+                )
     return {
         version: {
             name: spread(_by_site(scores), better_low=is_better_low(name)) for name, scores in sorted(by_name.items())
@@ -131,7 +137,7 @@ def scores_by_site(measurements: Iterable[Measured], name: str) -> dict[str, dic
     for one in measurements:
         if one.held_out and name in one.metrics:
             scores = found.setdefault(one.site, {}).setdefault(one.version, [])
-            scores.append(Score(one.site, one.labels, one.metrics[name]))
+            scores.append(Score(one.site, weight_of(one, name), one.metrics[name]))
     return {site: {v: joined(scores).value for v, scores in of_site.items()} for site, of_site in found.items()}
 
 
@@ -174,9 +180,19 @@ def name_over_sites(name: str, scores: Iterable[Score] = ()) -> str:
     return f"{name} (mean of sites)" if is_mean else name
 
 
+def weighs_labels(name: str) -> bool:
+    """Return True if a metric is a mean over labels, and False if it is one over examples."""
+    return name.removeprefix(PERSONAL) in BY_LABEL
+
+
+def weight_of(one: Measured, name: str) -> int:
+    """Return the number of labels, or of examples, over which a metric is the mean."""
+    return one.labels if weighs_labels(name) else one.examples
+
+
 def score_of(one: Measured, name: str) -> Score:
     """Return one number of a measurement, with the counts from which it follows over several sites."""
-    return Score(one.site, one.labels, one.metrics[name], one.class_counts if name in FROM_COUNTS else None)
+    return Score(one.site, weight_of(one, name), one.metrics[name], one.class_counts if name in FROM_COUNTS else None)
 
 
 def scores_by_version(

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -79,9 +80,10 @@ class RawTexts:
     """Further settings by which texts become rows."""
 
     def parts(self) -> Iterator[tuple[str, ...]]:
-        """Yield the words of each text, the messages of each chat, or the text and a second one if there is one."""
+        """Yield the words of each text, the messages and offered answers of each chat, or the text and a second
+        one if there is one."""
         if self.of_chats:
-            yield from (chat.contents for chat in cast("Sequence[Chat]", self.first))
+            yield from (chat.texts for chat in cast("Sequence[Chat]", self.first))
         elif self.by_word:
             yield from map(tuple, self.first)
         else:
@@ -97,6 +99,22 @@ class RawTexts:
             if (values := getattr(self, name)) is not None and len(values)
         }
         return replace(self, **chosen)
+
+
+class Choices(NamedTuple):
+    """The answers that a question offers, as tokens."""
+
+    right: int
+    """The place of the right one."""
+    shared: int
+    """The number of tokens in the example's row that are before each answer."""
+    answers: tuple[tuple[int, ...], ...]
+    """The tokens of each answer, with those that end it."""
+
+    @classmethod
+    def of(cls, noted: Sequence[Any]) -> Choices:
+        """Return the answers as a file notes them."""
+        return cls(noted[0], noted[1], tuple(map(tuple, noted[2])))
 
 
 Rows = dict[str, Tensor]
@@ -228,6 +246,10 @@ class Dataset:
     """True if tasks put several of these documents into a row (`worker.data.packing`)."""
     share: tuple[int, int] = (0, 1)
     """A rank's number and the number of ranks. Each reads every such row of a batch, and perhaps none."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer that wrote chats, to read what a model generates; None for other data sets."""
+    choices: Sequence[Choices] | None = None
+    """The answers between which each example asks."""
     sides: NDArray[np.int32] | None = None
     """The longer side of each image as it was read, in pixels, int32 [examples]."""
 
@@ -246,7 +268,13 @@ class Dataset:
         if twice := sorted(self.inputs.keys() & self.common.keys()):
             raise DataError(f"{', '.join(twice)}: given both for each example and as common to all")
         columns = ((f"subgroups: {name}", column.places) for name, column in self.subgroups.items())
-        given_each = (("sources", self.sources), ("groups", self.groups), ("sides", self.sides), *columns)
+        given_each = (
+            ("sources", self.sources),
+            ("groups", self.groups),
+            ("sides", self.sides),
+            ("choices", self.choices),
+            *columns,
+        )
         for what, given in given_each:
             if given is not None and len(given) != self.examples:
                 raise DataError(f"{what}: there are {len(given)} for {self.examples} examples; give one for each")
@@ -369,6 +397,8 @@ class Dataset:
             padding=self.padding,
             groups=_chosen(self.groups, index),
             sides=_chosen(self.sides, index),
+            tokenizer=self.tokenizer,
+            choices=_chosen(self.choices, index),
             subgroups={name: column.rows(index) for name, column in self.subgroups.items()},
             texts=self.texts and self.texts.rows(index),
             report=self.report,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +26,23 @@ class Chat(Value):
     """The first turn that may be scored: a prompt's own answers are not."""
     plain: bool = False
     """True for a prompt and its completion as texts, which need no template."""
+    choices: Annotated[tuple[str, ...], Field(exclude_if=operator.not_)] = ()
+    """The answers that a question offers."""
+    right: Annotated[int, Field(exclude_if=operator.not_)] = 0
+    """The place of the right one, which is the last turn."""
 
     @property
     def contents(self) -> tuple[str, ...]:
         return tuple(content for _, content in self.turns)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The messages, and the answers that are offered."""
+        return (*self.contents, *self.choices)
+
+    def answered(self, text: str) -> Chat:
+        """Return the chat with another last turn."""
+        return Chat(turns=(*self.turns[:-1], (ASSISTANT, text)), scored_from=self.scored_from)
 
     @property
     def answers(self) -> list[int]:

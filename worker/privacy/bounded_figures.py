@@ -27,8 +27,8 @@ from tessera.worker.privacy.bounded_numbers import (
     FigureNoise,
     LabelSums,
     Leaving,
+    RoundedSums,
     TargetSums,
-    rounded_sums,
 )
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.training.batches import ReadableBatches
@@ -54,7 +54,7 @@ def disclosed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name in DISCLOSED}
 
 
-class BoundedSums:
+class BoundedSums(RoundedSums):
     """Sums over examples. One with several scored labels adds the mean over them, so that it counts as one."""
 
     def __init__(self, classes: int, tags: Sequence[tuple[str, int]] | None = None) -> None:
@@ -121,7 +121,7 @@ class BoundedSums:
             leaving["by_class"] = (self.by_class, 1.0)
         if self._tags:
             leaving["entities"] = (self.entities, 1.0)
-        return rounded_sums({name: Leaving(*each, SQUARES[name]) for name, each in leaving.items()}, noise)
+        return self.rounded_with({name: Leaving(*each, SQUARES[name]) for name, each in leaving.items()}, noise)
 
     def figures(
         self, examples: int, noise: FigureNoise | None = None, ignored: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class BoundedSums:
             found["macro_f1"] = fmean(min(1.0, 2 * right / (made + true)) for right, made, true in occurring)
         if "entities" in sums and (scores := f1_of_entities(*sums["entities"].tolist())):
             found |= {name: min(1.0, value) for name, value in zip(ENTITY_SCORES, scores, strict=True)}
-        return found
+        return found | self.own_means(examples, sums)
 
 
 FigureSums = BoundedSums | LabelSums | TargetSums

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from tessera.worker.scores.example_figures import ExampleFigures
 
 STEP = 5
 """The step of a rounded sum, in units of the most that replacing one example changes."""
@@ -68,7 +72,21 @@ def _noisy(leaving: Leaving, deviation: int, source: NoiseSource) -> Tensor:
     return ((sums / most * GRID).round() + noise) * (most / GRID)
 
 
-class LabelSums:
+class RoundedSums:
+    """Sums over examples, and beside them those of figures of which each example has a value."""
+
+    own: ExampleFigures | None = None
+
+    def rounded_with(self, leaving: Mapping[str, Leaving], noise: FigureNoise | None) -> dict[str, Tensor]:
+        """Return all sums rounded, with noise for all of them together."""
+        return rounded_sums({**leaving, **(self.own.leaving() if self.own else {})}, noise)
+
+    def own_means(self, examples: int, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the figures of which each example has a value."""
+        return self.own.means(examples, sums) if self.own else {}
+
+
+class LabelSums(RoundedSums):
     """Sums over examples that have several labels each. An example adds at most one to each count of a label."""
 
     def __init__(self, labels: int) -> None:
@@ -109,7 +127,8 @@ class LabelSums:
     ) -> dict[str, float]:
         """Return the clipped `loss`, the `micro_f1` and, of enough examples, the `macro_f1`, without labels at the
         places `ignored`."""
-        sums = {name: each.clamp(min=0) for name, each in rounded_sums(self.leaving(examples), noise).items()}
+        rounded = self.rounded_with(self.leaving(examples), noise)
+        sums = {name: each.clamp(min=0) for name, each in rounded.items()}
         found = {"loss": min(self.clip, float(sums["loss"]) / examples)}
         hits, made, true = sums["together"].tolist()
         if made + true:
@@ -118,10 +137,10 @@ class LabelSums:
         occurring = [each for n, each in enumerate(by_label) if each[1] + each[2] and n not in ignored]
         if occurring:
             found["macro_f1"] = fmean(min(1.0, 2 * hits / (made + true)) for hits, made, true in occurring)
-        return found
+        return found | self.own_means(examples, rounded)
 
 
-class TargetSums:
+class TargetSums(RoundedSums):
     """Sums over the examples of a regression, whose errors and targets are clipped to `FARTHEST` deviations."""
 
     def __init__(self, deviation: float) -> None:
@@ -157,7 +176,8 @@ class TargetSums:
     ) -> dict[str, float]:
         """Return the clipped `loss` and `mae` and, of enough examples whose targets differ, the `r2`. No class is
         `ignored`."""
-        sums = {name: float(each) for name, each in rounded_sums(self.leaving(examples), noise).items()}
+        rounded = self.rounded_with(self.leaving(examples), noise)
+        sums = {name: float(each) for name, each in rounded.items()}
         absolute, squared = max(0.0, sums["absolute"]), max(0.0, sums["squared"])
         found = {
             "loss": min(FARTHEST**2, squared / examples),
@@ -165,4 +185,4 @@ class TargetSums:
         }
         if "spread" in sums and (spread := sums["spread"] - sums["targets"] ** 2 / examples) > 0:
             found["r2"] = 1 - squared / spread
-        return found
+        return found | self.own_means(examples, rounded)

@@ -183,7 +183,8 @@ def evaluate(
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`.
 
     Beside them are `entity_f1` and `entity_partial_f1` of words with entities, and in their place `micro_f1`,
-    `macro_f1` and `macro_auroc` of several labels, or `mae` and `r2` of targets. The number of scored labels, their
+    `macro_f1` and `macro_auroc` of several labels, or `mae` and `r2` of targets. Of chats `answer_log_likelihood` is
+    the mean over them of the sum over their scored tokens. The number of scored labels, their
     weight over several data sets, is there where it is not the number of examples.
 
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels, without
@@ -219,7 +220,10 @@ def evaluate(
     if not (math.isfinite(loss) or scores.losses.numel()):
         raise NoFiniteLoss(f"the version's loss on this data is {loss}" + NO_LABELS * (not weight))
     counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
-    return {"loss": loss, **scores.figures(ignored), **counted}
+    found = {"loss": loss, **scores.figures(ignored), **counted}
+    if batches.dataset.tokenizer:
+        found["answer_log_likelihood"] = -loss * weight / batches.dataset.examples
+    return found
 
 
 class _TextStates:

@@ -8,10 +8,10 @@ tokenizer = "run"
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import LABELS, Adapter, Dataset, RawTexts, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, Choices, Dataset, RawTexts, schema_of
 from tessera.worker.data.kinds.text import TokenFile, over_in_words
 from tessera.worker.data.load_report import LoadReport, by_suffix
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
@@ -37,7 +37,7 @@ from tessera.worker.model.chats import ASSISTANT, BEGIN, END, SYSTEM, USER, Chat
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.model.sandbox import Sandbox
 
-FORMAT = 1
+FORMAT = 2
 """The number of the way in which chats become tokens, which is part of their files' names."""
 MAX_CHARACTERS = 1 << 20
 """Limit on the characters of a chat: eight times as many as 32,768 tokens of English have."""
@@ -45,14 +45,17 @@ MAX_JSON = 8 * MAX_CHARACTERS
 """Limit on the characters of a list of messages that is written as JSON."""
 AT_ONCE, CHARACTERS_AT_ONCE = 8192, 1 << 23
 """Numbers of chats, and of their characters, that a child process converts together."""
+MAX_CHOICES = 26
+"""Limit on the answers that a question offers: as many as there are letters."""
 MAX_SHOWN = 2000
 """Number of characters of the chat that is shown."""
 
-Layout = Literal["messages", "prompt", "instruction"]
+Layout = Literal["messages", "prompt", "instruction", "choice"]
 COLUMNS: dict[Layout, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
+    "choice": ("question", "choices", "answer"),
 }
 """The columns of each layout, by the options that name them."""
 
@@ -62,7 +65,7 @@ class ChatOptions(TableOptions):
         description="a table: a file, a list of files, a pattern, a folder of shards, or one that `datasets` saved"
     )
     layout: Layout | None = Field(
-        default=None, description="the columns to read: messages, prompt or instruction; unset, those that are there"
+        default=None, description="the columns to read: messages, prompt, instruction or choice; unset, those there"
     )
     messages: str = Field(default="messages", description="column: a list of messages, each with role and content")
     prompt: str = Field(default="prompt", description="column: a text, or a list of messages")
@@ -70,6 +73,13 @@ class ChatOptions(TableOptions):
     instruction: str = Field(default="instruction", description="column: the user's message")
     input: str = Field(default="input", description="column, if there is one: a text after the instruction")
     output: str = Field(default="output", description="column: the answer to the instruction")
+    question: str = Field(default="question", description="column: the user's message, or a list of messages")
+    choices: str = Field(
+        default="choices", description="column: a list of answers, or an object of answers by letter"
+    )
+    answer: str = Field(
+        default="answer", description="column: the place of the right one (from 0), its letter or text"
+    )
     tokenizer: str = Field(
         description='a local folder, a name on the hub, or "run": that of each run\'s model, with its chat template'
     )
@@ -169,7 +179,8 @@ def layout_of(options: ChatOptions, table: DataTable) -> Layout:
         raise DataError(f"layout: {table.where} has the columns of {' and '.join(there)}: set layout to one of them")
     raise DataError(
         f"messages: {table.where} has the columns {', '.join(table.names[:20])}, but neither messages, nor prompt "
-        "and completion, nor instruction and output: name its columns by these options"
+        "and completion, nor instruction and output, nor question, choices and answer: name its columns by these "
+        "options"
     )
 
 
@@ -219,10 +230,48 @@ def _of_instruction(instruction: object, output: object, more: object = None) ->
     return _checked(Chat(turns=(asked, (ASSISTANT, answer)) if answer.strip() else (asked,)))
 
 
+def _of_choices(question: object, choices: object, answer: object) -> Chat:
+    asked = _listed(question)
+    before = _messages(asked) if isinstance(asked, list) else ((USER, _text("the question", question)),)
+    offered = _offered(choices)
+    texts = list(offered.values())
+    # A number is a place, and a text may be an answer or its letter.
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        found = {answer} & set(range(len(texts)))
+    else:
+        found = {place for place, each in enumerate(offered.items()) if answer in each}
+    if len(found) != 1:
+        raise ValueError(f"has the right answer {str(answer)[:40]!r}: give the place (from 0), letter or text of one")
+    right = found.pop()
+    chat = _conversation((*before, (ASSISTANT, texts[right])), len(before))
+    return _checked(chat.model_copy(update={"choices": tuple(texts), "right": right}))
+
+
+def _offered(value: object) -> dict[str, str]:
+    """Return the answers that a question offers by their letters, or by their places as text. Raises ValueError."""
+    if isinstance(value, str) and len(value) <= MAX_JSON:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if isinstance(value, list):
+        value = {str(place): text for place, text in enumerate(value)}
+    if not isinstance(value, dict):
+        raise ValueError('has no list of choices, such as ["yes", "no", "maybe"]: correct or remove it')
+    # A column of objects has all letters of the table in each row.
+    offered = {str(name): _text("a choice", text) for name, text in value.items() if text is not None}
+    if not 2 <= len(offered) <= MAX_CHOICES:
+        raise ValueError(f"has {len(offered)} choices; 2 to {MAX_CHOICES} are read: correct or remove it")
+    if not all(map(str.strip, offered.values())) or len({*offered.values()}) < len(offered):
+        raise ValueError("has an empty choice, or one twice: correct or remove it")
+    return offered
+
+
 _READERS: dict[Layout, Callable[..., Chat]] = {
     "messages": _of_messages,
     "prompt": _of_prompt,
     "instruction": _of_instruction,
+    "choice": _of_choices,
 }
 
 
@@ -284,14 +333,14 @@ def _conversation(turns: tuple[tuple[str, str], ...], scored_from: int = 0) -> C
 
 def _checked(chat: Chat) -> Chat:
     """Return a chat. Raises ValueError for too many characters, and for invalid ones."""
-    size = sum(map(len, chat.contents))
+    size = sum(map(len, chat.texts))
     if size > MAX_CHARACTERS:
         raise ValueError(f"has {size:,} characters; {MAX_CHARACTERS:,} are read: shorten or divide it")
     try:
-        "".join(chat.contents).encode()
+        "".join(chat.texts).encode()
     except UnicodeEncodeError:
         raise ValueError("has half of a surrogate pair, which is no character: correct or remove it") from None
-    if any(mark in content for content in chat.contents for mark in (BEGIN, END)):
+    if any(mark in content for content in chat.texts for mark in (BEGIN, END)):
         raise ValueError("has a character for private use, U+F0000 or U+F0001: remove it")
     return chat
 
@@ -326,6 +375,8 @@ def _converted(
         )
     rows = np.asarray(texts.numbers)[lost].tolist()
     report = replace(made.report, cut_answers=rows, endless=noted["endless"], shown=noted["shown"])
+    choices = [Choices.of(each) for each in noted["choices"]] or None
+    made = replace(made, tokenizer=tokenizer.backend_tokenizer, choices=choices)
     kept = np.delete(np.arange(made.examples), lost)
     return replace(made.rows(torch.from_numpy(kept)) if lost else made, report=report)
 
@@ -338,11 +389,14 @@ def _batches(
     counts: TokenCounts,
     notes: dict[str, Any],
 ) -> Iterator[TokenBatch]:
-    """Yield chats as tokens, with labels. Note the places of those without a label, and a chat to show."""
+    """Yield chats as tokens, with labels. Note the places of those without a label, the answers that questions offer,
+    and a chat to show."""
     done = 0
-    notes.update(lost=[], endless=0, shown=None)
+    notes.update(lost=[], endless=0, shown=None, choices=[])
     for some in _pieces(texts.first):
-        made = _tokens(options, file, tokenizer, some, texts.numbers[done : done + len(some)])
+        rows = texts.numbers[done : done + len(some)]
+        made = _tokens(options, file, tokenizer, some, rows)
+        offered = _offered_tokens(options, file, tokenizer, some, rows)
         notes["endless"] += made.endless
         ids, labels = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
         ends = made.lengths.cumsum()
@@ -352,8 +406,13 @@ def _batches(
             kept = _kept(options, whole, tokenizer.bos_token_id, counts.limit)
             ids.append(whole[kept])
             labels.append(wanted[kept])
+            fits = True
+            if some[place].choices:
+                shared, answers = next(offered)
+                notes["choices"].append((some[place].right, int((kept < shared).sum()), answers))
+                fits = max(map(len, answers)) < counts.limit
             # The first token is predicted by none.
-            if not (labels[-1][1:] != IGNORED).any():
+            if not fits or not (labels[-1][1:] != IGNORED).any():
                 notes["lost"].append(done + place)
             elif notes["shown"] is None:
                 notes["shown"] = _shown(tokenizer, ids[-1], labels[-1])
@@ -362,6 +421,33 @@ def _batches(
         counts.add(every, made.lengths)
         columns = {IDS: every, MASK: np.ones_like(every), LABELS: np.concatenate(labels)}
         yield TokenBatch(np.array(list(map(len, ids)), np.int64), columns)
+
+
+def _offered_tokens(
+    options: ChatOptions,
+    file: TokenFile,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[Chat],
+    rows: Sequence[int] | NDArray[np.int64],
+) -> Iterator[tuple[int, list[list[int]]]]:
+    """Yield, of each chat that offers answers, the number of tokens before all of them, and the tokens of each from
+    there on. Raises DataError."""
+    every = [(row, chat.answered(text)) for row, chat in zip(rows, chats, strict=True) for text in chat.choices]
+    ids, starts, done = list[list[int]](), list[int](), 0
+    for some in _pieces(chat for _, chat in every):
+        asked = options.model_copy(update={"loss_on": "answers"})
+        made = _tokens(asked, file, tokenizer, some, [row for row, _ in every[done : done + len(some)]])
+        done += len(some)
+        for begin, end in pairwise([0, *made.lengths.cumsum().tolist()]):
+            ids.append(made.ids[begin:end].tolist())
+            starts.append(int(made.scored[begin:end].argmax()))
+    place = 0
+    for count in (len(chat.choices) for chat in chats if chat.choices):
+        answers, place = ids[place : place + count], place + count
+        # A token may stand for the end of the question and the beginning of an answer.
+        alike = takewhile(lambda tokens: len({*tokens}) == 1, zip(*answers, strict=False))
+        shared = min(*starts[place - count : place], len(list(alike)))
+        yield shared, [tokens[shared:] for tokens in answers]
 
 
 def _kept(options: ChatOptions, ids: NDArray[np.int64], start: int | None, limit: int) -> NDArray[np.int64]:
@@ -373,12 +459,12 @@ def _kept(options: ChatOptions, ids: NDArray[np.int64], start: int | None, limit
     return np.concatenate([places[:first], places[len(ids) - limit + first :]])
 
 
-def _pieces(chats: Any) -> Iterator[list[Chat]]:
+def _pieces(chats: Iterable[Any]) -> Iterator[list[Chat]]:
     """Yield chats that a child process converts together."""
     some, size = list[Chat](), 0
     for each in chats:
         some.append(each)
-        size += sum(map(len, each.contents))
+        size += sum(map(len, each.texts))
         if len(some) == AT_ONCE or size >= CHARACTERS_AT_ONCE:
             yield some
             some, size = [], 0

@@ -1,11 +1,13 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Never
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.privacy.bounded_figures import bounded_sums
 from tessera.worker.privacy.bounded_numbers import FigureNoise
 from tessera.worker.privacy.disclosed_counts import CellTable, kept_examples
+from tessera.worker.scores.answers import add_answers, answer_figures
+from tessera.worker.scores.example_figures import ExampleFigures, Range
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import PredictionCounts
 from tessera.worker.training.evaluate import evaluate as measure
@@ -56,7 +60,9 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: local.piece_size.of_batches(task.training.batch_size, ranks.size))
     size = ranks.size if rounds else size
-    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)))
+    ranges = _answer_ranges(local, measured)
+    asked = measured.examples * bool(ranges)
+    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)) + asked)
 
     def counted() -> None:
         report.advance()
@@ -78,11 +84,16 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
                 noise = FigureNoise(rho, NoiseSource(secret_key()))
             with autocast(task.training, local.device):
                 sums = bounded_sums(context, measured, local.device, check, ranks)
+            sums.own = _answered(local, loaded, measured, ranges, check)
             return sums.figures(measured.examples, noise, ignored)
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, local.device), once as data:
-            return measure(context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored)
+            found = measure(
+                context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored
+            )
+        own = _answered(local, loaded, measured, ranges, check)
+        return found | own.means(measured.examples, own.sums())
 
     scores = PredictionCounts(_subgroups(measured, task.subgroups) if counts and not rules.full_precision else None)
     found = metrics(counted, scores)
@@ -104,6 +115,27 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     report.metrics |= loaded.built.metrics
     local.check()
     return measured.examples
+
+
+def _answer_ranges(local: LocalTask, measured: Dataset) -> dict[str, Range]:
+    """Return the ranges of the figures of answers that this worker makes of a data set."""
+    found = answer_figures(measured)
+    if found and local.setup.ranks.shards > 1:
+        structlog.get_logger("worker").warning("answers-not-scored", reason="compute.shard divides the model")
+        return {}
+    return found
+
+
+def _answered(
+    local: LocalTask, loaded: PreparedTask, measured: Dataset, ranges: Mapping[str, Range], check: Check
+) -> ExampleFigures:
+    """Return the figures of the model's answers to the examples, of all ranks."""
+    own, ranks = ExampleFigures(ranges), local.setup.ranks
+    if ranges:
+        with autocast(local.task.training, local.device):
+            add_answers(loaded.context.model, measured, own, check, ranks)
+        own.sum_over(ranks)
+    return own
 
 
 def example_losses(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> Array:

@@ -14,6 +14,7 @@ from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokeniz
 from tessera.worker.errors import DataChanged, DataError, TaskFailure
 from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
+from tessera.worker.model.chats import Chat
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.handover import FetchedVersion
@@ -34,6 +35,8 @@ def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, da
     packs = dataset.pack and not (task.kind == "evaluate" and local.rules.rounds_figures(task))
     # An attack needs the loss of each text.
     packs = packs and task.kind != "attack"
+    # Answers are scored with the question before them alone.
+    packs = packs and not (task.kind == "evaluate" and _has_choices(dataset))
     if dataset.texts is None and not packs:
         return dataset
     made_as = f"{task.model}{' packed' if packs else ''}"
@@ -47,6 +50,11 @@ def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, da
     made = local.setup.ranks.shared(make)
     known[task.dataset] = made_as, made
     return made
+
+
+def _has_choices(dataset: Dataset) -> bool:
+    first = dataset.texts.first[0] if dataset.texts else None
+    return bool(dataset.choices) or (isinstance(first, Chat) and bool(first.choices))
 
 
 def require_apart(local: LocalTask, context: LocalTaskContext, dataset: Dataset) -> None:

@@ -1,0 +1,1 @@
+"""Figures that are means over examples, of answers and of a method's own. Imports `data`, `model` and `training`."""
