@@ -190,6 +190,9 @@ of examples."""
 CHOICE_ACCURACY = "choice_accuracy"
 """Name of the share of questions whose right answer the model finds more likely than the others."""
 
+EXACT_MATCH, ROUGE_L = "exact_match", "rouge_l"
+"""Names of the scores of generated answers."""
+
 MAX_INLINE_BLOBS = 1024
 """Blobs that may come with a task."""
 

@@ -80,6 +80,8 @@ HEADLINE = (
     "entity_f1",
     "entity_partial_f1",
     "choice_accuracy",
+    "rouge_l",
+    "exact_match",
     "accuracy",
     "micro_f1",
     "macro_f1",

@@ -23,7 +23,7 @@ MAX_RUNS = 100
 MAX_SITES = 1_000
 """The same of sites, those that were silent longest first."""
 
-MEASURED = frozenset(("loss", "accuracy", "mae", "choice_accuracy", *MEANS_OF_SITES))
+MEASURED = frozenset(("loss", "accuracy", "mae", "choice_accuracy", "exact_match", "rouge_l", *MEANS_OF_SITES))
 """Metrics that are exported. Workers may report others, but each name would be a series that a worker chose."""
 
 AT_SITES = MEASURED | {PERSONAL + name for name in MEASURED}

@@ -147,6 +147,10 @@ class Cohort(Value):
         return CohortTerms(**rules, invited=len(self.sites), invited_digest=named)
 
 
+MAX_NEW_TOKENS = 1024
+"""Limit on the tokens of a generated answer: each takes a forward pass."""
+
+
 class Evaluation(Value):
     """Data on which new versions are measured: a central data set, each site's held-out examples, or both."""
 
@@ -169,6 +173,13 @@ class Evaluation(Value):
         default=(0.9,),
         max_length=4,
         description="specificities at which the sensitivity to each class is reported",
+    )
+    max_new_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_NEW_TOKENS,
+        description="tokens that a language model generates for each chat at most, for exact match and ROUGE-L",
+        exclude_if=operator.not_,
     )
 
     @model_validator(mode="after")

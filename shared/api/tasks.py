@@ -423,6 +423,8 @@ class Task(Message):
     """The classes that the macro F1 of an evaluation leaves out."""
     subgroups: Label | None = Field(default=None, exclude_if=operator.not_)
     """The column by whose values an evaluation counts."""
+    max_new_tokens: Annotated[int, Field(ge=0, le=1024)] = Field(default=0, exclude_if=operator.not_)
+    """The most tokens that a language model generates for each chat of an evaluation."""
     describe: bool = Field(default=False, exclude_if=operator.not_)
     """True to send a description of the data set into a secure sum, in place of training."""
     training: Training

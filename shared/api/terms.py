@@ -12,22 +12,30 @@ from tessera.shared.schema import DEFAULT_STUDY, TaskKind
 TERMS = (
     "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
-    "keep_updates", "version", "describe", *MERGING,
+    "max_new_tokens", "keep_updates", "version", "describe", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
-send the update that earlier ones hid, or have it opened by other helpers. Without `ignore` and `subgroups`, which
-only evaluations state, two measurements of a version could differ by a class, and so show its score. Without the
+send the update that earlier ones hid, or have it opened by other helpers. Without `ignore`, `subgroups` and
+`max_new_tokens`, which only evaluations state, two measurements of a version could differ by a class, and so show its
+score. Without the
 digest of the `version`, which only attacks state, one approval would be of any number of versions. Without
 `describe`, one to train would be of counts of the data in a secure sum too."""
 
-OF_EVALUATIONS = ("ignore", "subgroups")
+OF_EVALUATIONS = ("ignore", "subgroups", "max_new_tokens")
 """Terms that only evaluations state."""
 
 
 def terms_of(task: Task) -> dict[str, JsonValue]:
     """Return the run's terms, as far as the task states them."""
     shown = task.model_dump(mode="json", include=set(TERMS))
-    fields = {"study": task.study, "subgroups": None, "describe": False, **shown, "version": task.version.digest}
+    fields = {
+        "study": task.study,
+        "subgroups": None,
+        "max_new_tokens": 0,
+        "describe": False,
+        **shown,
+        "version": task.version.digest,
+    }
     # A central evaluation uses another data set than the run.
     central = task.kind == "evaluate" and not task.held_out
     omitted = ({"dataset"} if central else set()) | (set(OF_EVALUATIONS) if task.kind != "evaluate" else set())

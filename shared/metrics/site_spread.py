@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tessera.shared.api.class_counts import Counts, can_pool, pooled
 from tessera.shared.api.runs import Measurement
-from tessera.shared.schema import CHOICE_ACCURACY, SCORED_LABELS
+from tessera.shared.schema import CHOICE_ACCURACY, ROUGE_L, SCORED_LABELS
 
 PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
@@ -26,7 +26,7 @@ MEANS_OF_SITES = (*FROM_COUNTS, "macro_auroc")
 BY_LABEL = ("loss", "accuracy", *MEANS_OF_SITES)
 """Metrics that are means over labels. All others are means over examples."""
 
-HEADLINES = ("entity_f1", CHOICE_ACCURACY, "accuracy", "micro_f1", "mae", "loss")
+HEADLINES = ("entity_f1", CHOICE_ACCURACY, ROUGE_L, "accuracy", "micro_f1", "mae", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
 
 DECILE_SITES = 10

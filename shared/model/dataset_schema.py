@@ -278,6 +278,15 @@ def ignore_fault(names: Sequence[str], model: Model) -> str | None:
     return None
 
 
+def generation_fault(max_new_tokens: int, model: Model) -> str | None:
+    """Return the reason why a model cannot generate this number of tokens; None if it can."""
+    if max_new_tokens and model.head != "causal-lm":
+        return f"is for language models, and the head is {model.head}: leave it out"
+    if max_new_tokens and max_new_tokens >= (token_limit(model) or math.inf):
+        return f"leaves no room for a question: the model takes {token_limit(model)} tokens"
+    return None
+
+
 def name_digests(names: Sequence[str]) -> tuple[ShortDigest, ...]:
     """Return 8 hexadecimal digits for each class's name, regardless of case, spaces and Unicode forms.
 

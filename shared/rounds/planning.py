@@ -42,7 +42,7 @@ from tessera.shared.methods.registry import (
     settings_type,
 )
 from tessera.shared.model.blocks import layer_key
-from tessera.shared.model.dataset_schema import ignore_fault
+from tessera.shared.model.dataset_schema import generation_fault, ignore_fault
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -119,6 +119,9 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     if spec.evaluation and (said := ignore_fault(spec.evaluation.ignore, model)):
         unknown = Fault(pointer="/evaluation/ignore", detail=said)
         raise Invalid("the model cannot be evaluated with these settings", errors=[unknown])
+    if spec.evaluation and (said := generation_fault(spec.evaluation.max_new_tokens, model)):
+        too_many = Fault(pointer="/evaluation/max_new_tokens", detail=said)
+        raise Invalid("the model cannot be evaluated with these settings", errors=[too_many])
     spec = spec.trained
     half = coordinator_half(spec.method, run_facts(spec, model))
     _check_effect(spec, half.settings)
@@ -620,6 +623,7 @@ def task_of(
         held_out=held_out,
         ignore=spec.evaluation.ignore if spec.evaluation and kind == "evaluate" else (),
         subgroups=spec.evaluation.subgroups if spec.evaluation and kind == "evaluate" else None,
+        max_new_tokens=spec.evaluation.max_new_tokens if spec.evaluation and kind == "evaluate" else 0,
         describe=spec.describe and spec.rounds > 0,
         training=spec.training,
         privacy=spec.privacy,

@@ -25,7 +25,18 @@ from tessera.shared.terminal import output
 
 # Metrics that fit on a line; `tessera run metrics` has all.
 OWN = f"{PERSONAL}accuracy"
-_NAMES = ("entity_f1", "choice_accuracy", "accuracy", "micro_f1", "macro_f1", "mae", "r2", "loss")
+_NAMES = (
+    "entity_f1",
+    "choice_accuracy",
+    "rouge_l",
+    "exact_match",
+    "accuracy",
+    "micro_f1",
+    "macro_f1",
+    "mae",
+    "r2",
+    "loss",
+)
 HEADLINES = (*dict.fromkeys(title for name in _NAMES for title in (name, name_over_sites(name))), OWN)
 
 PLAIN_SECONDS = timedelta(seconds=10)

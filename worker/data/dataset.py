@@ -247,7 +247,7 @@ class Dataset:
     share: tuple[int, int] = (0, 1)
     """A rank's number and the number of ranks. Each reads every such row of a batch, and perhaps none."""
     tokenizer: Tokenizer | None = None
-    """The tokenizer that wrote chats, to read what a model generates; None for other data sets."""
+    """The tokenizer that wrote chats whose labels are their answers, to read what a model generates."""
     choices: Sequence[Choices] | None = None
     """The answers between which each example asks."""
     sides: NDArray[np.int32] | None = None

@@ -73,7 +73,7 @@ def _noisy(leaving: Leaving, deviation: int, source: NoiseSource) -> Tensor:
 
 
 class RoundedSums:
-    """Sums over examples, and beside them those of figures of which each example has a value."""
+    """Sums over examples, and beside them the sums of further figures, for which each example has a value."""
 
     own: ExampleFigures | None = None
 
@@ -82,7 +82,7 @@ class RoundedSums:
         return rounded_sums({**leaving, **(self.own.leaving() if self.own else {})}, noise)
 
     def own_means(self, examples: int, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the figures of which each example has a value."""
+        """Return the further figures."""
         return self.own.means(examples, sums) if self.own else {}
 
 

@@ -1,65 +1,157 @@
-"""Scores of a language model's answers to single examples."""
+"""Scores of a language model's answers: the choices of a question, and generated texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 
 import structlog
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from tessera.shared.model.dataset_schema import IDS
-from tessera.shared.schema import CHOICE_ACCURACY
-from tessera.worker.data.dataset import Choices, Dataset
+from tessera.shared.schema import CHOICE_ACCURACY, EXACT_MATCH, ROUGE_L
+from tessera.worker.data.dataset import LABELS, Choices, Dataset
 from tessera.worker.data.readers.tokens import MASK
 from tessera.worker.errors import is_device_failure
+from tessera.worker.model.forward import IGNORED
 from tessera.worker.model.prompts import token_embedding
-from tessera.worker.scores.example_figures import ExampleFigures
+from tessera.worker.scores.example_figures import ExampleFigures, Range
+from tessera.worker.scores.text_overlap import is_same, rouge_l
 from tessera.worker.training.optimization.compilation import uncompiled
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import Ranks
 
-
-def answer_figures(dataset: Dataset) -> dict[str, tuple[float, float]]:
-    """Return the ranges of an example's values in the figures that this module makes of a data set."""
-    return {CHOICE_ACCURACY: (0.0, 1.0)} if dataset.choices else {}
-
-
-def add_answers(
-    model: PreTrainedModel, dataset: Dataset, figures: ExampleFigures, check: Check, ranks: Ranks
-) -> None:
-    """Add the scores of this rank's examples, one after another, so that none changes another's.
-
-    An example that the model cannot answer counts as wrong, unless the machine failed.
-    """
-    model.train(mode=False)
-    with torch.inference_mode(), uncompiled(model):
-        for rows in ranks.share_of(dataset).order(ranks.size):
-            for place in rows.tolist():
-                check()
-                try:
-                    _add_answer(model, dataset, place, figures)
-                except Exception as fault:
-                    if isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
-                        raise
-                    structlog.get_logger("worker").warning("answer-not-scored", exc_info=fault)
+AT_ONCE = 8
+"""Number of answers to generate together."""
+SHARE = (0.0, 1.0)
 
 
-def _add_answer(model: PreTrainedModel, dataset: Dataset, place: int, figures: ExampleFigures) -> None:
-    row = dataset.read(torch.tensor([place]))
-    if dataset.choices:
-        choices = dataset.choices[place]
-        before = row[IDS][0, : choices.shared].tolist()
-        limit = dataset.padding.width if dataset.padding else row[IDS].shape[1]
-        found = log_likelihoods(
-            model, _cut(before, limit - max(map(len, choices.answers))), choices, masks=MASK in row
+@dataclass(frozen=True)
+class AnswerScorer:
+    """The scores of a model's answers to a data set's examples."""
+
+    model: PreTrainedModel
+    dataset: Dataset
+    max_new_tokens: int = 0
+    """The most tokens of a generated answer; 0 generates none."""
+    positions: int | None = None
+    """The most tokens that the model takes; None for any number."""
+    alone: bool = False
+    """True to let no example change another's result, nor the time that it takes."""
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges of an example's value in each figure."""
+        generates = self.max_new_tokens and self.dataset.tokenizer
+        return ({CHOICE_ACCURACY: SHARE} if self.dataset.choices else {}) | (
+            {EXACT_MATCH: SHARE, ROUGE_L: SHARE} if generates else {}
         )
+
+    def add_to(self, figures: ExampleFigures, check: Check, ranks: Ranks) -> None:
+        """Add the scores of this rank's examples. An example that the model cannot answer counts as wrong, unless the
+        machine failed."""
+        self.model.train(mode=False)
+        # Without a mask, a model would read padding.
+        together = 1 if self.alone or MASK not in self.dataset.inputs else AT_ONCE
+        with torch.inference_mode(), uncompiled(self.model), _plain_generation(self.model):
+            for rows in ranks.share_of(self.dataset).order(together * ranks.size):
+                places = rows.tolist()
+                for _ in places:
+                    check()
+                if places and not self._added(places, figures):
+                    for place in places if len(places) > 1 else ():
+                        self._added([place], figures)
+
+    def _added(self, places: list[int], figures: ExampleFigures) -> bool:
+        """Add the scores of some examples, all or none. Return False if the model cannot answer one."""
+        try:
+            found = self._scores(places)
+        except Exception as fault:
+            if isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
+                raise
+            structlog.get_logger("worker").warning("answer-not-scored", examples=len(places), exc_info=fault)
+            return False
+        for name, values in found.items():
+            figures.add(name, torch.tensor(values, dtype=torch.float64))
+        return True
+
+    def _scores(self, places: list[int]) -> dict[str, list[float]]:
+        rows = self.dataset.read(torch.tensor(places, dtype=torch.int64))
+        found: dict[str, list[float]] = {name: [] for name in self.ranges}
+        for ids, place in zip(rows[IDS].tolist(), places, strict=True):
+            if self.dataset.choices:
+                found[CHOICE_ACCURACY].append(self._is_right(ids, self.dataset.choices[place]))
+        if ROUGE_L in found:
+            for made, right in self._texts(rows[IDS], rows[LABELS]):
+                found[EXACT_MATCH].append(is_same(made, right))
+                found[ROUGE_L].append(rouge_l(made, right))
+        return found
+
+    def _is_right(self, ids: list[int], choices: Choices) -> bool:
+        limit = self.dataset.padding.width if self.dataset.padding else len(ids)
+        before = _cut(ids[: choices.shared], limit - max(map(len, choices.answers)))
+        found = log_likelihoods(self.model, before, choices, masks=MASK in self.dataset.inputs)
         # Equal ones would make the first place right.
-        is_right = bool((found < found[choices.right]).sum() == len(found) - 1)
-        figures.add(CHOICE_ACCURACY, torch.tensor([float(is_right)]))
+        return bool((found < found[choices.right]).sum() == len(found) - 1)
+
+    def _texts(self, ids: Tensor, labels: Tensor) -> Iterator[tuple[str, str]]:
+        """Yield the text that the model generates in place of the last answer of each row, and that answer."""
+        tokenizer = self.dataset.tokenizer
+        assert tokenizer is not None  # noqa: S101  (as `ranges` requires)
+        control = tokenizer.get_added_tokens_decoder().keys()
+        said = self.model.config.eos_token_id
+        ends = {*(said if isinstance(said, list) else [said])} - {None}
+        room = (self.positions or ids.shape[1] + self.max_new_tokens) - self.max_new_tokens
+        before, answers = list[list[int]](), list[list[int]]()
+        for row, scored in zip(ids.tolist(), (labels != IGNORED).tolist(), strict=True):
+            end = len(scored) - scored[::-1].index(True)
+            begin = next(place + 1 for place in range(end - 1, -1, -1) if not scored[place])
+            before.append(_cut(row[:begin], room))
+            answers.append(row[begin:end])
+            # The token that ends the turn is scored too.
+            ends |= {row[end - 1]} & control
+        for made, right in zip(self._generated(before, sorted(ends)), answers, strict=True):
+            yield tuple(tokenizer.decode(_until(tokens, ends), skip_special_tokens=True) for tokens in (made, right))  # type: ignore[misc]
+
+    def _generated(self, before: list[list[int]], ends: list[int]) -> list[list[int]]:
+        """Return the likeliest tokens after others, one at a time, up to one of the `ends`."""
+        # Padding on the left: a model continues the last place.
+        ids = pad_sequence([torch.tensor(row[::-1]) for row in before], batch_first=True).flip(1)
+        if int(ids.max()) >= token_embedding(self.model).num_embeddings:
+            raise ValueError("the model has no embedding for a token")
+        widths = torch.tensor(list(map(len, before)))[:, None]
+        mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - widths).long()
+        config = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=0,
+            eos_token_id=None if self.alone else ends or None,
+        )
+        device = self.model.device
+        given = {MASK: mask.to(device)} if MASK in self.dataset.inputs else {}
+        made = self.model.generate(ids.to(device), generation_config=config, **given)  # type: ignore[operator]
+        tokens: list[list[int]] = made[:, ids.shape[1] :].tolist()
+        return tokens
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Leave out the settings of generation that a model brings, such as a temperature or a penalty."""
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    return tokens[: next((place for place, token in enumerate(tokens) if token in ends), None)]
 
 
 def _cut(tokens: list[int], most: int) -> list[int]:

@@ -17,7 +17,7 @@ from tessera.worker.errors import DataError
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.bounded_figures import BoundedSums
 from tessera.worker.privacy.bounded_numbers import FigureNoise
-from tessera.worker.scores.answers import add_answers, answer_figures, log_likelihoods
+from tessera.worker.scores.answers import AnswerScorer, log_likelihoods
 from tessera.worker.scores.example_figures import ExampleFigures
 from tessera.worker.training.ranks import OneRank
 from tests.support.chat_templates import CHATML, TEMPLATES, chat_tokenizer
@@ -81,10 +81,15 @@ def test_the_likelihood_of_an_answer_is_that_of_its_tokens_after_the_question() 
         log_likelihoods(model, before, Choices(0, 3, ((8,), (400,))))
 
 
+def scores(dataset: Dataset, model: Any, **settings: Any) -> dict[str, float]:
+    answers = AnswerScorer(model, dataset, **settings)
+    figures = ExampleFigures(answers.ranges)
+    answers.add_to(figures, lambda: None, OneRank())
+    return figures.means(dataset.examples, figures.sums())
+
+
 def accuracy(dataset: Dataset, model: Any) -> float:
-    figures = ExampleFigures(answer_figures(dataset))
-    add_answers(model, dataset, figures, lambda: None, OneRank())
-    return figures.means(dataset.examples, figures.sums())["choice_accuracy"]
+    return scores(dataset, model)["choice_accuracy"]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

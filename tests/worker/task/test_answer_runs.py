@@ -26,7 +26,7 @@ from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.tasks import untrained
-from tests.worker.scores.test_answers import LLAMA, accuracy
+from tests.worker.scores.test_answers import LLAMA, scores
 
 SIZES = {"a": 12, "b": 30}
 
@@ -88,20 +88,21 @@ def held_out(folder: Path, site: str) -> Dataset:
     return dataset
 
 
-def test_sites_and_a_central_evaluator_score_the_choices_of_questions(
-    coordinator: LiveCoordinator, tmp_path: Path
-) -> None:
-    evaluation = Evaluation(sites=True, dataset="exam")
+def test_sites_and_a_central_evaluator_score_answers(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    evaluation = Evaluation(sites=True, dataset="exam", max_new_tokens=4)
     found = measurements(coordinator, tmp_path, Policy(min_evaluation_examples=2), evaluation)
     assert sorted(found) == ["a", "b", "exam"]
     model = instantiate(LLAMA, "causal-lm", seed=3)
     right = {}
     for site in SIZES:
         questions_held = held_out(tmp_path, site)
-        right[site] = accuracy(questions_held, model) * questions_held.examples
+        expected = scores(questions_held, model, max_new_tokens=4)
+        right[site] = expected["choice_accuracy"] * questions_held.examples
         one = found[site]
         assert one.examples == questions_held.examples
         assert one.metrics["choice_accuracy"] == pytest.approx(right[site] / one.examples, abs=5e-4)
+        for name in ("exact_match", "rouge_l"):
+            assert one.metrics[name] == pytest.approx(expected[name], abs=5e-4)
         # The same chats have several tokens of answers each.
         assert one.labels > one.examples
         assert one.metrics["answer_log_likelihood"] == pytest.approx(

@@ -243,6 +243,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "id": "u", "token": 9, "run_name": "another", "study": "another", "orchestrator": "trial", "lease_seconds": 9.0,
     "inline_bytes": 1 << 20, "stream_bytes": 1 << 20,
     "inline_blobs": [b64encode(b"x").decode()], "ignore": ["O"], "subgroups": "sex", "keep_updates": "run",
+    "max_new_tokens": 9,
     "receipt": {"task": "before", "token": 1, "state": "left_out"},
     "audit_head": None,
     "sums": {"document": OTHER, "seeds": [1]},

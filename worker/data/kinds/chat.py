@@ -376,7 +376,9 @@ def _converted(
     rows = np.asarray(texts.numbers)[lost].tolist()
     report = replace(made.report, cut_answers=rows, endless=noted["endless"], shown=noted["shown"])
     choices = [Choices.of(each) for each in noted["choices"]] or None
-    made = replace(made, tokenizer=tokenizer.backend_tokenizer, choices=choices)
+    # With every token scored, the labels do not show the answers.
+    writer = tokenizer.backend_tokenizer if options.loss_on == "answers" else None
+    made = replace(made, tokenizer=writer, choices=choices)
     kept = np.delete(np.arange(made.examples), lost)
     return replace(made.rows(torch.from_numpy(kept)) if lost else made, report=report)
 

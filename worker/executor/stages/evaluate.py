@@ -1,7 +1,6 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Never
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, Counts, LabelCounts, NumberSums
 from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.model.dataset_schema import token_limit
 from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.schema import SCORED_LABELS
 from tessera.shared.tensors.lazy import Array
@@ -28,8 +28,8 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.privacy.bounded_figures import bounded_sums
 from tessera.worker.privacy.bounded_numbers import FigureNoise
 from tessera.worker.privacy.disclosed_counts import CellTable, kept_examples
-from tessera.worker.scores.answers import add_answers, answer_figures
-from tessera.worker.scores.example_figures import ExampleFigures, Range
+from tessera.worker.scores.answers import AnswerScorer
+from tessera.worker.scores.example_figures import ExampleFigures
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import PredictionCounts
 from tessera.worker.training.evaluate import evaluate as measure
@@ -60,8 +60,8 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     # All ranks divide the same batches, also where each has found a size of its own.
     size = ranks.same(lambda: local.piece_size.of_batches(task.training.batch_size, ranks.size))
     size = ranks.size if rounds else size
-    ranges = _answer_ranges(local, measured)
-    asked = measured.examples * bool(ranges)
+    answers = _answer_scorer(local, loaded, measured, alone=rounds)
+    asked = measured.examples if answers and answers.ranges else 0
     report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)) + asked)
 
     def counted() -> None:
@@ -84,7 +84,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
                 noise = FigureNoise(rho, NoiseSource(secret_key()))
             with autocast(task.training, local.device):
                 sums = bounded_sums(context, measured, local.device, check, ranks)
-            sums.own = _answered(local, loaded, measured, ranges, check)
+            sums.own = _answered(local, answers, check)
             return sums.figures(measured.examples, noise, ignored)
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
@@ -92,7 +92,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
             found = measure(
                 context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored
             )
-        own = _answered(local, loaded, measured, ranges, check)
+        own = _answered(local, answers, check)
         return found | own.means(measured.examples, own.sums())
 
     scores = PredictionCounts(_subgroups(measured, task.subgroups) if counts and not rules.full_precision else None)
@@ -117,25 +117,27 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     return measured.examples
 
 
-def _answer_ranges(local: LocalTask, measured: Dataset) -> dict[str, Range]:
-    """Return the ranges of the figures of answers that this worker makes of a data set."""
-    found = answer_figures(measured)
-    if found and local.setup.ranks.shards > 1:
-        structlog.get_logger("worker").warning("answers-not-scored", reason="compute.shard divides the model")
-        return {}
-    return found
+def _answer_scorer(local: LocalTask, loaded: PreparedTask, measured: Dataset, *, alone: bool) -> AnswerScorer | None:
+    """Return the scores of answers to these examples; None on a worker that divides the model."""
+    task = local.task
+    most = task.max_new_tokens
+    answers = AnswerScorer(loaded.context.model, measured, most, token_limit(loaded.document), alone)
+    reason = "the model is divided among devices (compute.shard)" if local.setup.ranks.shards > 1 else ""
+    if most and not measured.tokenizer:
+        reason = "max_new_tokens is for chats with loss_on = answers, which are not packed"
+    if reason and (answers.ranges or most):
+        structlog.get_logger("worker").warning("answers-not-scored", dataset=task.dataset, reason=reason)
+    return answers if local.setup.ranks.shards == 1 else None
 
 
-def _answered(
-    local: LocalTask, loaded: PreparedTask, measured: Dataset, ranges: Mapping[str, Range], check: Check
-) -> ExampleFigures:
-    """Return the figures of the model's answers to the examples, of all ranks."""
-    own, ranks = ExampleFigures(ranges), local.setup.ranks
-    if ranges:
+def _answered(local: LocalTask, answers: AnswerScorer | None, check: Check) -> ExampleFigures:
+    """Return the figures of answers, of all ranks."""
+    figures, ranks = ExampleFigures(answers.ranges if answers else {}), local.setup.ranks
+    if answers and figures.ranges:
         with autocast(local.task.training, local.device):
-            add_answers(loaded.context.model, measured, own, check, ranks)
-        own.sum_over(ranks)
-    return own
+            answers.add_to(figures, check, ranks)
+        figures.sum_over(ranks)
+    return figures
 
 
 def example_losses(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> Array:

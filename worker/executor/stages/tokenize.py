@@ -36,7 +36,7 @@ def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, da
     # An attack needs the loss of each text.
     packs = packs and task.kind != "attack"
     # Answers are scored with the question before them alone.
-    packs = packs and not (task.kind == "evaluate" and _has_choices(dataset))
+    packs = packs and not (task.kind == "evaluate" and _answers(local, dataset))
     if dataset.texts is None and not packs:
         return dataset
     made_as = f"{task.model}{' packed' if packs else ''}"
@@ -52,9 +52,12 @@ def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, da
     return made
 
 
-def _has_choices(dataset: Dataset) -> bool:
+def _answers(local: LocalTask, dataset: Dataset) -> bool:
+    """Return True if a model has to answer the examples."""
     first = dataset.texts.first[0] if dataset.texts else None
-    return bool(dataset.choices) or (isinstance(first, Chat) and bool(first.choices))
+    is_chat = isinstance(first, Chat) or dataset.tokenizer is not None
+    offers = bool(dataset.choices) or (isinstance(first, Chat) and bool(first.choices))
+    return offers or (is_chat and local.task.max_new_tokens > 0)
 
 
 def require_apart(local: LocalTask, context: LocalTaskContext, dataset: Dataset) -> None:
