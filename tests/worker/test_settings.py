@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from tessera.worker.governance.policy import Allowance, Policy
 from tessera.worker.inventory import datasets_of, device_of, devices_of, inventory_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, token_of
 from tessera.worker.stores import mappings_of
-from tests.support.cli import forked
+from tests.support.cli import forked, process
 from tests.support.coordinator import LiveCoordinator
+from tests.support.paths import ROOT
 
 GOOD = """
 url = "http://127.0.0.1:9"
@@ -434,3 +436,25 @@ def test_a_budget_of_all_data_gives_way_to_a_data_set_s_own(tmp_path: Path) -> N
         "held-out": Allowance(epsilon=8.0, delta=1e-5, evaluations=True),
     }
     assert read_settings(written(tmp_path, GOOD)).allowances == {}
+
+
+OWN_KIND = GOOD.replace(
+    '[datasets.digits]\nkind = "digits"\npart', '[datasets.digits]\nkind = "bars"\ncount = 30\npart'
+)
+
+
+@pytest.fixture
+def kinds(tmp_path: Path) -> Path:
+    """A folder with the kind of the documents."""
+    (tmp_path / "kinds").mkdir()
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    (tmp_path / "kinds" / "bars.py").write_text(code)
+    (tmp_path / "kinds" / "_common.py").write_text("raise RuntimeError")
+    return tmp_path / "kinds"
+
+
+def test_a_worker_reads_a_kind_from_a_file_of_its_site(tmp_path: Path, kinds: Path) -> None:
+    path = written(tmp_path, OWN_KIND)
+    found = process("worker", "check", "--json", "--config", str(path), seconds=300, TESSERA_KINDS=str(kinds))
+    # 10 of 30 bars, of three parts.
+    assert json.loads(found.stdout)["datasets"] == {"digits": 10, "held-out": 360}

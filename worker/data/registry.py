@@ -1,5 +1,6 @@
-"""The kinds of data sets. To add a kind, add a module to `kinds`, named after the kind, or declare a module of
-another installed package by an entry point of the group `tessera.datasets`, with the kind's name."""
+"""The kinds of data sets. To add a kind, put a file named after the kind into `kinds`, or into a folder of the
+environment variable TESSERA_KINDS, or declare a module of another installed package by an entry point of the group
+`tessera.datasets`, with the kind's name. Only the operator of a worker's process can do so."""
 
 import importlib
 import pkgutil
@@ -8,13 +9,16 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
 from tessera.shared.near_names import did_you_mean, nearest
 from tessera.shared.validation_errors import messages_of
+from tessera.worker.data import kinds as kinds_package
 from tessera.worker.data.dataset import Adapter, Dataset, Loaders
+from tessera.worker.data.kinds import FOLDERS, own_folders
 from tessera.worker.data.opt_out import without
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
@@ -79,7 +83,8 @@ def streamed(kind: str, options: Mapping[str, object]) -> dict[str, object]:
 
 
 def adapters() -> dict[str, Adapter[Any]]:
-    """Return every installed adapter by kind. Imports the libraries of all, which takes seconds."""
+    """Return every installed adapter by kind. Imports the libraries of all, which takes seconds. Raises DataError for
+    a file that cannot be imported."""
     return {kind: adapter for kind in kinds() if (adapter := _adapter(kind))}
 
 
@@ -90,14 +95,37 @@ def kinds() -> set[str]:
 
 @cache
 def _adapter(kind: str) -> Adapter[Any] | None:
-    """Return the adapter of a kind. Imports only the libraries that this kind needs."""
+    """Return the adapter of a kind. Imports only the libraries that this kind needs. Raises DataError."""
     if kind in _files():
-        modules = [importlib.import_module(f"{KINDS}.{kind}")]
+        modules = [_imported(kind)]
     else:
         modules = [entry.load() for entry in entry_points(group=GROUP, name=kind)]
     return getattr(modules[-1], "ADAPTER", None) if modules else None
 
 
+def _imported(kind: str) -> ModuleType:
+    """Return the module of a kind. Raises DataError for a file of TESSERA_KINDS that declares no kind."""
+    own = [path for folder in own_folders() if (path := folder / f"{kind}.py").is_file()]
+    try:
+        module = importlib.import_module(f"{KINDS}.{kind}")
+    except Exception as fault:
+        if own:
+            raise DataError(f"kind: {own[0]} cannot be imported: {type(fault).__name__}: {fault}") from fault
+        raise
+    if own and not isinstance(getattr(module, "ADAPTER", None), Adapter):
+        raise DataError(f"kind: {own[0]} declares no ADAPTER: add it, or begin the name of the file with _")
+    return module
+
+
 @cache
 def _files() -> frozenset[str]:
-    return frozenset(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent / "kinds")]))
+    """Return the kinds that are files. Raises DataError for an absent folder, and for a name given twice."""
+    ours = {info.name for info in pkgutil.iter_modules([str(Path(kinds_package.__file__).parent)])}
+    for folder in own_folders():
+        if not folder.is_dir():
+            raise DataError(f"kind: {FOLDERS} names {folder}, which is not a folder: create it or remove it there")
+        names = {file.stem for file in folder.glob("*.py") if not file.name.startswith("_")}
+        if twice := sorted(names & ours):
+            raise DataError(f"kind: {folder / twice[0]}.py has the name of another kind: rename it")
+        ours |= names
+    return frozenset(ours)

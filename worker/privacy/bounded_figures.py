@@ -143,7 +143,7 @@ class BoundedSums(RoundedSums):
             found["macro_f1"] = fmean(min(1.0, 2 * right / (made + true)) for right, made, true in occurring)
         if "entities" in sums and (scores := f1_of_entities(*sums["entities"].tolist())):
             found |= {name: min(1.0, value) for name, value in zip(ENTITY_SCORES, scores, strict=True)}
-        return found | self.own_means(examples, sums)
+        return found | self.own.means(examples, sums)
 
 
 FigureSums = BoundedSums | LabelSums | TargetSums

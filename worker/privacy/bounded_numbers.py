@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.training.ranks import Ranks
-
-if TYPE_CHECKING:
-    from tessera.worker.scores.example_figures import ExampleFigures
+from tessera.worker.training.tallies import ExampleFigures
 
 STEP = 5
 """The step of a rounded sum, in units of the most that replacing one example changes."""
@@ -75,15 +72,14 @@ def _noisy(leaving: Leaving, deviation: int, source: NoiseSource) -> Tensor:
 class RoundedSums:
     """Sums over examples, and beside them the sums of further figures, for which each example has a value."""
 
-    own: ExampleFigures | None = None
+    own = ExampleFigures({})
 
     def rounded_with(self, leaving: Mapping[str, Leaving], noise: FigureNoise | None) -> dict[str, Tensor]:
         """Return all sums rounded, with noise for all of them together."""
-        return rounded_sums({**leaving, **(self.own.leaving() if self.own else {})}, noise)
-
-    def own_means(self, examples: int, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the further figures."""
-        return self.own.means(examples, sums) if self.own else {}
+        ranges = self.own.ranges
+        # Replacing one example moves a sum by the range of its value.
+        own = {name: Leaving(each, ranges[name][1] - ranges[name][0]) for name, each in self.own.sums().items()}
+        return rounded_sums({**leaving, **own}, noise)
 
 
 class LabelSums(RoundedSums):
@@ -137,7 +133,7 @@ class LabelSums(RoundedSums):
         occurring = [each for n, each in enumerate(by_label) if each[1] + each[2] and n not in ignored]
         if occurring:
             found["macro_f1"] = fmean(min(1.0, 2 * hits / (made + true)) for hits, made, true in occurring)
-        return found | self.own_means(examples, rounded)
+        return found | self.own.means(examples, rounded)
 
 
 class TargetSums(RoundedSums):
@@ -185,4 +181,4 @@ class TargetSums(RoundedSums):
         }
         if "spread" in sums and (spread := sums["spread"] - sums["targets"] ** 2 / examples) > 0:
             found["r2"] = 1 - squared / spread
-        return found | self.own_means(examples, rounded)
+        return found | self.own.means(examples, rounded)

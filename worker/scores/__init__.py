@@ -1,1 +1,1 @@
-"""Figures that are means over examples, of answers and of a method's own. Imports `data`, `model` and `training`."""
+"""Scores of a language model's answers. Imports `data`, `errors`, `model` and `training`."""

@@ -20,11 +20,11 @@ from tessera.worker.data.readers.tokens import MASK
 from tessera.worker.errors import is_device_failure
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.model.prompts import token_embedding
-from tessera.worker.scores.example_figures import ExampleFigures, Range
 from tessera.worker.scores.text_overlap import is_same, rouge_l
 from tessera.worker.training.optimization.compilation import uncompiled
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import Ranks
+from tessera.worker.training.tallies import ExampleFigures, Range
 
 AT_ONCE = 8
 """Number of answers to generate together."""

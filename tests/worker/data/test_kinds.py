@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tessera.worker.data import kinds, registry
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.kinds import arrays
 from tessera.worker.data.partition.division import key_of_seed
@@ -231,3 +234,30 @@ def test_arrays_that_can_be_learnt_from_are_taken_and_large_pixels_are_asked_abo
     assert "as if they had not been scaled" in warning
     save_file({"input_ids": torch.ones(1, 2).long(), "labels": torch.tensor([[3, -100]])}, tmp_path / "b.safetensors")
     assert not list(load("arrays", {"file": str(tmp_path / "b.safetensors")}).report.warnings())
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("bars.py", "import no_such_package", "bars.py cannot be imported: ModuleNotFoundError: No module named"),
+    ("bars.py", "A = 1", "bars.py declares no ADAPTER: add it, or begin the name of the file with _"),
+    ("text.py", "A = 1", "text.py has the name of another kind: rename it"),
+    (None, "", "which is not a folder: create it or remove it there"),
+])  # fmt: skip
+def test_a_file_of_a_site_that_is_no_kind_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, content: str, said: str
+) -> None:
+    folder = tmp_path if name else tmp_path / "none"
+    if name:
+        (tmp_path / name).write_text(content)
+    monkeypatch.setenv("TESSERA_KINDS", str(folder))
+    # This process has read both.
+    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(folder)])
+    registry._files.cache_clear()
+    registry._adapter.cache_clear()
+    importlib.invalidate_caches()
+    try:
+        with pytest.raises(DataError, match=said):
+            load("bars", {"count": 5})
+    finally:
+        registry._files.cache_clear()
+        registry._adapter.cache_clear()
+        sys.modules.pop("tessera.worker.data.kinds.bars", None)

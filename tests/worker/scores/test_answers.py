@@ -18,8 +18,8 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.bounded_figures import BoundedSums
 from tessera.worker.privacy.bounded_numbers import FigureNoise
 from tessera.worker.scores.answers import AnswerScorer, log_likelihoods
-from tessera.worker.scores.example_figures import ExampleFigures
 from tessera.worker.training.ranks import OneRank
+from tessera.worker.training.tallies import ExampleFigures
 from tests.support.chat_templates import CHATML, TEMPLATES, chat_tokenizer
 
 LLAMA = {

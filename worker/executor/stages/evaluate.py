@@ -29,13 +29,13 @@ from tessera.worker.privacy.bounded_figures import bounded_sums
 from tessera.worker.privacy.bounded_numbers import FigureNoise
 from tessera.worker.privacy.disclosed_counts import CellTable, kept_examples
 from tessera.worker.scores.answers import AnswerScorer
-from tessera.worker.scores.example_figures import ExampleFigures
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import PredictionCounts
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.optimization.trimming import is_trimmable
 from tessera.worker.training.progress import Check, rounded
+from tessera.worker.training.tallies import ExampleFigures
 from tessera.worker.training.trainer import Trainer, epochs_of
 
 
