@@ -528,6 +528,10 @@ class WorkerHalf(Generic[C]):
     """The beginnings of the names of metrics that are only watched. Like a loss they leave the site rounded, and not
     if it has fewer examples than its `min_evaluation_examples`."""
 
+    metric_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """The least and the largest value of an example in each figure of `metrics`, by its name, which begins with
+    `own_`. A value outside counts as the nearest one, and one that is not a number as the least."""
+
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
@@ -601,6 +605,12 @@ class WorkerHalf(Generic[C]):
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of one batch, a scalar; by default the model's own."""
         return context.forward(batch).loss
+
+    def metrics(self, context: TaskContext, outputs: Output, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return, for each name in `metric_ranges`, a value or a count of each example of a batch in an evaluation,
+        [examples], by the model's outputs and the labels. The figure is their mean over all examples. Rounded figures
+        give this one example at a time. It runs before `setup` for a version, and after it for a personal model."""
+        return {}
 
     def after_backward(self, context: TaskContext) -> None:
         """Correct gradients, between the backward pass and the optimizer's step."""

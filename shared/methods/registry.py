@@ -9,7 +9,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,6 +31,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.near_names import did_you_mean, nearest
+from tessera.shared.schema import MAX_NUMBER
 
 FOLDERS = "TESSERA_METHODS"
 """The environment variable with the folders of methods, separated as in PATH."""
@@ -117,11 +118,35 @@ def method_faults(module: ModuleType) -> Iterator[str]:
             continue
         used |= {*(cls for cls in half.__mro__ if cls not in base.__mro__), base}
         yield from _half_faults(half, base, other)
+    yield from _range_faults(method.worker)
     here = [cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__]
     for cls in here:
         if issubclass(cls, CoordinatorHalf | WorkerHalf) and cls not in used and not cls.__name__.startswith("_"):
             part = "coordinator" if issubclass(cls, CoordinatorHalf) else "worker"
             yield f"METHOD does not name {cls.__name__}: pass it as {part}, or begin its name with _"
+
+
+MAX_METRICS = 16
+"""Limit on the figures of a method's own."""
+_METRIC_NAME = re.compile(r"own_[a-z0-9_]{1,40}")
+
+
+def _range_faults(half: type) -> Iterator[str]:
+    """Yield the reasons why a worker half's own figures cannot be measured."""
+    ranges = getattr(half, "metric_ranges", {})
+    if not isinstance(ranges, Mapping) or len(ranges) > MAX_METRICS:
+        yield f"{half.__name__}.metric_ranges: give a dict of at most {MAX_METRICS} names"
+        return
+    for name, given in ranges.items():
+        if not _METRIC_NAME.fullmatch(str(name)):
+            yield f"{half.__name__}.metric_ranges: {name!r} has to begin with own_ (a to z, digits and _ alone)"
+        try:
+            low, high = given
+            is_range = -MAX_NUMBER <= low < high <= MAX_NUMBER
+        except (TypeError, ValueError):
+            is_range = False
+        if not is_range:
+            yield f"{half.__name__}.metric_ranges: {name!r} is {given!r}: give the least and the largest value"
 
 
 def _half_faults(half: type, base: type, other: type) -> Iterator[str]:

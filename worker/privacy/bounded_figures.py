@@ -33,7 +33,7 @@ from tessera.worker.privacy.bounded_numbers import (
 from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.training.batches import ReadableBatches
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
-from tessera.worker.training.evaluate import ROWS, PredictionCounts, texts_once
+from tessera.worker.training.evaluate import ROWS, OwnMetrics, PredictionCounts, texts_once
 from tessera.worker.training.input_mismatch import rehearsal_fault
 from tessera.worker.training.ranks import Ranks
 from tessera.worker.training.tallies import LabelTally, entities, overlaps
@@ -150,9 +150,14 @@ FigureSums = BoundedSums | LabelSums | TargetSums
 
 
 def bounded_sums(
-    context: LocalTaskContext, dataset: Dataset, device: torch.device, check: Callable[[], None], ranks: Ranks
+    context: LocalTaskContext,
+    dataset: Dataset,
+    device: torch.device,
+    check: Callable[[], None],
+    ranks: Ranks,
+    own: OwnMetrics | None = None,
 ) -> FigureSums:
-    """Return the sums over a data set's examples, of all ranks.
+    """Return the sums over a data set's examples, of all ranks. `own` gets the output and the labels of each.
 
     No example can make this fail. Each passes through the model alone and padded, so that it changes no other's
     logits, not even by rounding. Leaves the model in evaluation mode. Raises InputMismatch and UnsupportedRun, which
@@ -174,7 +179,7 @@ def bounded_sums(
                 ranks.take_part(model, head, dataset)
                 continue
             try:
-                logits = forward(model, head, batch).logits
+                output = forward(model, head, batch)
             except Exception as fault:
                 # Of a divided model, the other ranks would wait for this one.
                 if (
@@ -186,7 +191,10 @@ def bounded_sums(
                 structlog.get_logger("worker").warning("example-not-scored", exc_info=fault)
                 sums.misses += 1
                 continue
+            logits = output.logits
             assert logits is not None  # noqa: S101  (as the synthetic example shows)
+            if own:
+                own(output, batch[LABELS])
             labels = counted_labels(head, batch[LABELS])
             if not isinstance(sums, BoundedSums):
                 sums.add(logits, labels)

@@ -126,7 +126,7 @@ class AnswerScorer:
             raise ValueError("the model has no embedding for a token")
         widths = torch.tensor(list(map(len, before)))[:, None]
         mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - widths).long()
-        config = GenerationConfig(
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False,
             num_beams=1,
             max_new_tokens=self.max_new_tokens,
@@ -143,7 +143,7 @@ class AnswerScorer:
 @contextmanager
 def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
     """Leave out the settings of generation that a model brings, such as a temperature or a penalty."""
-    before, model.generation_config = model.generation_config, GenerationConfig()
+    before, model.generation_config = model.generation_config, GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -36,6 +36,8 @@ from tessera.worker.training.ranks import OneRank, Ranks
 from tessera.worker.training.tallies import EntityTally, LabelTally, NumberTally, tags_of
 
 ROWS = 256
+OwnMetrics = Callable[[Output, Tensor], None]
+"""A function that gets the outputs and the labels of some examples."""
 NO_LABELS = ": no example has a label that counts"
 
 
@@ -179,6 +181,7 @@ def evaluate(
     ranks: Ranks | None = None,
     scores: PredictionCounts | None = None,
     ignored: tuple[int, ...] = (),
+    own: OwnMetrics | None = None,
 ) -> dict[str, float]:
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`.
 
@@ -190,8 +193,8 @@ def evaluate(
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels, without
     those at the places `ignored`. Each of
     several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. The
-    counts are added to `scores`. Leaves the model in evaluation mode. Raises NoFiniteLoss, unless `scores` notes the
-    loss of each example: there one example must not fail all.
+    counts are added to `scores`, and `own` gets each batch's output and labels. Leaves the model in evaluation mode.
+    Raises NoFiniteLoss, unless `scores` notes the loss of each example: there one example must not fail all.
     """
     ranks = ranks or OneRank()
     model.train(mode=False)
@@ -208,6 +211,8 @@ def evaluate(
                 ranks.take_part(model, head, batches.dataset)
                 continue
             output = forward(model, head, batch)
+            if own:
+                own(output, labels)
             if scores.losses.numel():
                 scores.losses[rows] = _losses(output, head, labels)
             count = _count(scores, output.logits, labels, head, rows)

@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Never
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, Counts, LabelCounts, NumberSums
+from tessera.shared.methods.base import Output
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.model.dataset_schema import token_limit
 from tessera.shared.privacy.noise import NoiseSource, secret_key
@@ -19,7 +21,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.groups import Subgroups, numbered_subjects
-from tessera.worker.errors import TaskFailure
+from tessera.worker.errors import TaskFailure, is_device_failure
 from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.tokenize import require_apart
@@ -76,6 +78,8 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     batches = Batches(measured, size, local.device, trims=not rounds and is_trimmable(context, measured))
 
     def metrics(check: Check, scores: PredictionCounts | None = None) -> dict[str, float]:
+        figures = ExampleFigures({**(answers.ranges if answers else {}), **loaded.half.metric_ranges})
+        own = partial(_add_metrics, loaded, figures, alone=rounds) if loaded.half.metric_ranges else None
         if rounds:
             noise = None
             if privacy:
@@ -83,17 +87,16 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
                 rho = local.records.reserve_figures(measured.examples, privacy.epsilon, privacy.delta)
                 noise = FigureNoise(rho, NoiseSource(secret_key()))
             with autocast(task.training, local.device):
-                sums = bounded_sums(context, measured, local.device, check, ranks)
-            sums.own = _answered(local, answers, check)
+                sums = bounded_sums(context, measured, local.device, check, ranks, own)
+            sums.own = _answered(local, answers, figures, check)
             return sums.figures(measured.examples, noise, ignored)
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, local.device), once as data:
-            found = measure(
-                context.model, context.head, replace(batches, dataset=data), check, ranks, scores, ignored
-            )
-        own = _answered(local, answers, check)
-        return found | own.means(measured.examples, own.sums())
+            some = replace(batches, dataset=data)
+            found = measure(context.model, context.head, some, check, ranks, scores, ignored, own)
+        figures = _answered(local, answers, figures, check)
+        return found | figures.means(measured.examples, figures.sums())
 
     scores = PredictionCounts(_subgroups(measured, task.subgroups) if counts and not rules.full_precision else None)
     found = metrics(counted, scores)
@@ -130,14 +133,32 @@ def _answer_scorer(local: LocalTask, loaded: PreparedTask, measured: Dataset, *,
     return answers if local.setup.ranks.shards == 1 else None
 
 
-def _answered(local: LocalTask, answers: AnswerScorer | None, check: Check) -> ExampleFigures:
-    """Return the figures of answers, of all ranks."""
-    figures, ranks = ExampleFigures(answers.ranges if answers else {}), local.setup.ranks
-    if answers and figures.ranges:
+def _answered(
+    local: LocalTask, answers: AnswerScorer | None, figures: ExampleFigures, check: Check
+) -> ExampleFigures:
+    """Return the figures of all ranks, with those of answers."""
+    if answers and answers.ranges:
         with autocast(local.task.training, local.device):
-            answers.add_to(figures, check, ranks)
-        figures.sum_over(ranks)
+            answers.add_to(figures, check, local.setup.ranks)
+    figures.sum_over(local.setup.ranks)
     return figures
+
+
+def _add_metrics(
+    loaded: PreparedTask, figures: ExampleFigures, outputs: Output, labels: Tensor, *, alone: bool
+) -> None:
+    """Add the method's own figures of some examples. If one is measured `alone`, none can make this fail."""
+    half = loaded.half
+    try:
+        found = half.metrics(loaded.context, outputs, labels)
+        values = {name: found[name].reshape(len(labels)) for name in half.metric_ranges}
+    except Exception as fault:
+        if not alone or isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
+            raise
+        structlog.get_logger("worker").warning("metrics-not-measured", exc_info=fault)
+        return
+    for name, each in values.items():
+        figures.add(name, each)
 
 
 def example_losses(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> Array:
