@@ -1,4 +1,4 @@
-"""Agreement of a text with the one that is right."""
+"""Agreement of a text with the right text."""
 
 import re
 

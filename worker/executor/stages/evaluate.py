@@ -136,7 +136,7 @@ def _answer_scorer(local: LocalTask, loaded: PreparedTask, measured: Dataset, *,
 def _answered(
     local: LocalTask, answers: AnswerScorer | None, figures: ExampleFigures, check: Check
 ) -> ExampleFigures:
-    """Return the figures of all ranks, with those of answers."""
+    """Return the figures of all ranks, with the figures of answers."""
     if answers and answers.ranges:
         with autocast(local.task.training, local.device):
             answers.add_to(figures, check, local.setup.ranks)
