@@ -278,8 +278,8 @@ class LoraWorker(WorkerHalf[LoraSettings]):
 
     @property
     def computed_rank(self) -> int | None:
-        # The base holds the negative of what all parts together have beyond the mean product: without one of them, a
-        # site would train another model than the version.
+        # The base holds the mean product less the product of all parts. A site that computes without a part would
+        # train another model than the version.
         return None if self.settings.average == "residual" else super().computed_rank
 
     def setup(self, context: TaskContext) -> None:
