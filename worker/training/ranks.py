@@ -58,6 +58,9 @@ def require_shardable(half: WorkerHalf[Any], plan: Plan, model: Model, training:
     whole = {block.name for block in trained}
     sliced = sorted(name for name, parts in by_tensor.items() if not parts <= whole)
     own = [name for name in HOOKS if getattr(type(half), name) is not getattr(WorkerHalf, name)]
+    if not half.beyond_training(half.settings):
+        # With these settings its hooks do nothing.
+        own = []
     # Refused by `fully_shard` itself, once everything was fetched.
     scalars = sorted(block.name for block in blocks if not block.shape)
     # Each rank would skip others, and gather those that it does not skip.

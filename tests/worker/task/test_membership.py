@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tessera.shared.api.membership import LOSS_BINS, LOSS_EDGES, MembershipCounts
 from tessera.shared.api.runs import Evaluation, Run, RunSpec, SiteReport, Training
 from tessera.shared.client.previews import attack_of
-from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.metrics.membership import MembershipFigures, membership_figures
 from tessera.shared.run_settings import Budget
 from tessera.worker.data.dataset import Dataset
@@ -300,14 +299,15 @@ def test_a_site_that_trained_in_no_run_measures_nothing(coordinator: LiveCoordin
         site.runner().run(site.worker.take(), lambda: None, Report())
 
 
-def test_a_model_of_numbers_is_refused_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+def test_a_model_of_numbers_is_attacked_by_its_squared_errors(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     whole = images(MEMBERS + OTHERS)
     whole = replace(whole, tensors={**whole.tensors, "labels": whole.tensors["labels"].float()})
     site = Site(coordinator, tmp_path, split(MEMBERS, whole), history=None)
     model = untrained({**VIT, "num_labels": 1}, "image-classification")
-    start_run(site.admin, *model, rounds=0, membership_attack=True)
-    with pytest.raises(UnsupportedRun, match="per-example losses need logits and integer labels"):
-        site.runner().run(site.worker.take(), lambda: None, Report())
+    run = start_run(site.admin, *model, rounds=0, membership_attack=True)
+    site.runner().run(site.worker.take(), lambda: None, Report())
+    (report,) = site.admin.reports(run.id)
+    assert report.membership
 
 
 def test_no_odd_example_fails_a_version_that_was_crafted_for_it(coordinator: LiveCoordinator, tmp_path: Path) -> None:
