@@ -1,4 +1,4 @@
-"""Scores of LoRA with sites of mixed ranks, by average: `python -m benchmarks.lora_ranks [--seeds 5]`.
+"""Scores of LoRA with sites of mixed ranks, by average: `python -m small_tasks.lora_ranks [--seeds 5]`.
 
 A small vision transformer is trained on digits that lie on their side. Three sites with other classes each then adapt
 it to upright digits, its head as it is: all with the smallest rank, all with the largest, or each with its own. The
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measuring import OUT, Results
+from common.figures import Results
 from tessera.shared.model.blocks import Role
 from tessera.shared.model.spec import Head, Lora, stored_name
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.kinds.digits import DigitsOptions, digits
+from tessera.worker.data.registry import load
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.simulation import Weights, simulate
@@ -47,7 +47,7 @@ TRAINING = {"optimizer": "adamw", "learning_rate": 0.003, "batch_size": 32, "wei
 
 def base(seed: int) -> dict[str, Array]:
     """Return the values of the model that has learnt digits on their side."""
-    images = digits(DigitsOptions(split="train"))
+    images = load("digits", {"split": "train"})
     turned = Dataset({**images.tensors, "pixel_values": images.tensors["pixel_values"].transpose(2, 3)})
     start = Weights.of(instantiate(VIT, HEAD, seed=seed), VIT, HEAD)
     spec = {"method": {"name": "fedavg"}, "rounds": 1, "seed": seed, "training": {**TRAINING, "epochs": 20}}
@@ -67,7 +67,7 @@ def adapted(values: dict[str, Array], ranks: Sequence[int], seed: int) -> Weight
 
 def sites(seed: int) -> dict[str, Dataset]:
     """Divide the upright digits by class: each site has most of a third of the classes, and a tenth of the others."""
-    images, rng = digits(DigitsOptions(split="train")), np.random.default_rng(seed)
+    images, rng = load("digits", {"split": "train"}), np.random.default_rng(seed)
     labels = images.tensors["labels"].numpy()
     home = np.where(rng.random(len(labels)) < 0.8, labels % 3, rng.integers(0, 3, len(labels)))
     return {name: images.rows(torch.from_numpy(np.flatnonzero(home == place))) for place, name in enumerate(RANKS)}
@@ -83,7 +83,7 @@ def score(values: dict[str, Array], arm: str, rounds: int, seed: int) -> float:
         "lora_ranks": RANKS if len(ranks) > 1 else {},
         "evaluation": {"dataset": "test", "every": rounds},
     }
-    test = digits(DigitsOptions(split="test"))
+    test = load("digits", {"split": "test"})
     return simulate(spec, adapted(values, ranks, seed), sites(seed), test=test).scores()[rounds]["accuracy"]
 
 
@@ -103,7 +103,8 @@ def main() -> None:
         accuracy, mean = statistics.fmean(found), statistics.fmean(differences)
         spread = statistics.stdev(differences) if len(differences) > 1 else None
         results.add(arm=arm, accuracy=accuracy, difference=mean, deviation=spread)
-    results.finish(OUT)
+    results.show()
+    results.write()
 
 
 if __name__ == "__main__":
