@@ -454,7 +454,7 @@ def kinds(tmp_path: Path) -> Path:
 
 
 def test_a_worker_reads_a_kind_from_a_file_of_its_site(tmp_path: Path, kinds: Path) -> None:
-    path = written(tmp_path, OWN_KIND)
+    path = written(tmp_path, OWN_KIND.replace('"state"', f'"{tmp_path / "state"}"'))
     found = process("worker", "check", "--json", "--config", str(path), seconds=300, TESSERA_KINDS=str(kinds))
     # 10 of 30 bars, of three parts.
     assert json.loads(found.stdout)["datasets"] == {"digits": 10, "held-out": 360}
