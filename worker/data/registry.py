@@ -121,11 +121,12 @@ def _imported(kind: str) -> ModuleType:
 def _files() -> frozenset[str]:
     """Return the kinds that are files. Raises DataError for an absent folder, and for a name given twice."""
     ours = {info.name for info in pkgutil.iter_modules([str(Path(kinds_package.__file__).parent)])}
+    others = {entry.name for entry in entry_points(group=GROUP)}
     for folder in own_folders():
         if not folder.is_dir():
             raise DataError(f"kind: {FOLDERS} names {folder}, which is not a folder: create it or remove it there")
         names = {file.stem for file in folder.glob("*.py") if not file.name.startswith("_")}
-        if twice := sorted(names & ours):
+        if twice := sorted(names & (ours | others)):
             raise DataError(f"kind: {folder / twice[0]}.py has the name of another kind: rename it")
         ours |= names
     return frozenset(ours)

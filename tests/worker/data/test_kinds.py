@@ -240,6 +240,7 @@ def test_arrays_that_can_be_learnt_from_are_taken_and_large_pixels_are_asked_abo
     ("bars.py", "import no_such_package", "bars.py cannot be imported: ModuleNotFoundError: No module named"),
     ("bars.py", "A = 1", "bars.py declares no ADAPTER: add it, or begin the name of the file with _"),
     ("text.py", "A = 1", "text.py has the name of another kind: rename it"),
+    ("yours.py", "A = 1", "yours.py has the name of another kind: rename it"),
     (None, "", "which is not a folder: create it or remove it there"),
 ])  # fmt: skip
 def test_a_file_of_a_site_that_is_no_kind_is_named(
@@ -249,6 +250,10 @@ def test_a_file_of_a_site_that_is_no_kind_is_named(
     if name:
         (tmp_path / name).write_text(content)
     monkeypatch.setenv("TESSERA_KINDS", str(folder))
+    # An installed package has a kind too.
+    (tmp_path / "yours-1.dist-info").mkdir()
+    (tmp_path / "yours-1.dist-info" / "entry_points.txt").write_text("[tessera.datasets]\nyours = bars_of_yours\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     # This process has read both.
     monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(folder)])
     registry._files.cache_clear()
