@@ -54,11 +54,12 @@ def test_each_choice_follows_the_question_as_the_template_writes_it(tmp_path: Pa
     assert dataset.choices is not None
     assert [each.right for each in dataset.choices] == [2, 1, 0]
     assert [len(each.answers) for each in dataset.choices] == [3, 2, 3]
-    for ids, mask, choices in zip(
-        *(dataset.tensors[n] for n in ("input_ids", "attention_mask")), dataset.choices, strict=True
+    for ids, labels, choices in zip(
+        *(dataset.tensors[n] for n in ("input_ids", "labels")), dataset.choices, strict=True
     ):
-        row = ids[mask == 1].tolist()
-        assert row == [*row[: choices.shared], *choices.answers[choices.right]]
+        # Without what the template writes after the turn, such as a line break: training does not score it.
+        scored = ids[: int((labels >= 0).nonzero().max()) + 1].tolist()
+        assert scored == [*scored[: choices.shared], *choices.answers[choices.right]]
     first = dataset.choices[0]
     # A token may have the last characters of the question too.
     ends = [shown(tmp_path, list(tokens)).strip() for tokens in first.answers]
@@ -133,12 +134,23 @@ def test_a_long_question_loses_its_beginning_and_keeps_its_choices(tmp_path: Pat
     assert short.report.cut_answers == [0]
 
 
+def test_a_place_counts_letters_without_an_answer(tmp_path: Path) -> None:
+    row = {"question": "a?", "choices": {"A": "yes", "B": None, "C": "no", "D": "maybe"}, "answer": 2}
+    dataset = opened(tmp_path, row)
+    assert dataset.choices is not None
+    (only,) = dataset.choices
+    assert (only.right, len(only.answers)) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"answer": 3}, "row 1 of .* has the right answer '3': give the place"),
         ({"answer": None}, "has the right answer 'None'"),
         ({"answer": "maybe"}, "has the right answer 'maybe'"),
+        # The second one by its place, and the first by its letter.
+        ({"choices": {"1": "yes", "2": "no"}, "answer": 1}, "has the right answer '1'"),
+        ({"choices": {"A": "yes", "B": None, "C": "no"}, "answer": 1}, "has the right answer '1'"),
         ({"choices": ["yes"]}, "has 1 choices; 2 to 26 are read"),
         ({"choices": ["yes", "yes"]}, "has an empty choice, or one twice"),
         ({"choices": ["yes", 3]}, "has int as a choice, not text"),

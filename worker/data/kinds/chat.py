@@ -233,22 +233,22 @@ def _of_instruction(instruction: object, output: object, more: object = None) ->
 def _of_choices(question: object, choices: object, answer: object) -> Chat:
     asked = _listed(question)
     before = _messages(asked) if isinstance(asked, list) else ((USER, _text("the question", question)),)
-    offered = _offered(choices)
-    texts = list(offered.values())
-    # A number is a place, and a text may be an answer or its letter.
+    listed, offered = _offered(choices)
+    # A number is a place or a letter such as "1", and a text may be an answer or its letter.
     if isinstance(answer, int) and not isinstance(answer, bool):
-        found = {answer} & set(range(len(texts)))
+        found = {name for place, name in enumerate(listed) if answer == place or str(answer) == name}
     else:
-        found = {place for place, each in enumerate(offered.items()) if answer in each}
-    if len(found) != 1:
+        found = {name for name, text in offered.items() if answer in (name, text)}
+    if len(found) != 1 or not found <= offered.keys():
         raise ValueError(f"has the right answer {str(answer)[:40]!r}: give the place (from 0), letter or text of one")
-    right = found.pop()
+    texts, right = list(offered.values()), list(offered).index(found.pop())
     chat = _conversation((*before, (ASSISTANT, texts[right])), len(before))
     return _checked(chat.model_copy(update={"choices": tuple(texts), "right": right}))
 
 
-def _offered(value: object) -> dict[str, str]:
-    """Return the answers that a question offers by their letters, or by their places as text. Raises ValueError."""
+def _offered(value: object) -> tuple[list[str], dict[str, str]]:
+    """Return the letters of a question, or its places as text, and the answers that it offers by these. Raises
+    ValueError."""
     if isinstance(value, str) and len(value) <= MAX_JSON:
         try:
             value = json.loads(value)
@@ -264,7 +264,7 @@ def _offered(value: object) -> dict[str, str]:
         raise ValueError(f"has {len(offered)} choices; 2 to {MAX_CHOICES} are read: correct or remove it")
     if not all(map(str.strip, offered.values())) or len({*offered.values()}) < len(offered):
         raise ValueError("has an empty choice, or one twice: correct or remove it")
-    return offered
+    return list(map(str, value)), offered
 
 
 _READERS: dict[Layout, Callable[..., Chat]] = {
@@ -433,7 +433,7 @@ def _offered_tokens(
     rows: Sequence[int] | NDArray[np.int64],
 ) -> Iterator[tuple[int, list[list[int]]]]:
     """Yield, of each chat that offers answers, the number of tokens before all of them, and the tokens of each from
-    there on. Raises DataError."""
+    there to its last scored one. Raises DataError."""
     every = [(row, chat.answered(text)) for row, chat in zip(rows, chats, strict=True) for text in chat.choices]
     ids, starts, done = list[list[int]](), list[int](), 0
     for some in _pieces(chat for _, chat in every):
@@ -441,8 +441,10 @@ def _offered_tokens(
         made = _tokens(asked, file, tokenizer, some, [row for row, _ in every[done : done + len(some)]])
         done += len(some)
         for begin, end in pairwise([0, *made.lengths.cumsum().tolist()]):
-            ids.append(made.ids[begin:end].tolist())
-            starts.append(int(made.scored[begin:end].argmax()))
+            scored = np.flatnonzero(made.scored[begin:end])
+            # A template may write a line break after the turn, which no training scores.
+            ids.append(made.ids[begin : begin + int(scored[-1]) + 1].tolist())
+            starts.append(int(scored[0]))
     place = 0
     for count in (len(chat.choices) for chat in chats if chat.choices):
         answers, place = ids[place : place + count], place + count
