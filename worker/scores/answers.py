@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.schema import CHOICE_ACCURACY, EXACT_MATCH, ROUGE_L
 from tessera.worker.data.dataset import LABELS, Choices, Dataset
@@ -54,11 +55,12 @@ class AnswerScorer:
 
     def add_to(self, figures: ExampleFigures, check: Check, ranks: Ranks) -> None:
         """Add the scores of this rank's examples. An example that the model cannot answer counts as wrong, unless the
-        machine failed."""
+        machine failed. Raises UnsupportedRun for a model that can answer none, which depends on no example."""
         self.model.train(mode=False)
         # Without a mask, a model would read padding.
         together = 1 if self.alone or MASK not in self.dataset.inputs else AT_ONCE
         with torch.inference_mode(), uncompiled(self.model), _plain_generation(self.model):
+            self._rehearse()
             for rows in ranks.share_of(self.dataset).order(together * ranks.size):
                 places = rows.tolist()
                 for _ in places:
@@ -66,6 +68,18 @@ class AnswerScorer:
                 if places and not self._added(places, figures):
                     for place in places if len(places) > 1 else ():
                         self._added([place], figures)
+
+    def _rehearse(self) -> None:
+        """Answer a question of one token. Raises UnsupportedRun."""
+        try:
+            log_likelihoods(self.model, [0], Choices(0, 1, ((0,), (0, 0))), masks=MASK in self.dataset.inputs)
+            if ROUGE_L in self.ranges:
+                self._generated([[0]], [], 1)
+        except Exception as fault:
+            if isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
+                raise
+            said = f"{type(fault).__name__}: {fault}"
+            raise UnsupportedRun(f"the model cannot answer questions: {said}: leave out the evaluation") from fault
 
     def _added(self, places: list[int], figures: ExampleFigures) -> bool:
         """Add the scores of some examples, all or none. Return False if the model cannot answer one."""
@@ -115,11 +129,12 @@ class AnswerScorer:
             answers.append(row[begin:end])
             # The token that ends the turn is scored too.
             ends |= {row[end - 1]} & control
-        for made, right in zip(self._generated(before, sorted(ends)), answers, strict=True):
+        made_of_each = self._generated(before, sorted(ends), self.max_new_tokens)
+        for made, right in zip(made_of_each, answers, strict=True):
             yield tuple(tokenizer.decode(_until(tokens, ends), skip_special_tokens=True) for tokens in (made, right))  # type: ignore[misc]
 
-    def _generated(self, before: list[list[int]], ends: list[int]) -> list[list[int]]:
-        """Return the likeliest tokens after others, one at a time, up to one of the `ends`."""
+    def _generated(self, before: list[list[int]], ends: list[int], most: int) -> list[list[int]]:
+        """Return the likeliest tokens after others, one at a time, at most `most`, up to one of the `ends`."""
         # Padding on the left: a model continues the last place.
         ids = pad_sequence([torch.tensor(row[::-1]) for row in before], batch_first=True).flip(1)
         if int(ids.max()) >= token_embedding(self.model).num_embeddings:
@@ -129,12 +144,13 @@ class AnswerScorer:
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False,
             num_beams=1,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=most,
             pad_token_id=0,
             eos_token_id=None if self.alone else ends or None,
         )
         device = self.model.device
-        given = {MASK: mask.to(device)} if MASK in self.dataset.inputs else {}
+        # Without one, `generate` would take tokens with the number of its padding for padding.
+        given = {MASK: mask.to(device)} if MASK in signature(self.model.forward).parameters else {}
         made = self.model.generate(ids.to(device), generation_config=config, **given)  # type: ignore[operator]
         tokens: list[list[int]] = made[:, ids.shape[1] :].tolist()
         return tokens

@@ -12,10 +12,12 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from tessera.shared.api.runs import Cohort, Evaluation, Training
+from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
+from tessera.worker.scores.answers import AnswerScorer
 from tessera.worker.scores.text_overlap import rouge_l
 from tests.support.chat_templates import ENDS, TEMPLATES, chat_tokenizer
 from tests.support.coordinator import LiveCoordinator
@@ -107,6 +109,33 @@ def test_an_example_that_the_model_cannot_answer_counts_as_wrong_and_fails_no_ot
     ids[1, 0] = WIDE["vocab_size"]
     broken = replace(dataset, tensors={**dataset.tensors, "input_ids": ids})
     assert scores(broken, model, max_new_tokens=40) == {"exact_match": 0.75, "rouge_l": 0.75}
+
+
+def test_a_model_that_can_answer_no_question_is_refused_rather_than_scored(tmp_path: Path) -> None:
+    dataset = chats(tmp_path)
+    model = taught(dataset, steps=1)
+    # Such a layer is in every pass through the model.
+    model.lm_head = torch.nn.Linear(3, 400)
+    with pytest.raises(UnsupportedRun, match="the model cannot answer questions: RuntimeError"):
+        scores(dataset, model, max_new_tokens=4)
+
+
+def test_a_token_with_the_number_of_padding_is_read_without_a_mask_too(tmp_path: Path) -> None:
+    dataset = chats(tmp_path)
+    model = instantiate(WIDE, "causal-lm", seed=0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                # Each token changes those after it.
+                parameter.mul_(20)
+    question = [0, 5, 6, 0, 7]
+    tokens = list(question)
+    for _ in range(8):
+        with torch.no_grad():
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    unmasked = replace(dataset, tensors={n: t for n, t in dataset.tensors.items() if n != "attention_mask"})
+    for given in (dataset, unmasked):
+        assert AnswerScorer(model, given)._generated([question], [], 8) == [tokens[5:]]
 
 
 def test_nothing_is_generated_unless_a_run_asks_for_it(tmp_path: Path) -> None:
