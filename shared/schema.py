@@ -84,8 +84,8 @@ Reported = Annotated[_Metrics, Field(max_length=4096)]
 body."""
 
 Evaluated = Annotated[_Metrics, Field(max_length=64)]
-"""Metrics of an evaluation; a worker sends ten at most. Pages and exports compute each of them over the sites, for
-every version that they show."""
+"""Metrics of an evaluation, of the version and of a worker's own model; of each, up to 16 are a method's own. Pages
+and exports compute each of them over the sites, for every version that they show."""
 
 _SIZE_TEXT = re.compile(r"[0-9_]*\.?[0-9]+ *[A-Za-z]*")
 _BYTE_SIZE: TypeAdapter[int] = TypeAdapter(ByteSize)

@@ -137,6 +137,8 @@ def _range_faults(half: type) -> Iterator[str]:
     if not isinstance(ranges, Mapping) or len(ranges) > MAX_METRICS:
         yield f"{half.__name__}.metric_ranges: give a dict of at most {MAX_METRICS} names"
         return
+    if bool(ranges) != (getattr(half, "metrics", None) is not WorkerHalf.metrics):
+        yield f"{half.__name__}: define metrics and metric_ranges together, each without the other has no effect"
     for name, given in ranges.items():
         if not _METRIC_NAME.fullmatch(str(name)):
             yield f"{half.__name__}.metric_ranges: {name!r} has to begin with own_ (a to z, digits and _ alone)"

@@ -95,6 +95,7 @@ def test_figures_leave_rounded_where_others_do(
     ('{"own_a": (1, 1)}', "'own_a' is \\(1, 1\\): give the least and the largest value"),
     ('{"own_a": 3}', "'own_a' is 3: give the least and the largest value"),
     ('{f"own_{n}": (0, 1) for n in range(17)}', "give a dict of at most 16 names"),
+    ("{}", "define metrics and metric_ranges together"),
 ])  # fmt: skip
 def test_a_figure_without_a_range_or_with_a_name_of_others_is_refused(
     folder: Path, caplog: pytest.LogCaptureFixture, ranges: str, said: str
@@ -103,3 +104,15 @@ def test_a_figure_without_a_range_or_with_a_name_of_others_is_refused(
     (folder / "own.py").write_text(content)
     assert "own" not in methods()
     assert re.search(said, caplog.text)
+
+
+def test_ranges_without_the_hook_are_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "own.py").write_text(METHOD.replace("def metrics", "def _metrics").replace("LABEL", "labels"))
+    assert "own" not in methods()
+    assert "define metrics and metric_ranges together" in caplog.text
+
+
+def test_a_value_without_a_declared_range_ends_the_evaluation(folder: Path) -> None:
+    (folder / "own.py").write_text(METHOD.replace('"own_label": LABEL', '"own_label": labels, "own_more": labels'))
+    with pytest.raises(ValueError, match=r"returns \['own_label', 'own_more', 'own_right'\]"):
+        measured()

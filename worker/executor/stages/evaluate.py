@@ -1,10 +1,11 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Never
+from typing import Any, Never
 
 import numpy as np
 import structlog
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.api.class_counts import ALL, MAX_CLASSES, OTHER, Counts, LabelCounts, NumberSums
-from tessera.shared.methods.base import Output
+from tessera.shared.methods.base import Output, WorkerHalf
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.model.dataset_schema import token_limit
 from tessera.shared.privacy.noise import NoiseSource, secret_key
@@ -144,6 +145,13 @@ def _answered(
     return figures
 
 
+def _require_ranges(half: WorkerHalf[Any], found: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a method's figures are not those that it declares."""
+    if found.keys() != half.metric_ranges.keys():
+        names = [sorted(names) for names in (found, half.metric_ranges)]
+        raise ValueError(f"metrics of the method returns {names[0]}, and its metric_ranges are {names[1]}")
+
+
 def _add_metrics(
     loaded: PreparedTask, figures: ExampleFigures, outputs: Output, labels: Tensor, *, alone: bool
 ) -> None:
@@ -151,6 +159,7 @@ def _add_metrics(
     half = loaded.half
     try:
         found = half.metrics(loaded.context, outputs, labels)
+        _require_ranges(half, found)
         values = {name: found[name].reshape(len(labels)) for name in half.metric_ranges}
     except Exception as fault:
         if not alone or isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
