@@ -130,3 +130,10 @@ def is_device_failure(fault: BaseException | None) -> bool:
     # torch.AcceleratorError. Before 2.8 torch raised a RuntimeError.
     names = {kind.__name__ for kind in type(fault).__mro__}
     return "AcceleratorError" in names or ASSERTION in str(fault) or is_device_failure(fault.__cause__)
+
+
+def is_machine_failure(fault: BaseException) -> bool:
+    """Return True if an error says that memory is exhausted, or that a GPU failed: no example is the cause."""
+    # torch.OutOfMemoryError, without an import of torch.
+    exhausted = "OutOfMemoryError" in {kind.__name__ for kind in type(fault).__mro__}
+    return exhausted or isinstance(fault, MemoryError) or is_device_failure(fault)

@@ -56,7 +56,7 @@ from tessera.shared.metrics.comparison import (
 from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
 from tessera.shared.metrics.membership import AttackResult
 from tessera.shared.metrics.rows import rows_of, write_csv
-from tessera.shared.metrics.site_spread import PERSONAL, SiteScores, is_better_low, spreads
+from tessera.shared.metrics.site_spread import LISTED, PERSONAL, SiteScores, is_better_low, spreads
 from tessera.shared.metrics.svg_charts import Interval, svg_file
 from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
@@ -76,19 +76,6 @@ MAX_TICKED = 50
 MAX_SCORED = 200
 """Runs that are sorted by a value that has to be computed for each: the newest that match."""
 SHOWN_ROUNDS = 10
-HEADLINE = (
-    "entity_f1",
-    "entity_partial_f1",
-    "choice_accuracy",
-    "rouge_l",
-    "exact_match",
-    "accuracy",
-    "micro_f1",
-    "macro_f1",
-    "mae",
-    "r2",
-    "loss",
-)
 ODD = 2.0
 """Multiple of the round's median from which an outlier score is marked."""
 
@@ -212,7 +199,7 @@ def show_run(
         figures = ChartFigures.of(session, run)
         latest = max((one.version for one in figures.measurements), default=None)
         of_latest = [one for one in figures.measurements if one.version == latest]
-        names = [*(PERSONAL + name for name in MAIN_SCORES[:-1] if has_own_models(of_latest)), *HEADLINE]
+        names = [*(PERSONAL + name for name in MAIN_SCORES[:-1] if has_own_models(of_latest)), *LISTED]
         shown = [score for name in names if (score := main_score(of_latest, name))]
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None

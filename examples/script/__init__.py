@@ -1,1 +1,1 @@
-"""Training scripts of a site's own, of which five lines make them part of federated runs: see docs/own-script.md."""
+"""Training scripts of a site's own. Five lines make each a part of federated runs: see docs/own-script.md."""

@@ -136,7 +136,7 @@ Total = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 
 
 class NumberSums(Message):
-    """Sums over the examples of a regression, of which its scores follow."""
+    """Sums over the examples of a regression, from which its scores are computed."""
 
     examples: Count
     absolute: Total
@@ -192,7 +192,7 @@ class ClassCounts(Message):
     ignored: tuple[Count, ...] = Field(default=(), max_length=MAX_CLASSES)
     """The places of the classes that macro F1 leaves out."""
     entities: EntityCounts | None = Field(default=None, exclude_if=operator.not_)
-    """Of words whose classes are those of entities."""
+    """Counts of words whose classes begin and continue entities."""
 
     @model_validator(mode="after")
     def _are_of_the_same_labels(self) -> Self:

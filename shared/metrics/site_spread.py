@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tessera.shared.api.class_counts import Counts, can_pool, pooled
 from tessera.shared.api.runs import Measurement
-from tessera.shared.schema import CHOICE_ACCURACY, ROUGE_L, SCORED_LABELS
+from tessera.shared.schema import CHOICE_ACCURACY, EXACT_MATCH, ROUGE_L, SCORED_LABELS
 
 PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
@@ -17,8 +17,8 @@ BETTER_LOW = ("loss", "calibration_error", "mae")
 """Lower values of these are better, also of those of own models."""
 
 FROM_COUNTS = ("macro_f1", "micro_f1", "calibration_error", "entity_f1", "entity_partial_f1", "r2")
-"""Metrics that no weights turn into those of the pooled examples, and that counts by class, by bin or of a regression
-do. Where a site sends none, they are means of the sites' own values, each site alike, and are named so."""
+"""Metrics of all examples that only counts give: by class, by bin, or sums of a regression. No weighted mean of sites
+does. Where a site sends no counts, they are means of the sites' own values, each site alike, and are named so."""
 
 MEANS_OF_SITES = (*FROM_COUNTS, "macro_auroc")
 """The same, and the metric that needs histograms of scores: over several sites it is among the figures alone."""
@@ -28,6 +28,21 @@ BY_LABEL = ("loss", "accuracy", *MEANS_OF_SITES)
 
 HEADLINES = ("entity_f1", CHOICE_ACCURACY, ROUGE_L, "accuracy", "micro_f1", "mae", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
+
+LISTED = (
+    "entity_f1",
+    "entity_partial_f1",
+    CHOICE_ACCURACY,
+    ROUGE_L,
+    EXACT_MATCH,
+    "accuracy",
+    "micro_f1",
+    "macro_f1",
+    "mae",
+    "r2",
+    "loss",
+)
+"""A run's page and the live view in a terminal show all of these that were measured, in this order."""
 
 DECILE_SITES = 10
 """Number of sites from which on the mean of the worst tenth is reported: with fewer, it is one site's chance."""

@@ -27,7 +27,7 @@ MAX_TEMPLATE = 1 << 15
 """Characters of a chat template. Published ones have up to 20,000."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""The file in which transformers saves a chat template beside `tokenizer_config.json`, of which it is a key here."""
+"""The file in which transformers saves a chat template. Here the template is a key of `tokenizer_config.json`."""
 
 UNLIMITED = 1 << 40
 """Transformers writes lengths above this for a tokenizer without a limit."""

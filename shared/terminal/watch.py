@@ -18,26 +18,14 @@ from tessera.shared import units
 from tessera.shared.api.runs import Coverage, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import RoundOutcome, RunProgress
-from tessera.shared.metrics.site_spread import PERSONAL, headlines, name_over_sites
+from tessera.shared.metrics.site_spread import LISTED, PERSONAL, headlines, name_over_sites
 from tessera.shared.rounds.eta import TaskPace, expected_end
 from tessera.shared.schema import TaskState
 from tessera.shared.terminal import output
 
 # Metrics that fit on a line; `tessera run metrics` has all.
 OWN = f"{PERSONAL}accuracy"
-_NAMES = (
-    "entity_f1",
-    "choice_accuracy",
-    "rouge_l",
-    "exact_match",
-    "accuracy",
-    "micro_f1",
-    "macro_f1",
-    "mae",
-    "r2",
-    "loss",
-)
-HEADLINES = (*dict.fromkeys(title for name in _NAMES for title in (name, name_over_sites(name))), OWN)
+HEADLINES = (*dict.fromkeys(title for name in LISTED for title in (name, name_over_sites(name))), OWN)
 
 PLAIN_SECONDS = timedelta(seconds=10)
 """Time between two looks at the open round where there is no terminal."""

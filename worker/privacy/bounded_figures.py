@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from tessera.shared.api.class_counts import BINS, ENTITY_SCORES, MAX_CLASSES, f1_of_entities
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.worker.data.dataset import LABELS, Dataset
-from tessera.worker.errors import InputMismatch, is_device_failure
+from tessera.worker.errors import InputMismatch, is_machine_failure
 from tessera.worker.model.forward import IGNORED, counted_labels, forward
 from tessera.worker.privacy.bounded_numbers import (
     LEAST_OF_CLASS,
@@ -182,11 +182,7 @@ def bounded_sums(
                 output = forward(model, head, batch)
             except Exception as fault:
                 # Of a divided model, the other ranks would wait for this one.
-                if (
-                    isinstance(fault, torch.OutOfMemoryError | MemoryError)
-                    or is_device_failure(fault)
-                    or ranks.shards > 1
-                ):
+                if is_machine_failure(fault) or ranks.shards > 1:
                     raise
                 structlog.get_logger("worker").warning("example-not-scored", exc_info=fault)
                 sums.misses += 1

@@ -18,7 +18,7 @@ from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.schema import CHOICE_ACCURACY, EXACT_MATCH, ROUGE_L
 from tessera.worker.data.dataset import LABELS, Choices, Dataset
 from tessera.worker.data.readers.tokens import MASK
-from tessera.worker.errors import is_device_failure
+from tessera.worker.errors import is_machine_failure
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.scores.text_overlap import is_same, rouge_l
@@ -76,7 +76,7 @@ class AnswerScorer:
             if ROUGE_L in self.ranges:
                 self._generated([[0]], [], 1)
         except Exception as fault:
-            if isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
+            if is_machine_failure(fault):
                 raise
             said = f"{type(fault).__name__}: {fault}"
             raise UnsupportedRun(f"the model cannot answer questions: {said}: leave out the evaluation") from fault
@@ -86,7 +86,7 @@ class AnswerScorer:
         try:
             found = self._scores(places)
         except Exception as fault:
-            if isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
+            if is_machine_failure(fault):
                 raise
             structlog.get_logger("worker").warning("answer-not-scored", examples=len(places), exc_info=fault)
             return False

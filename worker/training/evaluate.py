@@ -59,7 +59,7 @@ class PredictionCounts:
         self.numbers: LabelTally | NumberTally | None = None
         """The counts of several labels or of targets, in place of the others."""
         self.entities: EntityTally | None = None
-        """Of words whose classes are those of entities."""
+        """Counts of words whose classes begin and continue entities."""
         self.bins = torch.zeros(3, BINS, dtype=torch.float64)
         """Of each bin of confidence: the number of predictions and of right ones, and the sum of the confidences."""
 

@@ -22,7 +22,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.groups import Subgroups, numbered_subjects
-from tessera.worker.errors import TaskFailure, is_device_failure
+from tessera.worker.errors import TaskFailure, is_machine_failure
 from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.tokenize import require_apart
@@ -162,7 +162,7 @@ def _add_metrics(
         _require_ranges(half, found)
         values = {name: found[name].reshape(len(labels)) for name in half.metric_ranges}
     except Exception as fault:
-        if not alone or isinstance(fault, torch.OutOfMemoryError | MemoryError) or is_device_failure(fault):
+        if not alone or is_machine_failure(fault):
             raise
         structlog.get_logger("worker").warning("metrics-not-measured", exc_info=fault)
         return
