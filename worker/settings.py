@@ -357,10 +357,13 @@ class WorkerSettings(DataSettings):
     def _may_train(self) -> Self:
         rules = ("require_privacy", "max_weekly_privacy", "max_total_privacy", "require_secure_sums")
         named = [f"policy.{name}" for name in (*rules, "require_client_privacy") if getattr(self.policy, name)]
-        if self.executor and (named or self.privacy):
+        # A data set that only evaluates may have a budget, for its figures.
+        of_data = (name for name, source in self.datasets.items() if source.privacy and source.use == "train")
+        named += ["privacy"] * (self.privacy is not None) + [f"datasets.{name}.privacy" for name in of_data]
+        if self.executor and named:
             raise ValueError(
-                f"executor: a script counts as not private, so that {', '.join(named) or 'privacy'} would refuse "
-                "all its training: remove one of them"
+                f"executor: a script counts as not private, so that {', '.join(named)} would refuse its training: "
+                "remove executor or these settings"
             )
         return self
 

@@ -73,8 +73,11 @@ class Candidates:
         for layer in layers_of(blocks):
             if attention and not any(block.role == "query" for block in layer.blocks):
                 continue
-            chosen = (block for block in layer.blocks if within is None or block.role in within)
-            if trained := tuple(filter(trainable.holds, chosen)):
+            # An adapter is treated like its matrix.
+            of_roles = (
+                block for block in layer.blocks if not within or {block.role, *block.adapts}.intersection(within)
+            )
+            if trained := tuple(filter(trainable.holds, of_roles)):
                 stacks.setdefault(layer.stack, []).append(replace(layer, blocks=trained))
         named = (block for block in blocks if block.layer is None and block.role in always)
         outside = tuple(filter(trainable.holds, named))
@@ -131,6 +134,8 @@ class Candidates:
         patterns = tuple(pattern for layer in chosen for pattern in _patterns(layer))
         always = tuple(escape(block.name) for block in self.always)
         matches = [Match(roles=self.within, names=patterns)] if patterns else []
+        if self.within and any(block.adapts for layer in chosen for block in layer.blocks):
+            matches.append(Match(adapts=self.within, names=patterns))
         return Selector(include=(*matches, Match(names=always)) if always else tuple(matches))
 
 

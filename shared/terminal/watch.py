@@ -24,8 +24,7 @@ from tessera.shared.schema import TaskState
 from tessera.shared.terminal import output
 
 # Metrics that fit on a line; `tessera run metrics` has all.
-OWN = f"{PERSONAL}accuracy"
-HEADLINES = (*dict.fromkeys(title for name in LISTED for title in (name, name_over_sites(name))), OWN)
+LINE = (*dict.fromkeys(title for name in LISTED for title in (name, name_over_sites(name))),)
 
 PLAIN_SECONDS = timedelta(seconds=10)
 """Time between two looks at the open round where there is no terminal."""
@@ -129,13 +128,18 @@ def _line(outcome: RoundOutcome) -> str:
     begin = f"round {ended.number}{attempt} {ended.stage}: {outcome.accepted} of {outcome.asked} updates"
     if ended.state != "committed":
         return f"{begin}; {ended.state}: {ended.reason}"
-    scores = "".join(f", {_score(outcome, name)}" for name in HEADLINES if name in outcome.scores)
-    own = outcome.spreads.get(OWN)
-    if own and OWN not in outcome.scores:
-        # A central evaluator measures no site's own model.
-        scores += f", {OWN} {own.weighted_mean:.3f} over {own.sites} site{'s' if own.sites > 1 else ''}"
-    if spread := own or outcome.spreads.get("accuracy"):
-        scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
+    # The last is that of the sites' own models, if they have any.
+    shown = [*headlines(outcome.spreads)]
+    own = [name for name in shown if name.startswith(PERSONAL)]
+    scores = "".join(f", {_score(outcome, name)}" for name in (*LINE, *own) if name in outcome.scores)
+    for name in own:
+        if name not in outcome.scores:
+            # A central evaluator measures no site's own model.
+            spread = outcome.spreads[name]
+            scores += f", {name} {spread.weighted_mean:.3f} over {spread.sites} site{'s' if spread.sites > 1 else ''}"
+    if shown:
+        spread = outcome.spreads[shown[-1]]
+        scores += f", worst site {spread.worst_site}: {shown[-1]} {spread.worst:.3f}"
     covered = Coverage.of(outcome.scalars)
     scores += f", {covered.words}" if covered and covered.sites < 1 else ""
     moved = f"{units.size(outcome.download_bytes)} down, {units.size(outcome.upload_bytes)} up"

@@ -129,7 +129,8 @@ def init(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="For texts, or for images to compare with a text for each class: a folder, or a name on the hub."
+            help="For texts, or for images to compare with a text for each class: a folder, a name on the hub, "
+            "or run."
         ),
     ] = None,
     processor: Annotated[str | None, typer.Option(help="For images: a folder, or a name on the hub.")] = None,

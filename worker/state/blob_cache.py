@@ -180,8 +180,8 @@ class Cache:
             self.total_bytes -= self._bytes.pop(digest)
             if self.total_bytes + nbytes <= self._limit_bytes:
                 return
-        if over := self.total_bytes + nbytes - self._limit_bytes:
-            raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
+        over = self.total_bytes + nbytes - self._limit_bytes
+        raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
 
 
 class _Shelving:

@@ -179,6 +179,6 @@ def test_a_run_is_shown_as_json_with_all_of_that(scene: Scene) -> None:
 def test_watching_tells_what_a_method_warns_of_once(scene: Scene) -> None:
     lines = scene.say("run", "watch", "test").stdout.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["round 1 train", "round 2 train"]
-    assert ", accuracy 0.500, macro_f1 0.500, worst site b 0.250, " in lines[1]
+    assert ", accuracy 0.500, macro_f1 0.500, worst site b: accuracy 0.250, " in lines[1]
     assert lines[2] == f"warning: {STILL}"
     assert [line for line in lines if STILL in line] == lines[2:3]

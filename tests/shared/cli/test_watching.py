@@ -146,4 +146,8 @@ def test_scores_over_different_sites_are_told_apart(capsys: pytest.CaptureFixtur
     assert (
         "accuracy 0.500 over 3 sites, macro_f1 (mean of sites) 0.333, personal_accuracy 0.900 over 1 site" in at_sites
     )
-    assert "accuracy 0.700, personal_accuracy 0.900 over 1 site, worst site a 0.900" in centrally
+    assert "accuracy 0.700, personal_accuracy 0.900 over 1 site, worst site a: personal_accuracy 0.900" in centrally
+    of_notes = [measured(f"{site}/w", entity_f1=score, loss=1 - score) for site, score in (("a", 0.5), ("b", 0.25))]
+    (outcome,) = outcomes([ended], run().spec, of_notes)
+    print_ended(output.out(), outcome)
+    assert "loss 0.625, worst site b: entity_f1 0.250" in capsys.readouterr().out

@@ -98,7 +98,8 @@ def test_layer_that_is_tried_is_the_same_over_restarts_absences_and_abandoned_at
     assert [*rounds[:4], *rounds[5:]] == [*alone[:4], *alone[5:]]
 
 
-def test_chosen_layers_of_a_llama_train_their_adapters_alone() -> None:
+@pytest.mark.parametrize("within", [{}, {"within": ["value"]}], ids=["all", "values"])
+def test_chosen_layers_of_a_llama_train_their_adapters_alone(within: dict[str, Any]) -> None:
     config = {
         "model_type": "llama", "vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
         "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -106,7 +107,7 @@ def test_chosen_layers_of_a_llama_train_their_adapters_alone() -> None:
     document, begin = untrained(config, "causal-lm", seed=1, lora=Lora(rank=2, alpha=4))
     words = torch.randint(30, (8, 6), generator=torch.Generator().manual_seed(0))
     data = {"a": Dataset({"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words})}
-    settings = {"layers": 2, "always": [], "tokens": {"where": "last"}}
+    settings = {"layers": 2, "always": [], "tokens": {"where": "last"}, **within}
     wanted = {"method": {"name": "safl", "settings": settings}, "rounds": 1, "training": {"learning_rate": 0.05}}
     result = simulate(wanted, Weights(document, begin), data)
     [[chosen]] = (choices.values() for choices in choices_of(result.rounds))
@@ -114,7 +115,9 @@ def test_chosen_layers_of_a_llama_train_their_adapters_alone() -> None:
     now = {name: to_array(value) for name, value in result.state().model.items()}
     moved = {name for name, value in begin.items() if value.tobytes() != now[name].tobytes()}
     layers = [layer for layer in layers_of(document.blocks) if layer.name in chosen]
-    assert moved == {block.name for layer in layers for block in layer.blocks if block.role == "adapter"}
+    adapters = [block for layer in layers for block in layer.blocks if block.role == "adapter"]
+    assert {role for block in adapters for role in block.adapts} > {"value"}
+    assert moved == {block.name for block in adapters if not within or block.adapts == ("value",)}
 
 
 def test_site_that_missed_an_election_trains_the_elected_layers() -> None:

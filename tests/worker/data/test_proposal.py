@@ -136,6 +136,7 @@ def test_columns_of_texts_and_classes_are_found(
 ) -> None:
     file = table(tmp_path / "notes.csv", header, *rows)
     assert propose(file).options["tokenizer"] == "run"
+    assert propose(file, tokenizer="run").options == propose(file).options
     options = proposed(file, tokenizer=str(bert_tokenizer(tmp_path / "bert", ("the", "a", "cat"))))
     assert options.items() >= {"kind": "text", "file": str(file), **expected}.items()
     assert len(loaded(options)) == 2

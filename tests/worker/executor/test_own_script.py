@@ -415,15 +415,20 @@ def test_only_the_sites_own_settings_name_a_script() -> None:
     assert "executor" not in Task.model_validate({**task, "executor": command}).model_dump()
 
 
+BUDGET = {"kind": "digits", "privacy": {"epsilon": 1, "delta": 1e-5}}
+BUDGETS = {"seen": BUDGET, "test": {**BUDGET, "use": "evaluate"}}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"executor": {"command": []}}, "executor.command"),
         ({"executor": {"command": ["there-is-none"]}}, "there is no program 'there-is-none'"),
         ({"executor": {"command": "python train.py"}}, "executor.command"),
-        ({"policy": {"require_privacy": {"epsilon": 1}}}, "policy.require_privacy would refuse all its training"),
+        ({"policy": {"require_privacy": {"epsilon": 1}}}, "policy.require_privacy would refuse its training"),
         ({"policy": {"require_secure_sums": True}}, "policy.require_secure_sums would refuse"),
-        ({"privacy": {"epsilon": 1, "delta": 1e-5}}, "privacy would refuse all its training"),
+        ({"datasets": BUDGETS}, "so that datasets.seen.privacy would refuse its training: remove executor or"),
+        ({"privacy": {"epsilon": 1, "delta": 1e-5}}, "privacy would refuse its training: remove executor"),
     ],
 )
 def test_settings_that_contradict_a_script_are_refused(

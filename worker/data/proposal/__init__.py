@@ -10,6 +10,7 @@ from tessera.worker.data.proposal.tables import add_table
 from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.table_files import is_saved
 from tessera.worker.data.readers.tables import READERS
+from tessera.worker.data.readers.tokenizer import RUN
 
 
 def propose(
@@ -46,7 +47,7 @@ def propose(
 
 def _from_anywhere(source: str | None) -> str | None:
     """Return the whole path of a folder, since a worker may start elsewhere; or the name on the hub."""
-    return str(Path(source).resolve()) if source and Path(source).is_dir() else source
+    return str(Path(source).resolve()) if source and source != RUN and Path(source).is_dir() else source
 
 
 def _tables_in(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from tessera.worker.data.cells import Cells
 from tessera.worker.data.kinds.images import dicom_reader
 from tessera.worker.data.proposal.options import Proposal
 from tessera.worker.data.readers.pictures import FORMATS, UNREADABLE, Pictures, inaccessible, is_dicom
-from tessera.worker.data.readers.tokenizer import TextSlice, tokenizer_of
+from tessera.worker.data.readers.tokenizer import RUN, TextSlice, tokenizer_of
 from tessera.worker.errors import DataError
 
 LENGTHS = 4096
@@ -56,10 +56,11 @@ def _opened(picture: Path) -> Image.Image:
 
 
 def add_max_length(proposal: Proposal, texts: Cells[Any], tokenizer: str | None) -> None:
-    """Add the tokens to which texts are truncated, by the lengths of some. Without a tokenizer, words are counted."""
+    """Add the tokens to which texts are truncated, by the lengths of some. Words are counted before
+    there is a tokenizer."""
     some = texts[:: -(-len(texts) // LENGTHS)]
     most = USUAL_TOKENS
-    if tokenizer is None:
+    if tokenizer in (None, RUN):
         lengths = list(map(number_of_words, some))
         needed, unit = 2 * max(lengths), "words, of which a tokenizer makes one or two tokens each"
     else:
