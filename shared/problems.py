@@ -495,6 +495,8 @@ OF_WORKERS: Mapping[str, str] = {
     "its own (tokenizer).",
     "no-tokenizer": "Begin a run with a model that has its tokenizer (`tessera model init` keeps it), "
     "or ask the site to name its own (tokenizer).",
+    "no-chat-template": "Add chat_template.jinja to the folder that `tessera model init` reads, make the model "
+    "folder again, and begin a new run; or ask the site for prompts and completions as texts.",
     "invalid-tokenizer": _MISFIT,
     "packed-texts": "Have the site set pack = false for the data set, or leave it out (cohort.sites).",
     "invalid-plan": _PLAN,

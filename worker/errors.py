@@ -10,6 +10,7 @@
      +- UnknownAttention         attention that cannot be measured
      +- DataError                a data set that cannot be read
          +- DataChanged
+         +- NoChatTemplate
     UnsupportedRun (of shared)
      +- InputMismatch            a model that does not take the data set's inputs
      +- Indivisible              a batch that cannot be computed in pieces
@@ -87,6 +88,10 @@ class DataError(ValueError):
 
 class DataChanged(DataError):
     """A file that changed after the worker read it at its start."""
+
+
+class NoChatTemplate(DataError):
+    """Chats for a tokenizer that has no chat template."""
 
 
 class LoaderFailed(RuntimeError):

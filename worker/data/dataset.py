@@ -76,6 +76,8 @@ class RawTexts:
 
     tags: Sequence[Sequence[int]] = ()
     """The class of each word of each text, if words have classes."""
+    keeps_cut: bool = False
+    """True to keep chats whose answers are cut off, without a scored token."""
     settings: str = ""
     """Further settings by which texts become rows."""
 

@@ -136,6 +136,8 @@ class LoadReport:
     """The rows of chats that are left out because they have no answer."""
     cut_answers: Sequence[int] = ()
     """The rows of chats that are left out because no token of their answers is within the most tokens."""
+    unasked: Sequence[int] = ()
+    """The rows of chats that begin within an answer, because truncation has cut off its question."""
     endless: int = 0
     """The number of chats with an answer after which the chat template ends no turn."""
     shown: str | None = None
@@ -233,6 +235,11 @@ class LoadReport:
             yield (
                 f"{_several(len(rows), 'example')} left out whose answers are cut off: {_rows(rows)}",
                 'Set a larger max_length, or truncation_side = "left", which keeps the end.',
+            )
+        if rows := self.unasked:
+            yield (
+                f"of {_several(len(rows), 'example')} the whole question is cut off: {_rows(rows)}",
+                'Set a larger max_length, or truncation_side = "right", which keeps the question.',
             )
         if count := self.endless:
             yield (

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import IDS
@@ -44,6 +45,8 @@ class AnswerScorer:
     """The most tokens that the model takes; None for any number."""
     alone: bool = False
     """True to let no example change another's result, nor the time that it takes."""
+    between_tokens: Check = lambda: None
+    """Called after each generated token, where it may raise what ends the task."""
 
     @property
     def ranges(self) -> dict[str, Range]:
@@ -59,7 +62,7 @@ class AnswerScorer:
         self.model.train(mode=False)
         # Without a mask, a model would read padding.
         together = 1 if self.alone or MASK not in self.dataset.inputs else AT_ONCE
-        with torch.inference_mode(), uncompiled(self.model), _plain_generation(self.model):
+        with torch.inference_mode(), uncompiled(self.model), _plain_generation(self.model), _unwrapped():
             self._rehearse()
             for rows in ranks.share_of(self.dataset).order(together * ranks.size):
                 places = rows.tolist()
@@ -76,7 +79,7 @@ class AnswerScorer:
             if ROUGE_L in self.ranges:
                 self._generated([[0]], [], 1)
         except Exception as fault:
-            if is_machine_failure(fault):
+            if is_machine_failure(fault) or isinstance(fault, _TaskEnded):
                 raise
             said = f"{type(fault).__name__}: {fault}"
             raise UnsupportedRun(f"the model cannot answer questions: {said}: leave out the evaluation") from fault
@@ -86,7 +89,7 @@ class AnswerScorer:
         try:
             found = self._scores(places)
         except Exception as fault:
-            if is_machine_failure(fault):
+            if is_machine_failure(fault) or isinstance(fault, _TaskEnded):
                 raise
             structlog.get_logger("worker").warning("answer-not-scored", examples=len(places), exc_info=fault)
             return False
@@ -150,10 +153,38 @@ class AnswerScorer:
         )
         device = self.model.device
         # Without one, `generate` would take tokens with the number of its padding for padding.
-        given = {MASK: mask.to(device)} if MASK in signature(self.model.forward).parameters else {}
+        given: dict[str, Any] = {MASK: mask.to(device)} if MASK in signature(self.model.forward).parameters else {}
+        given["stopping_criteria"] = [_Check(self.between_tokens)]
         made = self.model.generate(ids.to(device), generation_config=config, **given)  # type: ignore[operator]
         tokens: list[list[int]] = made[:, ids.shape[1] :].tolist()
         return tokens
+
+
+class _TaskEnded(Exception):
+    """Its cause ended the task: the model has not failed at an example."""
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise what ended the task, where the block raises `_TaskEnded`."""
+    try:
+        yield
+    except _TaskEnded as ended:
+        raise (ended.__cause__ or ended) from None
+
+
+class _Check(StoppingCriteria):
+    """Ends no text, but perhaps the task."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        try:
+            self._check()
+        except Exception as fault:
+            raise _TaskEnded from fault
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager

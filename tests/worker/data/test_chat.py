@@ -287,7 +287,19 @@ def test_the_stated_side_is_cut_off_and_lost_answers_are_named(tmp_path: Path) -
     whole = tokenizer_in(tmp_path).apply_chat_template(rows[0]["messages"], return_dict=False)
     assert tokens_of(left) == [whole[0], *whole[-19:]]
     assert scored(tmp_path, left) == ["a day<|eot_id|>"]
+    assert not left.report.unasked
     assert "no example of" in refusal(tmp_path, rows[0], max_length=20)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_that_begin_within_an_answer_are_named(tmp_path: Path, name: str) -> None:
+    rows = ({"messages": turns("a", "100")}, {"messages": turns("a", "thank you " * 20)})
+    left = opened(tmp_path, *rows, max_length=20, truncation_side="left", template=TEMPLATES[name])
+    assert left.examples == 2
+    said = [detail for detail, _ in left.report.warnings()]
+    assert said[1] == "of 1 example the whole question is cut off: row 1"
+    whole = opened(tmp_path, *rows, truncation_side="left", template=TEMPLATES[name])
+    assert (whole.report.unasked, left.report.unasked) == ([], [1])
 
 
 def test_packed_rows_give_the_losses_of_each_chat_alone(tmp_path: Path) -> None:

@@ -12,13 +12,21 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tessera.shared.api.runs import Training
+from tessera.shared.model.preprocessing import FileRef, read_files
+from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED
+from tessera.worker.settings import WorkerSettings
+from tessera.worker.task.heartbeat import Stop
 from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import exported, start_run
+from tests.support.tasks import untrained
 from tests.worker.executor.test_equal_results import Case, distance, divided, model_of
 
 LLAMA = {
@@ -73,3 +81,26 @@ def test_chats_train_as_in_a_plain_loop(
     found = divided(case, executor if ranks == 2 else None, monkeypatch, **pieces).arrays()
     expected, start = trained(dataset), model_of(LLAMA, "causal-lm").values
     assert distance(found, expected) < 1e-5 * distance(expected, start)
+
+
+def test_two_ranks_train_on_chats_with_the_template_of_the_run(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client, dataset = coordinator.client(), chats(tmp_path)
+    files = read_files(tmp_path / "tokenizer")
+    refs = {name: FileRef(digest=client.put_bytes(raw), nbytes=len(raw)) for name, raw in files.items()}
+    document, start = untrained(LLAMA, "causal-lm", seed=1, preprocessing=refs)
+    notes = {"kind": "chat", "file": str(tmp_path / "chats.jsonl"), "tokenizer": "run", "max_length": 64}
+    settings = WorkerSettings(
+        url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=tmp_path / "state", threads=1,
+        device="cpu", devices=2, poll_seconds=5, datasets={"notes": notes},
+    )  # fmt: skip
+    plain = Training(optimizer="sgd", learning_rate=RATE, weight_decay=0.0, batch_size=8, steps=STEPS)
+    run, agent = start_run(client, document, start, dataset="notes", training=plain), Agent(settings, Stop())
+    try:
+        agent._run_task(until(agent._next))
+        until(lambda: client.run(run.id).state == "completed")
+    finally:
+        agent.close()
+    (task,) = (task for made in client.rounds(run.id) for task in made.tasks)
+    assert (task.state, task.examples) == ("merged", len(ANSWERS))
+    expected = trained(dataset)
+    assert distance(exported(client, run), expected) < 1e-5 * distance(expected, start)

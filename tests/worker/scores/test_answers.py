@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.bounded_figures import BoundedSums
 from tessera.worker.privacy.bounded_numbers import FigureNoise
 from tessera.worker.scores.answers import AnswerScorer, log_likelihoods
+from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.training.ranks import OneRank
 from tessera.worker.training.tallies import ExampleFigures
 from tests.support.chat_templates import CHATML, TEMPLATES, chat_tokenizer
@@ -87,6 +89,22 @@ def scores(dataset: Dataset, model: Any, **settings: Any) -> dict[str, float]:
     figures = ExampleFigures(answers.ranges)
     answers.add_to(figures, lambda: None, OneRank())
     return figures.means(dataset.examples, figures.sums())
+
+
+@pytest.mark.parametrize("last", [0, 4], ids=["rehearsed", "answering"])
+def test_a_task_that_is_not_wanted_any_more_ends_between_two_tokens(tmp_path: Path, last: int) -> None:
+    rows = [{"instruction": "what?", "output": "no"}] * 3
+    model, made = instantiate(LLAMA, "causal-lm", seed=3), count()
+
+    def check() -> None:
+        # The rehearsal makes one token.
+        if next(made) == last:
+            raise Stopped
+
+    answers = AnswerScorer(model, opened(tmp_path, *rows), max_new_tokens=64, alone=True, between_tokens=check)
+    with pytest.raises(Stopped):
+        answers.add_to(ExampleFigures(answers.ranges), lambda: None, OneRank())
+    assert next(made) == last + 1
 
 
 def accuracy(dataset: Dataset, model: Any) -> float:

@@ -11,18 +11,22 @@ import pytest
 import torch
 
 from tessera.shared.api.runs import Cohort, Training
-from tessera.shared.methods.base import MethodSpec
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileRef, read_files
 from tessera.shared.model.spec import Lora
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
 from tessera.worker.errors import DataError, TaskFailure
+from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.sandbox import Sandbox
+from tessera.worker.privacy.bounded_figures import BoundedSums, bounded_sums
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.simulation import Weights, simulate
 from tessera.worker.task.heartbeat import Stop
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.ranks import OneRank
 from tests.support.chat_templates import CHATML, TEMPLATES, chat_tokenizer
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
@@ -66,6 +70,39 @@ def test_a_run_s_hostile_template_fails_the_task_without_a_word_of_the_chats(tmp
     cause = refused.value.__context__
     assert isinstance(cause, DataError)
     assert "secretword" in str(cause)
+
+
+def test_no_template_changes_the_number_of_examples_of_rounded_figures(tmp_path: Path) -> None:
+    """This one cuts off the answers of chats with a certain word."""
+    template = "{% if 'day' in messages[0].content %}" + "the dose " * 40 + "{% endif %}" + CHATML
+    files = read_files(chat_tokenizer(tmp_path / "own", template))
+    dataset = load("chat", {"file": file(tmp_path), "tokenizer": "run", "max_length": 40})
+    cut, whole = (tokens(tmp_path, dataset, files, embeddings=400, rounds=rounds) for rounds in (False, True))
+    assert (cut.examples, whole.examples) == (3, 4)
+    assert cut.report.cut_answers == whole.report.cut_answers == [1]
+    model = instantiate(LLAMA, "causal-lm", seed=0)
+    context = LocalTaskContext(model, "causal-lm", Plan(), block_table(model))
+    of_cut, of_whole = (
+        bounded_sums(context, each, torch.device("cpu"), lambda: None, OneRank()) for each in (cut, whole)
+    )
+    # The cut one is wrong, with the largest loss.
+    assert (of_cut.misses, of_whole.misses) == (0, 1)
+    assert isinstance(of_cut, BoundedSums)
+    assert isinstance(of_whole, BoundedSums)
+    assert torch.equal(of_cut.right_and_loss, of_whole.right_and_loss)
+    every = load("chat", {"file": file(tmp_path, PAIRS[1:2]), "tokenizer": "run", "max_length": 40})
+    assert tokens(tmp_path, every, files, embeddings=400, rounds=True).examples == 1
+
+
+def test_a_run_without_a_chat_template_is_named_with_its_remedy(tmp_path: Path) -> None:
+    files = read_files(chat_tokenizer(tmp_path / "own", None))
+    with pytest.raises(TaskFailure, match="no chat template, which the chats of this site need") as refused:
+        tokens(tmp_path, load("chat", {"file": file(tmp_path), "tokenizer": "run"}), files, embeddings=400)
+    assert refused.value.code == "no-chat-template"
+    texts = tmp_path / "texts.csv"
+    texts.write_text("prompt,completion\na,b\n")
+    plain = load("chat", {"file": str(texts), "tokenizer": "run"})
+    assert tokens(tmp_path, plain, files, embeddings=400).examples == 1
 
 
 def test_two_sites_train_adapters_on_chats(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def files(folder: Path, words: tuple[str, ...] = WORDS, **more: object) -> dict[
 def tokens(
     folder: Path, dataset: Dataset, held: Mapping[Any, bytes], *, embeddings: int = 8, sandbox: Sandbox | None = None,
     refs: Mapping[str, FileRef] | None = None, sent: bytes | None = None, blocks: tuple[Block, ...] = (),
+    rounds: bool = False,
 ) -> Dataset:  # fmt: skip
     """The data set as a task of a run with these files sees it."""
     named = {name: FileRef(digest=digest_of(raw), nbytes=len(raw)) for name, raw in held.items()}
@@ -87,7 +88,7 @@ def tokens(
     coordinator = SimpleNamespace(copy_blob=copy_blob)
     shelf = Cache(folder / "cache", 1 << 30)
     env: Any = SimpleNamespace(shelf=shelf, coordinator=coordinator)
-    task: Any = SimpleNamespace(dataset="notes", model="sha256:" + "0" * 64)
+    task: Any = SimpleNamespace(kind="evaluate", dataset="notes", model="sha256:" + "0" * 64)
     journal: Any = None
     run = TaskRun(env, task, lambda: None, Report(), journal)
     rows = SimpleNamespace(num_embeddings=embeddings)
@@ -96,7 +97,7 @@ def tokens(
     fetched: Any = SimpleNamespace(document=document, tokenizer=_tokenizer_files(run, document))
     local: Any = SimpleNamespace(
         task=task, cache=RunCache(), setup=SimpleNamespace(ranks=OneRank()), scratch=folder, sandbox=sandbox,
-        check=lambda: None,
+        check=lambda: None, rules=SimpleNamespace(rounds_figures=lambda _: rounds),
     )  # fmt: skip
     made = tokenize(local, fetched, loaded, dataset)
     # Later tasks of the run convert nothing.

@@ -8,7 +8,7 @@ tokenizer = "run"
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, takewhile
@@ -32,12 +32,12 @@ from tessera.worker.data.readers.table_files import TableOptions
 from tessera.worker.data.readers.tables import DataTable, Files, digest_of, read_table, table_name
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, TokenCounts, tokenized_here, tokenizer_of
 from tessera.worker.data.readers.tokens import MASK, TokenBatch
-from tessera.worker.errors import DataError, UnsafeConfig
+from tessera.worker.errors import DataError, NoChatTemplate, UnsafeConfig
 from tessera.worker.model.chats import ASSISTANT, BEGIN, END, SYSTEM, USER, Chat, ChatFault, ChatRequest, ChatTokens
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.model.sandbox import Sandbox
 
-FORMAT = 2
+FORMAT = 3
 """The number of the way in which chats become tokens, which is part of their files' names."""
 MAX_CHARACTERS = 1 << 20
 """Limit on the characters of a chat: eight times as many as 32,768 tokens of English have."""
@@ -189,18 +189,19 @@ def chats_of(options: ChatOptions, table: DataTable, layout: Layout) -> Cells[Ch
     names = list(COLUMNS[layout])
     if layout == "instruction" and table.own_name(options.input) is not None:
         names.append("input")
-    columns = [table.cells(name, getattr(options, name)) for name in names]
+    columns = {name: table.cells(name, getattr(options, name)) for name in names}
+    return Cells(partial(_read, layout, columns, table.where), np.arange(table.examples))
 
-    def read(rows: NDArray[np.int64]) -> list[Chat]:
-        found = []
-        for row, *values in zip(rows.tolist(), *(cells.read(rows) for cells in columns), strict=True):
-            try:
-                found.append(_READERS[layout](*values))
-            except ValueError as fault:
-                raise DataError(f"{names[0]}: row {row} of {table.where} {fault}") from fault
-        return found
 
-    return Cells(read, np.arange(table.examples))
+def _read(layout: Layout, columns: Mapping[str, Cells[Any]], where: str, rows: NDArray[np.int64]) -> list[Chat]:
+    """Return the chats of these rows. Raises DataError."""
+    found = []
+    for row, *values in zip(rows.tolist(), *(cells.read(rows) for cells in columns.values()), strict=True):
+        try:
+            found.append(_READERS[layout](*values))
+        except ValueError as fault:
+            raise DataError(f"{next(iter(columns))}: row {row} of {where} {fault}") from fault
+    return found
 
 
 def _of_messages(value: object) -> Chat:
@@ -368,19 +369,20 @@ def _converted(
     tokens = file.tokens(texts, tokenizer, counts, found, notes)
     made, noted = file.dataset(dataset, texts, tokenizer, tokens), tokens.notes
     lost = noted["lost"]
-    if len(lost) == made.examples:
+    if len(lost) == made.examples and not texts.keeps_cut:
         raise DataError(
             f"max_length: no example of {file.table.where} has a token of an answer in its {counts.limit} tokens: "
             'set a larger max_length, or truncation_side = "left"'
         )
     rows = np.asarray(texts.numbers)[lost].tolist()
-    report = replace(made.report, cut_answers=rows, endless=noted["endless"], shown=noted["shown"])
+    unasked = np.asarray(texts.numbers)[noted["unasked"]].tolist()
+    report = replace(made.report, cut_answers=rows, unasked=unasked, endless=noted["endless"], shown=noted["shown"])
     choices = [Choices.of(each) for each in noted["choices"]] or None
     # With every token scored, the labels do not show the answers.
     writer = tokenizer.backend_tokenizer if options.loss_on == "answers" else None
     made = replace(made, tokenizer=writer, choices=choices)
     kept = np.delete(np.arange(made.examples), lost)
-    return replace(made.rows(torch.from_numpy(kept)) if lost else made, report=report)
+    return replace(made.rows(torch.from_numpy(kept)) if lost and not texts.keeps_cut else made, report=report)
 
 
 def _batches(
@@ -391,10 +393,10 @@ def _batches(
     counts: TokenCounts,
     notes: dict[str, Any],
 ) -> Iterator[TokenBatch]:
-    """Yield chats as tokens, with labels. Note the places of those without a label, the answers that questions offer,
-    and a chat to show."""
+    """Yield chats as tokens, with labels. Note the places of those without a label, and of those that begin within an
+    answer, the answers that questions offer, and a chat to show."""
     done = 0
-    notes.update(lost=[], endless=0, shown=None, choices=[])
+    notes.update(lost=[], unasked=[], endless=0, shown=None, choices=[])
     for some in _pieces(texts.first):
         rows = texts.numbers[done : done + len(some)]
         made = _tokens(options, file, tokenizer, some, rows)
@@ -416,7 +418,12 @@ def _batches(
             # The first token is predicted by none.
             if not fits or not (labels[-1][1:] != IGNORED).any():
                 notes["lost"].append(done + place)
-            elif notes["shown"] is None:
+                continue
+            is_cut = len(kept) < len(whole) and (options.loss_on, options.truncation_side) == ("answers", "left")
+            # The start token is never cut off.
+            if is_cut and labels[-1][int(whole[0] == tokenizer.bos_token_id)] != IGNORED:
+                notes["unasked"].append(done + place)
+            if notes["shown"] is None:
                 notes["shown"] = _shown(tokenizer, ids[-1], labels[-1])
         done += len(some)
         every = np.concatenate(ids)
@@ -487,7 +494,7 @@ def _tokens(
     template: Any = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
     if template is None and not all(each.plain for each in chats):
-        raise DataError(
+        raise NoChatTemplate(
             f"tokenizer: {tokenizer.name_or_path} has no chat template: add chat_template.jinja to the folder of the "
             "tokenizer, or of the model before `tessera model init`; or make prompt and completion texts"
         )

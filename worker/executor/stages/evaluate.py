@@ -125,13 +125,16 @@ def _answer_scorer(local: LocalTask, loaded: PreparedTask, measured: Dataset, *,
     """Return the scores of answers to these examples; None on a worker that divides the model."""
     task = local.task
     most = task.max_new_tokens
-    answers = AnswerScorer(loaded.context.model, measured, most, token_limit(loaded.document), alone)
-    reason = "the model is divided among devices (compute.shard)" if local.setup.ranks.shards > 1 else ""
+    ranks, limit = local.setup.ranks, token_limit(loaded.document)
+    # Several ranks check together, and one may generate more tokens than another.
+    between = local.check if ranks.size == 1 else lambda: None
+    answers = AnswerScorer(loaded.context.model, measured, most, limit, alone, between)
+    reason = "the model is divided among devices (compute.shard)" if ranks.shards > 1 else ""
     if most and not measured.tokenizer:
         reason = "max_new_tokens is for chats with loss_on = answers, which are not packed"
     if reason and (answers.ranges or most):
         structlog.get_logger("worker").warning("answers-not-scored", dataset=task.dataset, reason=reason)
-    return answers if local.setup.ranks.shards == 1 else None
+    return answers if ranks.shards == 1 else None
 
 
 def _answered(

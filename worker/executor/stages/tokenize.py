@@ -1,5 +1,6 @@
 """The stage that converts a site's texts with the tokenizer of the run's model, and packs them into rows."""
 
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from tessera.shared.model.preprocessing import TOKENIZER
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.packing import POSITIONS, packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
-from tessera.worker.errors import DataChanged, DataError, TaskFailure
+from tessera.worker.errors import DataChanged, DataError, NoChatTemplate, TaskFailure
 from tessera.worker.executor.stages.load import PreparedTask
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.model.chats import Chat
@@ -31,25 +32,35 @@ def tokenize(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, da
     Raises TaskFailure and UnsafeConfig. No message depends on the texts.
     """
     task, known = local.task, local.cache.tokenized
+    rounds = task.kind == "evaluate" and local.rules.rounds_figures(task)
     # The length of one document decides in which rows the next ones are, and so moves figures without a bound.
-    packs = dataset.pack and not (task.kind == "evaluate" and local.rules.rounds_figures(task))
+    packs = dataset.pack and not rounds
+    # The author of a run could choose a template by which the number of examples tells which chats match.
+    keeps_cut = rounds and dataset.texts is not None and dataset.texts.of_chats
     # An attack needs the loss of each text.
     packs = packs and task.kind != "attack"
     # Answers are scored with the question before them alone.
     packs = packs and not (task.kind == "evaluate" and _answers(local, dataset))
     if dataset.texts is None and not packs:
         return dataset
-    made_as = f"{task.model}{' packed' if packs else ''}"
+    made_as = f"{task.model}{' packed' if packs else ''}{' with cut chats' if keeps_cut else ''}"
     if (last := known.get(task.dataset)) and last[0] == made_as:
         return last[1]
 
     def make() -> Dataset:
-        made = _tokenized(local, fetched, loaded, dataset) if dataset.texts else dataset
+        raw = _with_cut_chats(dataset) if keeps_cut else dataset
+        made = _tokenized(local, fetched, loaded, raw) if dataset.texts else dataset
         return packed(made) if packs else made
 
     made = local.setup.ranks.shared(make)
     known[task.dataset] = made_as, made
     return made
+
+
+def _with_cut_chats(dataset: Dataset) -> Dataset:
+    """Return raw texts, and the held-out ones, among which chats whose answers are cut off will stay."""
+    held_out = dataset.held_out and _with_cut_chats(dataset.held_out)
+    return replace(dataset, texts=dataset.texts and replace(dataset.texts, keeps_cut=True), held_out=held_out)
 
 
 def _answers(local: LocalTask, dataset: Dataset) -> bool:
@@ -108,10 +119,16 @@ def _tokenized(local: LocalTask, fetched: FetchedVersion, loaded: PreparedTask, 
         raise
     except DataError as fault:
         structlog.get_logger("worker").error("texts-not-tokenized", dataset=task.dataset, detail=str(fault))
-        raise TaskFailure(
-            "tokenizer-mismatch",
-            "the run's tokenizer cannot convert the texts of this site; the worker's own log has more",
-        ) from None
+        raise _failure(fault) from None
     for warning in made.report.sentences():
         structlog.get_logger("worker").warning("texts", dataset=task.dataset, detail=warning)
     return made
+
+
+def _failure(fault: DataError) -> TaskFailure:
+    """Return the failure for texts that cannot be converted, without a word of them."""
+    if isinstance(fault, NoChatTemplate):
+        detail = "the run's tokenizer has no chat template, which the chats of this site need"
+        return TaskFailure("no-chat-template", detail)
+    detail = "the run's tokenizer cannot convert the texts of this site; the worker's own log has more"
+    return TaskFailure("tokenizer-mismatch", detail)
