@@ -47,6 +47,9 @@ _WORKERS = (
     "tessera.worker.doctor",
     "tessera.worker.data.kinds.digits",
     "tessera.worker.executor.rank",
+    # peft takes two seconds of each process that has adapters.
+    "tessera.worker.model.lora",
+    "tessera.worker.privacy.per_example_grads",
     "transformers.modeling_utils",
 )
 NEEDS = {

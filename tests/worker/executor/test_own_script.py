@@ -33,6 +33,7 @@ from tessera.shared.model.spec import WEIGHTS_FILE, Lora
 from tessera.shared.problems import OF_WORKERS
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import init
+from tessera.worker.executor import script
 from tessera.worker.governance.approvals import ApprovalDecision
 from tessera.worker.governance.descriptions import OWN_SCRIPT
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of
@@ -328,6 +329,13 @@ def gone(pids: Path) -> bool:
     return all(map(ended, pids.read_text().split()))
 
 
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These scripts do not look whether their tasks are still wanted."""
+    monkeypatch.setattr(script, "STOP_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("_soon")
 def test_a_script_that_takes_too_long_ends_with_all_its_processes(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
@@ -342,6 +350,7 @@ def test_a_script_that_takes_too_long_ends_with_all_its_processes(
         until(lambda: client.run(run.id).state == "completed")
 
 
+@pytest.mark.usefixtures("_soon")
 def test_a_cancelled_run_and_a_stopped_worker_end_the_script(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client, pids = coordinator.client(), tmp_path / "own" / "pids"
     with working(coordinator, tmp_path, **own_script(tmp_path / "own", SCRIPT)):

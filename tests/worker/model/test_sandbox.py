@@ -34,11 +34,11 @@ class Ended(Exception):
 
 
 def test_a_config_that_fills_memory_before_its_first_parameter_is_refused_in_the_child() -> None:
-    sandbox = Sandbox(memory_bytes=128 << 20)
-    with pytest.raises(UnsafeConfig, match="more than 128 MiB of memory"):
+    sandbox = Sandbox(memory_bytes=24 << 20)
+    with pytest.raises(UnsafeConfig, match="more than 24 MiB of memory"):
         sandbox.require(LEVIT, None, lambda: None)
     # It is known by now: no second child is started, and so nothing is waited for.
-    with pytest.raises(UnsafeConfig, match="more than 128 MiB of memory"):
+    with pytest.raises(UnsafeConfig, match="more than 24 MiB of memory"):
         sandbox.require(LEVIT, None, pytest.fail)
 
 
