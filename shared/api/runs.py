@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
-from math import inf
+from math import inf, sqrt
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -55,6 +55,9 @@ from tessera.shared.updates.codecs import pipeline
 
 DeadlineSeconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
+MAX_STALENESS = 10
+"""Default limit on the versions made since the base version of a buffered update."""
+
 
 class Cohort(Value):
     """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
@@ -66,6 +69,28 @@ class Cohort(Value):
             lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
             "it below size and the number of sites",
         ),
+        Condition(("max_staleness", "staleness"), lambda cohort: cohort.mode == "buffer", 'mode to "buffer"'),
+    )
+
+    mode: Literal["barrier", "buffer"] = Field(
+        default="barrier",
+        exclude_if="barrier".__eq__,
+        description="barrier: a round merges updates that started from the version before it; buffer: a version is "
+        "made as soon as target_updates sites have sent updates, of this or earlier versions, and the other sites go "
+        "on with their work",
+    )
+    max_staleness: PositiveInt = Field(
+        default=MAX_STALENESS,
+        le=1000,
+        exclude_if=MAX_STALENESS.__eq__,
+        description="mode buffer: the most versions made since the version that an update started from; a task that "
+        "would exceed it is cancelled, and its worker asked again",
+    )
+    staleness: Literal["sqrt", "none"] = Field(
+        default="sqrt",
+        exclude_if="sqrt".__eq__,
+        description="mode buffer: what a block's step is multiplied by: sqrt: 1 / sqrt(1 + t), if the block has "
+        "changed t times since the version that the update started from; none: 1",
     )
 
     size: PositiveInt | None = Field(default=None, description="sites chosen per round; every live site if left out")
@@ -136,6 +161,28 @@ class Cohort(Value):
                 remedy="Start another run with a smaller quorum or further sites: `tessera run create --from RUN`.",
             )
         return self.model_copy(update=left)
+
+    @property
+    def buffers(self) -> bool:
+        return self.mode == "buffer"
+
+    def oldest_base(self, number: int) -> int:
+        """Return the oldest version from which an update may start that is merged into version `number`."""
+        return number - 1 - (self.max_staleness if self.buffers else 0)
+
+    def beside(self, at_work: Collection[str]) -> Self | None:
+        """Return the cohort that is asked while these sites are at work; None if they are as many as it has."""
+        left = {
+            "size": None if self.size is None else self.size - len(at_work),
+            "quorum": max(self.quorum - len(at_work), 0),
+            "require": tuple(name for name in self.require if name not in at_work),
+        }
+        return None if self.size is not None and self.size <= len(at_work) else self.model_copy(update=left)
+
+    def staleness_weight(self, changes: int) -> float:
+        """Return the factor of a block's step if the block has changed this often since the update's version
+        (FedBuff, Nguyen et al. 2022, arXiv 2106.06639, which counts all versions since)."""
+        return 1 / sqrt(1 + changes) if self.staleness == "sqrt" else 1.0
 
     @property
     def terms(self) -> CohortTerms:
@@ -401,6 +448,25 @@ class RunSpec(Value):
                 f"{self.robust.rule} with these settings needs updates of at least {self.robust.least} sites; "
                 f"cohort.quorum is {reached}. Raise it to {self.robust.least}."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_buffered(self) -> Self:
+        """Refuse settings that act on updates of one version alone."""
+        unfit = {
+            "secure_sums": (self.secure_sums is not None, "the terms of a sum name one version for all"),
+            "client_privacy": (self.client_privacy is not None, "its noise is computed for updates of one version"),
+            "server_optimizer": (not self.server_optimizer.neutral, "its memory would add to steps that come late"),
+            "normalization": (
+                self.normalization == "inverse-probability",
+                "a site is chosen by when it is idle, with no known probability",
+            ),
+            "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "updates of one site would come apart"),
+            "rounds": (not self.rounds and not self.rehearsal, "the run has no versions to make"),
+        }
+        if self.cohort.buffers and (found := {name: why for name, (is_set, why) in unfit.items() if is_set}):
+            said = "; ".join(f"{name}: {why}" for name, why in found.items())
+            raise ValueError(f"cohort.mode 'buffer' does not go with {said}. Leave it out, or set mode to 'barrier'")
         return self
 
     @model_validator(mode="after")

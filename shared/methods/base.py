@@ -195,6 +195,8 @@ class RunInfo:
     max_update_norm: float | None = None
     """The largest l2 norm of a step that is merged, also if `merge` scales steps up."""
     client_privacy: ClientPrivacy | None = None
+    buffered: bool = False
+    """True if `merge` gets updates of different versions."""
     secure_sums: bool = False
     """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
     lossy_settings: tuple[str, ...] = ()
@@ -246,10 +248,6 @@ class CoordinatorHalf(Generic[C]):
     """True if the server state depends on each site's vault. A site then stays with the worker whose update was
     merged, because the vault is that worker's, and takes no part while that worker is away."""
 
-    merges_earlier_updates: ClassVar[bool] = False
-    """True if the method can merge an update that started from an earlier version. A method's memory of its sites may
-    assume that they hold the present version."""
-
     averages_parts: ClassVar[bool] = False
     """True if `merge` averages each block over the sites that sent it, as the default does, so that sites may train
     adapters of different ranks."""
@@ -261,6 +259,18 @@ class CoordinatorHalf(Generic[C]):
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
+
+    @property
+    def merges_earlier_updates(self) -> bool:
+        """True if the method can merge an update that started from an earlier version. A class that overrides `plan`
+        or `merge` says so itself: a memory of its sites may assume that they hold the present version."""
+        own = type(self)
+        return own.plan is CoordinatorHalf.plan and own.merge is CoordinatorHalf.merge
+
+    def open_blocks(self, state: State) -> Selector:
+        """Return the blocks that this state's updates may change: what an update of an earlier version says of others
+        is left out. A method that freezes blocks in a later stage overrides this."""
+        return EVERYTHING
 
     @property
     def merged_beside(self) -> Selector:

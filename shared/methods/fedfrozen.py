@@ -245,6 +245,14 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if warmup == "auto" else warmup)
         return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
 
+    @property
+    def merges_earlier_updates(self) -> bool:
+        """True for a warm-up of fixed length: the signals compare updates of one version."""
+        return self.settings.warmup_rounds != "auto" and not self.settings.signals
+
+    def open_blocks(self, state: State) -> Selector:
+        return self.plan_for(state, Participant("any", 1)).upload
+
     def _check_controls(self) -> None:
         """Raise UnsupportedRun for a control that the run does not allow."""
         run, slowed = self.run, Selector(include=self._frozen_blocks)

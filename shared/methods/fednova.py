@@ -89,6 +89,11 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
             )
         return super().start(state)
 
+    @property
+    def merges_earlier_updates(self) -> bool:
+        """True: a step is scaled from where it started."""
+        return True
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(scalars={ROUND: state.round + 1} if self.run.training.scheduled else {})
 

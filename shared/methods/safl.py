@@ -229,6 +229,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     # ------------------------------------------------------------ merging
 
+    @property
+    def merges_earlier_updates(self) -> bool:
+        """True unless the sites' scores of one version are compared."""
+        return self.settings.chooser == "worker" or not self.settings.looks_at_data
+
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         labels = self._candidates.labels
         if self.settings.chooser == "worker" or not self.settings.looks_at_data:

@@ -7,15 +7,17 @@ Sites count, not workers: a site's token admits any number of workers. So the up
 before they are judged, weighed or averaged.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from tessera.shared.aggregation.drift import DRIFT, drift_by_role
 from tessera.shared.aggregation.mean import Normalization, average
-from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.runs import Bounds, Cohort, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, UnsupportedRun, Update
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half
@@ -30,8 +32,9 @@ from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.hashing import derive_seed
-from tessera.shared.tensors.lazy import RebasedTensor, Tensor
+from tessera.shared.tensors.lazy import RebasedTensor, StretchedStep, Tensor
 from tessera.shared.updates.rounded_steps import rounded
+from tessera.shared.updates.update_file import UpdateTensor
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class AcceptedUpdate:
     """The version that it started from."""
     layers: Sequence[str] = ()
     """The names of the layers whose blocks the update holds."""
+    since: Sequence[str] = ()
+    """The digests of the versions after its base, up to that into which it is merged."""
 
 
 Merged = Mapping[str, tuple[str, ...]]
@@ -177,11 +182,14 @@ class Aggregation:
         self.inspector.blobs.expect([entry.digest for entry in accepted])
         updates: list[Update] = []
         blocks: dict[str, set[str]] = {}
+        open_ = half.open_blocks(state)
+        frozen = {block.name for block in model.blocks if not open_.holds(block)}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
-            sent = [self._update(entry, model, state) for entry in entries]
+            sent = [self._update(entry, spec.cohort, model, state) for entry in entries]
             if not half.merges_earlier_updates and any(update.staleness for update in sent):
                 raise UnsupportedRun("the method merges only updates that started from the present version")
             blocks |= {update.worker: set(update.blocks) for update in sent}
+            sent = [_without(one, frozen) if one.staleness else one for one in sent]
             update = pooled(state.model, sent, spec.normalization)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         return half, state, updates, blocks
@@ -200,20 +208,39 @@ class Aggregation:
         sent = {worker: set(e.block_names(sums.terms)) for worker, e in sums.envelopes.items()}
         return half, state, [update], sent
 
-    def _update(self, entry: AcceptedUpdate, model: Model, state: State) -> Update:
-        """Return an accepted update. A block that has changed since it started is moved by the update's steps."""
+    def _update(self, entry: AcceptedUpdate, cohort: Cohort, model: Model, state: State) -> Update:
+        """Return an accepted update. A block that has changed since it started is moved by the update's steps, which
+        weigh less the more often that was."""
+        changes = self._changes(entry)
+
+        def moved(name: str, sent: UpdateTensor) -> Tensor:
+            present = state.model[name]
+            if sent.base == present:
+                return sent
+            return StretchedStep(present, RebasedTensor(present, sent), cohort.staleness_weight(changes[name]))
+
         sent = dict(self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan))
         extra: dict[str, Tensor] = {each.name: sent.pop(each.block.name) for each in entry.plan.extra}
         return Update(
             worker=entry.worker,
             examples=entry.examples,
-            blocks={n: t if t.base == state.model[n] else RebasedTensor(state.model[n], t) for n, t in sent.items()},
+            blocks={name: moved(name, tensor) for name, tensor in sent.items()},
             metrics=entry.metrics,
             site=entry.site,
             plan=entry.plan,
             extra=extra,
             staleness=state.round - entry.base.number,
         )
+
+    def _changes(self, entry: AcceptedUpdate) -> Counter[str]:
+        """Return the number of versions since an update's own in which each block changed."""
+        blocks = [self.states.manifest(digest).blocks for digest in (entry.base.digest, *entry.since)]
+        pairs = pairwise(blocks)
+        return Counter(name for before, after in pairs for name in after if after[name] != before.get(name))
+
+
+def _without(update: Update, frozen: AbstractSet[str]) -> Update:
+    return replace(update, blocks={name: tensor for name, tensor in update.blocks.items() if name not in frozen})
 
 
 def _with_drift(

@@ -87,6 +87,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         workers_per_site=spec.cohort.workers_per_site,
         max_update_norm=spec.max_update_norm,
         client_privacy=spec.client_privacy,
+        buffered=spec.cohort.buffers,
         secure_sums=spec.secure_sums is not None,
         lossy_settings=spec.lossy_settings,
         server_optimizer=spec.server_optimizer,
@@ -376,6 +377,11 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
     for guard, is_set in guards.items():
         if is_set:
             check_merge(half, guard)
+    if half.run.buffered and not half.merges_earlier_updates:
+        raise UnsupportedRun(
+            "with these settings the method merges only updates that started from the present version: set "
+            "cohort.mode to barrier, or choose a method such as fedavg"
+        )
     if half.run.lora and half.run.lora.ranks:
         _check_parts(half)
 

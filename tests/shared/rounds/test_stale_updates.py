@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from math import sqrt
@@ -22,6 +23,7 @@ from tessera.shared.methods.base import (
     MethodSettings,
     MethodSpec,
     Plan,
+    State,
     UnsupportedRun,
     Update,
 )
@@ -49,11 +51,17 @@ class Buffering(CoordinatorHalf[MethodSettings]):
         return super().weight(update) / sqrt(1 + update.staleness)
 
 
+class Remembering(CoordinatorHalf[MethodSettings]):
+    def merge(self, state: State, updates: Sequence[Update]) -> State:
+        return super().merge(state, updates)
+
+
 @pytest.fixture(autouse=True)
 def method(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Method("buffering", coordinator=Buffering, source="a test")
+    halves = {"buffering": Buffering, "remembering": Remembering}
+    made = {name: Method(name, coordinator=half, source="a test") for name, half in halves.items()}
     known = registry.methods()
-    monkeypatch.setattr(registry, "methods", lambda: {**known, made.name: made})
+    monkeypatch.setattr(registry, "methods", lambda: {**known, **made})
 
 
 class Counting(Folder):
@@ -130,8 +138,10 @@ def test_workers_of_a_site_may_have_started_from_different_versions(tmp_path: Pa
     np.testing.assert_allclose(merged[MLP.name], run.versions[2][MLP.name] + 0.125, atol=1e-6)
 
 
-def test_a_method_that_does_not_say_it_can_is_given_no_earlier_version(tmp_path: Path) -> None:
-    run = Run(tmp_path, "fedavg")
+def test_a_merge_that_does_not_say_it_can_is_given_no_earlier_version(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "remembering")
     assert run.merged(run.update(3, 0.5))
     with pytest.raises(UnsupportedRun, match="started from the present version"):
         run.merged(run.update(3, 0.5), run.update(2, 0.5, worker="b"))
