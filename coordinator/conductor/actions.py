@@ -17,6 +17,7 @@ from tessera.coordinator.db.tasks import renew
 from tessera.coordinator.db.transitions import ACTOR, move_back, move_run, move_task
 from tessera.coordinator.domain.decide import Abandon, Action, CancelEvaluations, Evaluate
 from tessera.coordinator.domain.leases import Expire, LeaseAction, MoveBack, Offer, Shorten
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 from tessera.coordinator.domain.without_rounds import Complete
 from tessera.shared.methods.base import Plan
@@ -47,7 +48,9 @@ class Actions:
                 case Evaluate(due):
                     return offer_evaluations(session, now, run_id, due, self.liveness, plans)
                 case Abandon(round_id, reason):
-                    rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
+                    run = session.get_one(RunRow, run_id)
+                    cohort = terms_of(session, run_id, run.changes).spec.cohort if run.state in LIVE_RUN else None
+                    rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason, cohort)
                 case MoveBack():
                     move_back(session, now, session.get_one(RunRow, run_id))
                 case Pause(reason):
@@ -57,6 +60,7 @@ class Actions:
                     rounds_now = terms_of(session, run_id, run.changes).spec.rounds
                     require(run.version_number >= rounds_now, "the run has more rounds now")
                     move_run(session, now, ACTOR, run_id, "complete", reason)
+                    rounds.end_training(session, now, run_id)
                     cancel_evaluations(session, now, run_id)
                 case CancelEvaluations():
                     cancel_evaluations(session, now, run_id)

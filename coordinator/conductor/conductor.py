@@ -22,7 +22,7 @@ from tessera.coordinator.conductor.round_spans import in_trace, record_round
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
-from tessera.coordinator.domain.decide import Action, Close, Merge, Open, decide
+from tessera.coordinator.domain.decide import Action, Ask, Close, Merge, Open, decide
 from tessera.coordinator.domain.snapshot import RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
 from tessera.coordinator.domain.workers import LiveWorker
@@ -124,6 +124,8 @@ class Conductor:
         match action:
             case Open(number):
                 return self.rounds.open(run_id, number)
+            case Ask(number):
+                return self.rounds.open(run_id, number, again=True)
             case Close(round_id, reason):
                 self.rounds.close(round_id, reason)
                 return ()

@@ -1,7 +1,7 @@
 """Opening, closing and merging a round. Each computes outside of any transaction and commits in one, guarded by the
 state that was decided upon. None of them does another's part."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, requ
 from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds, versions
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.snapshots import sites_due, terms_of
+from tessera.coordinator.db.snapshots import sites_at_work, sites_due, spec_in, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
 from tessera.coordinator.domain.eligibility import unsuited
@@ -41,19 +41,24 @@ class RoundActions:
     liveness: Liveness
     secure: SecureRounds
 
-    def open(self, run_id: str, number: int) -> list[str]:
+    def open(self, run_id: str, number: int, *, again: bool = False) -> list[str]:
         """Open the run's next round, or end the run if the method plans nothing more. Return the workers with a new
-        task.
+        task. With `again`, offer tasks of the round that is open to further workers.
 
         Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
         """
         with self.database.snapshot() as session:
             invited, base = terms_of(session, run_id), versions.latest_version(session, run_id)
-        require(base.number + 1 == number, "the run has moved on")
+            round_ = rounds.live_round(session, run_id) if again else None
+            at_work = sites_at_work(session, run_id, invited.spec.cohort, round_.id if round_ else None)
+        require(base.number + 1 == number and (round_ is not None) == again, "the run has moved on")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
-        require(not spec.cohort.lack(sites_of(willing)), "too few sites are live")
-        plans = self._plans(spec, model, state, willing)
+        willing = [worker for worker in willing if worker.site not in at_work]
+        require(not spec.cohort.lack(sites_of(willing) | at_work.keys()), "too few sites are live")
+        plans = self._plans(spec, model, state, willing, at_work)
+        if again and not plans:
+            raise TooFewWilling("no site that is idle would do what the round asks")
         terms = self.secure.terms(run_id, spec, model, state, base, manifest.values, willing, plans)
         with self.database.transaction() as session:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
@@ -64,13 +69,23 @@ class RoundActions:
             require(len(planned) == len(plans), "a worker that was planned for is no longer live")
             # A site that joined after the decision measures its own model before the round changes it (decision 9).
             require(not sites_due(session, run, invited, planned), "a worker that was planned for evaluates first")
-            if not plans:
+            if round_:
+                open_ = session.get_one(RoundRow, round_.id)
+                require(open_.state == "open", "the round closed")
+                return rounds.ask_again(session, now, run, open_, willing, plans)
+            if not plans and not at_work:
                 move_run(session, now, ACTOR, run_id, "complete", "the method planned nothing more")
                 return []
             return rounds.open_round(session, now, run, willing, plans, self.secure.record(session, terms))
 
-    def _plans(self, spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:
-        """Plan for the workers whose sites would do what is planned. Raises TooFewWilling."""
+    def _plans(
+        self, spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker], at_work: Collection[str]
+    ) -> Mapping[str, Plan]:
+        """Plan for the workers whose sites would do what is planned, beside these sites that are at work. Raises
+        TooFewWilling."""
+        if not (cohort := spec.cohort.beside(at_work)):
+            return {}
+        spec = spec.model_copy(update={"cohort": cohort})
         refused = {w.name: no for w in willing if (no := unsuited(spec, w.declared, model, self.states.vocabulary))}
         suited = [worker for worker in willing if worker.name not in refused]
         plans, more = plan_willing(spec, model, state, suited, spec.cohort.quorum)
@@ -84,7 +99,9 @@ class RoundActions:
     def close(self, round_id: str, reason: str) -> None:
         """Close a round to updates, and assign the accepted ones to the next version."""
         with self.database.transaction() as session:
-            rounds.close_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
+            round_ = session.get_one(RoundRow, round_id)
+            spec = spec_in(terms_of(session, round_.run_id).spec, round_)
+            rounds.close_round(session, self.database.now(), round_, reason, spec.cohort)
 
     def merge(self, run_id: str, round_id: str, committed: Callable[[], object]) -> None:
         """Compute the next version from a closed round's updates, and commit it with the round's end (I3). Call
@@ -106,7 +123,7 @@ class RoundActions:
             require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
             if absent := spec.cohort.absent(worker.partition("/")[0] for worker in made.merged):
                 reason = f"cohort.require names {', '.join(absent)}, whose update was left out: its norm is too large"
-                rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
+                rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason, spec.cohort)
                 return
             self.blobs.record(session, now, made.blobs)
             news = rounds.commit_round(session, now, run, session.get_one(RoundRow, round_id), made)

@@ -19,24 +19,32 @@ from tessera.coordinator.db.tables import (
     TaskRow,
     WorkerRow,
     new_id,
+    one_of,
     select_tasks,
 )
 from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, code_of, move_round, move_tasks, new_task
 from tessera.coordinator.db.versions import ASSIGNED, add_version, note_outcomes
 from tessera.coordinator.domain.eligibility import listed
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import secret_key
-from tessera.shared.problems import Conflict
+from tessera.shared.problems import Conflict, TaskCancelled
 from tessera.shared.rounds.aggregate import NextVersion
 from tessera.shared.rounds.planning import bounds_of, training_seed
 
 _LAST_ATTEMPT = select(func.max(RoundRow.attempt)).where(
     RoundRow.run_id == given("run"), RoundRow.number == given("number")
 )
+_LIVE = select(RoundRow).where(RoundRow.run_id == given("run"), one_of(RoundRow.state, *LIVE_ROUND))
 _IN_ROUND = TaskRow.round_id == given("round")
-_ASSIGN = update(TaskRow).where(_IN_ROUND, TaskRow.state == "accepted")
+_OF_RUN = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
+_UNMERGED = _OF_RUN & (TaskRow.state == "accepted") & TaskRow.merged_in.is_(None)
+_ASSIGN = update(TaskRow).where(_UNMERGED)
+_SPENT = _OF_RUN & (TaskRow.state == "expired") & (TaskRow.attempts >= given("most_attempts"))
+# Of a task that nobody began, nothing is lost.
+_OBSOLETE = _SPENT | _OF_RUN & ((TaskRow.version_number < given("oldest")) | (TaskRow.token == 0))
 _PROBLEMS = select_tasks(WORKER_NAME, TaskRow.problem).where(_IN_ROUND).order_by(SiteRow.name, WorkerRow.name)
 
 
@@ -61,7 +69,7 @@ def open_round(
         number=number,
         attempt=next_attempt(session, run.id, number),
         state="open",
-        stage=plans[planned[0].name].stage,
+        stage=plans[planned[0].name].stage if planned else "",
         opened_at=now,
         deadline_at=now + spec.cohort.deadline_seconds,
         noise_key=secret_key() if spec.client_privacy and not spec.secure_sums else None,
@@ -74,15 +82,50 @@ def open_round(
         withdraw_helpers(session, now, run.id, ["abandon"])
     # Rows that refer to each other only by id are written in the order of the flushes.
     session.flush()
-    for worker in planned:
-        columns = {"kind": "train", "round_id": round_.id, "seed": training_seed(spec, number, worker.name)}
-        new_task(session, now, run, worker.id, plans[worker.name], **columns)
     about: dict[str, Any] = {"number": number, "cohort": [worker.name for worker in planned]}
     if run.bounds is None:
         bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
         run.bounds = about["bounds"] = bounds.model_dump()
     audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
+    return _offer(session, now, run, round_, planned, plans)
+
+
+def ask_again(
+    session: Session,
+    now: float,
+    run: RunRow,
+    round_: RoundRow,
+    willing: Sequence[LiveWorker],
+    plans: Mapping[str, Plan],
+) -> list[str]:
+    """Add a task of an open round for each planned worker; return the workers' ids."""
+    planned = [worker for worker in willing if worker.name in plans]
+    about = {"number": round_.number, "cohort": [worker.name for worker in planned]}
+    audit.record(session, now, ACTOR, "round.ask", round_.id, run_id=run.id, **about)
+    return _offer(session, now, run, round_, planned, plans)
+
+
+def _offer(
+    session: Session,
+    now: float,
+    run: RunRow,
+    round_: RoundRow,
+    planned: Sequence[LiveWorker],
+    plans: Mapping[str, Plan],
+) -> list[str]:
+    spec = RunSpec.model_validate(run.spec)
+    if spec.cohort.buffers:
+        # Their workers may be asked again.
+        cancel_tasks(session, now, _SPENT, {"run": run.id, "most_attempts": spec.cohort.max_task_attempts})
+    for worker in planned:
+        columns = {"kind": "train", "round_id": round_.id, "seed": training_seed(spec, round_.number, worker.name)}
+        new_task(session, now, run, worker.id, plans[worker.name], **columns)
     return [worker.id for worker in planned]
+
+
+def live_round(session: Session, run_id: str) -> RoundRow | None:
+    """Return the run's round that is open or merging, if there is one."""
+    return session.scalars(_LIVE, {"run": run_id}).one_or_none()
 
 
 def next_attempt(session: Session, run_id: str, number: int) -> int:
@@ -90,11 +133,24 @@ def next_attempt(session: Session, run_id: str, number: int) -> int:
     return (session.scalar(_LAST_ATTEMPT, {"run": run_id, "number": number}) or 0) + 1
 
 
-def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """Close a round to updates, and assign the accepted ones to the next version."""
+def close_round(session: Session, now: float, round_: RoundRow, reason: str, cohort: Cohort) -> None:
+    """Close a round to updates, and assign the accepted ones to the next version. Cancel the tasks whose updates no
+    later version could take."""
     move_round(session, now, ACTOR, round_, "close", reason)
-    cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
-    session.connection().execute(_ASSIGN, {"round": round_.id, "merged_in": round_.number})
+    _cancel_obsolete(session, now, round_, cohort, round_.number + 1)
+    session.connection().execute(_ASSIGN, {"run": round_.run_id, "merged_in": round_.number})
+
+
+def _cancel_obsolete(session: Session, now: float, round_: RoundRow, cohort: Cohort, number: int) -> None:
+    """Cancel the open tasks whose updates version `number` could not take, and those that no worker began."""
+    because = None
+    if cohort.buffers:
+        because = TaskCancelled(
+            f"no worker began it, or more than {cohort.max_staleness} versions were made since its own "
+            "(cohort.max_staleness)"
+        )
+    about = {"run": round_.run_id, "oldest": cohort.oldest_base(number), "most_attempts": cohort.max_task_attempts}
+    cancel_tasks(session, now, _OBSOLETE, about, because)
 
 
 def commit_round(session: Session, now: float, run: RunRow, round_: RoundRow, made: NextVersion) -> list[str]:
@@ -123,14 +179,24 @@ def commit_round(session: Session, now: float, run: RunRow, round_: RoundRow, ma
     return news
 
 
-def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """Abandon a round: its accepted updates are left out. The reason names the workers that failed, with codes."""
+def abandon_round(session: Session, now: float, round_: RoundRow, reason: str, cohort: Cohort | None = None) -> None:
+    """Abandon a round: its accepted updates are left out, unless the run goes on with a `cohort` that buffers them.
+    The reason names the workers that failed, with codes."""
     rows = session.execute(_PROBLEMS, {"round": round_.id})
     failed = [f"{worker}: {code_of(problem)}" for worker, problem in rows if problem]
     reason += f" ({listed(failed)})" if failed else ""
     move_round(session, now, ACTOR, round_, "abandon", reason)
     round_.noise_key = None
-    cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
-    move_tasks(session, "leave_out", _IN_ROUND, {"round": round_.id}, merged_in=None)
+    if cohort and cohort.buffers:
+        _cancel_obsolete(session, now, round_, cohort, round_.number)
+        move_tasks(session, "leave_out", ASSIGNED, {"run": round_.run_id, "number": round_.number}, merged_in=None)
+    else:
+        end_training(session, now, round_.run_id)
     if round_.sum_terms:
         withdraw_helpers(session, now, round_.run_id)
+
+
+def end_training(session: Session, now: float, run_id: str) -> None:
+    """Cancel the open tasks of a run's rounds, and leave out the updates that were not merged."""
+    cancel_tasks(session, now, _OF_RUN, {"run": run_id})
+    move_tasks(session, "leave_out", _OF_RUN, {"run": run_id}, merged_in=None)

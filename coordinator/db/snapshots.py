@@ -37,7 +37,7 @@ from tessera.coordinator.domain.snapshot import (
     TaskSnapshot,
 )
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, sites_of
-from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.methods.registry import sticky
 from tessera.shared.problems import Withheld
 
@@ -126,6 +126,15 @@ _TASKS = (
 )
 _PENDING_TASKS = _TASKS.where(_PENDING)
 _TASKS_IN_ROUND = _TASKS.where(_PENDING | (TaskRow.round_id == given("round")))
+# Of a run that buffers updates: whichever rounds asked for them.
+_BUFFERED = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
+_BUFFERED &= (
+    TaskRow.state.in_(("offered", "leased"))
+    | ((TaskRow.state == "expired") & (TaskRow.attempts < given("most_attempts")))
+    | ((TaskRow.state == "accepted") & TaskRow.merged_in.is_(None))
+)
+_BUFFERED_TASKS = _TASKS.where(_PENDING | _BUFFERED)
+_AT_WORK = select_tasks(SiteRow.name, TaskRow.state).where(_BUFFERED | (TaskRow.round_id == given("round")))
 
 
 _TERMS: WeakKeyDictionary[Engine, dict[str, tuple[int, RunTerms]]] = WeakKeyDictionary()
@@ -218,6 +227,17 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
+def sites_at_work(session: Session, run_id: str, cohort: Cohort, round_id: str | None) -> dict[str, bool]:
+    """Return the sites that a run which buffers updates gives no task now: they have one, an update that is not
+    merged yet, or had a task of the live round. True for a site that counts for the next version, with a lease or an
+    update."""
+    about = {"run": run_id, "most_attempts": cohort.max_task_attempts, "round": round_id}
+    found: dict[str, bool] = {}
+    for site, state in session.execute(_AT_WORK, about) if cohort.buffers else ():
+        found[site] = found.get(site, False) or state in ("leased", "accepted")
+    return found
+
+
 def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
     """Return the workers that could evaluate this run's versions on the central data set."""
     if invited.spec.evaluation is None or invited.spec.rehearsal:
@@ -265,9 +285,15 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     here = ids(in_study(spec.study, live)) if absent_are_gone else None
     about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
     about |= {"asks": spec.asks}
-    rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
+    in_round = _BUFFERED_TASKS if spec.cohort.buffers else _TASKS_IN_ROUND
+    rows = session.execute(in_round if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here, _required(session, spec))
-    able = set() if round_ else sites_of(candidates(session, invited, live))
+    able = set() if round_ and not spec.cohort.buffers else sites_of(candidates(session, invited, live))
+    at_work = sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None)
+    if round_:
+        able = able - at_work.keys() if spec.cohort.beside(at_work) else set()
+    else:
+        able |= {site for site, counts in at_work.items() if counts}
     abandoned, because = (0, "") if round_ else _abandoned(session, run)
     return RunSnapshot(
         id=run.id,
@@ -280,7 +306,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         abandoned_because=because,
         # An attempt that does not count as abandoned has a reason all the same.
         goes_on=ended is not None and ended > run.resumed_at and not because,
-        eligible=0 if spec.cohort.absent(able) else len(able),
+        eligible=0 if not round_ and spec.cohort.absent(able) else len(able),
         idle_since=max(run.resumed_at, ended or 0.0, round_.opened_at if round_ else 0.0),
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),

@@ -28,7 +28,7 @@ from tessera.shared.api.tasks import (
 )
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
-from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld, problem_from
 from tessera.shared.rounds.planning import dataset_of, task_of
 from tessera.shared.schema import ACCEPTED, MAX_WITHHELD
 
@@ -83,7 +83,8 @@ class LoadedTask:
 
     def require_lease(self, token: int) -> None:
         """Raise LeaseLost, TaskCancelled or RoundClosed unless the token holds this task."""
-        problem = refusal(self.task.state, self.round.state if self.round else None, token, self.task.token)
+        because = problem_from(self.task.problem) if self.task.problem else None
+        problem = refusal(self.task.state, self.round.state if self.round else None, token, self.task.token, because)
         if problem:
             raise problem
 

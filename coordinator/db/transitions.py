@@ -15,7 +15,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, WorkerRow, 
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle, Move
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.methods.base import Plan
-from tessera.shared.problems import Conflict, WorkerFailed
+from tessera.shared.problems import Conflict, Problem, WorkerFailed
 
 ACTOR = "conductor"
 
@@ -113,10 +113,18 @@ def move_tasks(
     return session.connection().execute(_tasks_statement(event, which), {**values, **parameters}).rowcount
 
 
-def cancel_tasks(session: Session, now: float, which: ColumnElement[bool], parameters: Mapping[str, Any]) -> None:
-    """Cancel the open tasks that a condition selects; `parameters` are the values of its parameters."""
+def cancel_tasks(
+    session: Session,
+    now: float,
+    which: ColumnElement[bool],
+    parameters: Mapping[str, Any],
+    because: Problem | None = None,
+) -> None:
+    """Cancel the open tasks that a condition selects; `parameters` are the values of its parameters, and `because`
+    is the problem that their workers get."""
+    columns = {"problem": because.json()} if because else None
     for task in session.scalars(_OPEN_TASKS.where(which), parameters).all():
-        move_task(session, now, ACTOR, task, "cancel")
+        move_task(session, now, ACTOR, task, "cancel", columns)
 
 
 def new_task(session: Session, now: float, run: RunRow, worker_id: str, plan: Plan, **columns: Any) -> TaskRow:

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from itertools import groupby
 from operator import itemgetter
 
-from sqlalchemy import Row
+from sqlalchemy import Row, select
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
@@ -37,6 +37,9 @@ _UPDATES = (
     select_tasks(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
     .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
     .where(ASSIGNED)
+)
+_BETWEEN = select(VersionRow.number, VersionRow.digest).where(
+    VersionRow.run_id == given("run"), VersionRow.number.between(given("first"), given("last"))
 )
 _CHOSEN = (
     select_tasks(TaskRow.merged_in, SiteRow.name, TaskRow.layers)
@@ -82,6 +85,9 @@ def add_version(
 
 def assigned_updates(session: Session, run_id: str, number: int) -> list[AcceptedUpdate]:
     """Return the updates that were assigned to a version."""
+    rows = session.execute(_UPDATES, {"run": run_id, "number": number}).all()
+    oldest = min((task.version_number for task, *_ in rows), default=number)
+    since = dict(iter(session.execute(_BETWEEN, {"run": run_id, "first": oldest + 1, "last": number - 1})))
     # An accepted task has a digest and a count: they are written together with that state.
     return [
         AcceptedUpdate(
@@ -92,9 +98,10 @@ def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepte
             metrics=task.metrics,
             plan=Plan.model_validate(task.plan),
             base=VersionRef(number=task.version_number, digest=base),
+            since=[since[later] for later in range(task.version_number + 1, number)],
             layers=task.layers,
         )
-        for task, worker, site, base in session.execute(_UPDATES, {"run": run_id, "number": number})
+        for task, worker, site, base in rows
     ]
 
 

@@ -30,6 +30,13 @@ class Open:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Offer tasks of the run's open round to idle sites. Only a run that buffers updates asks again."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Close:
     """Close a round to updates, and assign the accepted ones to the next version."""
 
@@ -64,7 +71,7 @@ class CancelEvaluations:
     """Cancel the evaluations of a run that ended, and its helpers' tasks."""
 
 
-RoundAction = Open | Close | Merge | Abandon
+RoundAction = Open | Ask | Close | Merge | Abandon
 Action = RoundAction | MoveBack | LeaseAction | AskHelpers | Evaluate | CancelEvaluations | Pause | Complete
 
 
@@ -122,6 +129,8 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
     lack = run.cohort.lack(came)
     if run.cohort.target_updates and len(came) >= run.cohort.target_updates and not lack:
         yield Close(round_.id, f"{len(came)} updates are enough")
+    elif run.cohort.buffers:
+        yield from _buffered(round_, run, now, came, waiting)
     elif waiting and not run.cohort.lack(came | waiting) and now < round_.deadline_at:
         return
     elif not lack:
@@ -130,6 +139,20 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
         cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
         asked = len({task.site for task in round_.tasks})
         yield Abandon(round_.id, f"{len(came)} of {asked} updates came {cause}; {lack}")
+
+
+def _buffered(
+    round_: RoundSnapshot, run: RunSnapshot, now: float, came: set[str], waiting: set[str]
+) -> Iterator[Action]:
+    """Yield the next step of an open round whose updates are too few for `target_updates`. One that is abandoned
+    leaves its updates, and the tasks that go on, to the next attempt."""
+    lack, is_over = run.cohort.lack(came), now >= round_.deadline_at
+    if run.eligible and run.state == "running":
+        yield Ask(round_.number)
+    if not lack and (is_over or not (waiting or run.eligible)):
+        yield Close(round_.id, "the deadline came" if is_over else "all tasks ended")
+    elif not run.eligible and (lack := run.cohort.lack(came | waiting)):
+        yield Abandon(round_.id, f"updates of {len(came)} sites came, and those of {len(waiting)} may come; {lack}")
 
 
 def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator[Action]:

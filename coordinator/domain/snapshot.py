@@ -82,7 +82,8 @@ class RunSnapshot:
     abandoned: int
     """Attempts at the next round that were abandoned since the run was last resumed; 0 during a round."""
     eligible: int
-    """Sites with live workers that could take part in the next round; 0 during a round or without a required site."""
+    """Sites with live workers that could take part in the next round, 0 without a required one. During a round 0, or,
+    in a run that buffers updates, the sites that are idle and have no task of this round yet."""
     idle_since: float
     """The instant of the run's last change: its creation, its resumption, or the last opening or end of a round."""
     evaluations: tuple[TaskSnapshot, ...]

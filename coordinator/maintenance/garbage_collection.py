@@ -261,4 +261,8 @@ def _over(before: float) -> ColumnElement[bool]:
     of_round = (RoundRow.run_id == TaskRow.run_id) & (RoundRow.number == TaskRow.version_number + 1)
     live = exists().where(of_round, ~ended)
     opened = (TaskRow.kind == "open") & exists().where(of_round, ended) & ~live
-    return ~UNMERGED & ~_KEPT & (exists().where(RoundRow.id == TaskRow.round_id, ended) | opened)
+    merging = (RoundRow.run_id == TaskRow.run_id) & (RoundRow.number == TaskRow.merged_in)
+    # An update that started from an earlier version is merged by a later round than its own.
+    is_merged = exists().where(merging, ended) & ~exists().where(merging, ~ended)
+    asked = TaskRow.merged_in.is_(None) & exists().where(RoundRow.id == TaskRow.round_id, ended)
+    return ~UNMERGED & ~_KEPT & (is_merged | asked | opened)

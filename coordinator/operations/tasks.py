@@ -432,7 +432,9 @@ def _accept(
             tasks.settle(session, now, caller.actor, record, token, "accept", columns)
         view = _view(record, caller)
         # While the round waits for another update of those that it takes, there is nothing to decide.
-        is_waited_for = not record.spec.cohort.target_updates and tasks.are_others_leased(session, record.task)
+        cohort = record.spec.cohort
+        ends_early = cohort.target_updates is not None or cohort.buffers
+        is_waited_for = not ends_early and tasks.are_others_leased(session, record.task)
     if is_waited_for:
         services.change_feed.notify()
     else:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -86,6 +86,8 @@ class Shape:
     """All workers if left out."""
     size: int | None = None
     target_updates: int | None = None
+    mode: str = "barrier"
+    max_staleness: int = 10
     tries: int = 20
     max_task_attempts: int = 100
     evaluates: bool = False
@@ -125,6 +127,16 @@ class Shape:
             whims=dice.randrange(4),
         )
 
+    @classmethod
+    def buffered(cls, seed: int) -> Shape:
+        """A run that buffers updates, of several versions in which some come late."""
+        dice = Random(seed)
+        drawn = cls.drawn(dice)
+        rounds, most = dice.randint(3, 8), dice.choice((1, 2, 10))
+        return replace(
+            drawn, mode="buffer", rounds=rounds, max_staleness=most, target_updates=drawn.quorum, size=None
+        )
+
     @property
     def settings(self) -> dict[str, Any]:
         return {
@@ -149,6 +161,7 @@ class Shape:
                 "size": self.size,
                 "quorum": self.quorum or self.workers,
                 "target_updates": self.target_updates,
+                **({"mode": self.mode, "max_staleness": self.max_staleness} if self.mode == "buffer" else {}),
                 "deadline_seconds": 150.0,
                 "max_attempts": self.tries,
                 "max_task_attempts": self.max_task_attempts,

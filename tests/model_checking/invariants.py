@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,15 @@ LEGAL = {
     },
 }
 ACCEPTED = ("accepted", "merged", "left_out")
-FIRST = {"run.create": "running", "round.open": "open", "task.evaluate": "offered"}
+FIRST = {"run.create": "running", "round.open": "open", "round.ask": "open", "task.evaluate": "offered"}
 
 Rows = dict[str, sqlite3.Row]
 
 LEASED = """SELECT tasks.id, lease_expires_at FROM tasks JOIN rounds ON rounds.id = round_id
     WHERE tasks.state = 'leased' AND rounds.state = 'open'"""
+# A round that buffers updates waits until there are enough.
+DUE = """SELECT rounds.id, deadline_at FROM rounds JOIN runs ON runs.id = run_id WHERE rounds.state = 'open'
+    AND coalesce(json_extract(runs.spec, '$.cohort.mode'), 'barrier') = 'barrier'"""
 LEFT_OVER = """SELECT rounds.id, runs.state FROM rounds JOIN runs ON runs.id = run_id
     WHERE rounds.state IN ('open', 'merging') AND runs.state IN ('cancelled', 'completed')
     AND updated_at < ?"""
@@ -158,22 +162,14 @@ class Watch:
     ) -> None:
         kind, _, event = action.partition(".")
         if action in FIRST:
-            self._states[subject] = FIRST[action]
-            if action == "round.open":
-                run = self._states[entry["run_id"]]
-                _hold(run == "running", "states", f"a round of a run that is {run} was opened")
-                for key, task in now["tasks"].items():
-                    if task["round_id"] == subject:
-                        self._states[key], self._tokens[key] = "offered", 0
-            else:
-                self._tokens[subject] = 0
+            self._first(action, subject, self._states.get(entry["run_id"]), now)
         elif action == "run.change":
             _hold(self._states[subject] in ("running", "paused"), "states", f"{action} of {subject}, which is over")
         elif kind in LEGAL:
             at = self._states.get(subject, "nowhere")
             _hold(at in LEGAL[kind][event], "states", f"{action} of {subject}, which was {at}")
             self._states[subject] = LEGAL[kind][event][at]
-            self._receipts(action, subject, entry["detail"].get("left_out", ()), now)
+            self._receipts(action, entry, now)
         token = entry["detail"].get("token")
         if action == "task.lease":
             _hold(
@@ -196,14 +192,37 @@ class Watch:
                 f"task {subject} expired {expires_at - entry['at']:.3f} s too early",
             )
 
-    def _receipts(self, action: str, round_id: str, left_out: Sequence[str], now: dict[str, Rows]) -> None:
-        """What the end of a round makes of its accepted updates."""
-        if action not in ("round.commit", "round.abandon"):
+    def _first(self, action: str, subject: str, run: str | None, now: dict[str, Rows]) -> None:
+        """What begins: also the tasks of a round, which has no entry for each."""
+        if action == "round.ask":
+            _hold(self._states[subject] == "open", "states", f"round {subject} asks, and is not open")
+        self._states[subject] = FIRST[action]
+        if action not in ("round.open", "round.ask"):
+            self._tokens[subject] = 0
             return
+        _hold(run == "running", "states", f"{action} of a run that is {run}")
         for key, task in now["tasks"].items():
-            if task["round_id"] == round_id and self._states[key] == "accepted":
-                merged = action == "round.commit" and key not in left_out
-                self._states[key] = "merged" if merged else "left_out"
+            if task["round_id"] == subject and key not in self._states:
+                self._states[key], self._tokens[key] = "offered", 0
+
+    def _receipts(self, action: str, entry: dict[str, Any], now: dict[str, Rows]) -> None:
+        """What the end of a round, or of a run, makes of accepted updates."""
+        if action not in ("round.commit", "round.abandon", "run.complete", "run.cancel"):
+            return
+        ended = {key for key, row in now["rounds"].items() if row["state"] in ("open", "merging")}
+        if action == "run.cancel" and any(now["rounds"][key]["run_id"] == entry["run_id"] for key in ended):
+            # The round is abandoned after it.
+            return
+        number, left_out = entry["detail"].get("number"), entry["detail"].get("left_out", ())
+        for key, task in now["tasks"].items():
+            if task["kind"] != "train" or task["run_id"] != entry["run_id"] or self._states[key] != "accepted":
+                continue
+            if action != "round.commit":
+                run = now["runs"][task["run_id"]]
+                kept = buffers(json.loads(run["spec"])) and run["state"] in ("running", "paused")
+                self._states[key] = "accepted" if kept else "left_out"
+            elif task["merged_in"] == number:
+                self._states[key] = "left_out" if key in left_out else "merged"
 
     def _rounds(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         live: dict[str, str] = {}
@@ -211,7 +230,8 @@ class Watch:
             run = now["runs"][row["run_id"]]
             spec = json.loads(run["spec"])
             # A round goes on as it was opened, whatever becomes of the run's settings.
-            agreed = {**spec, **json.loads(row["opened_with"])}
+            opened = json.loads(row["opened_with"])
+            agreed = {**spec, **opened, "cohort": {**spec["cohort"], **opened.get("cohort", {})}}
             tasks = [task for task in now["tasks"].values() if task["round_id"] == key]
             accepted = [task for task in tasks if task["state"] in ACCEPTED]
             if row["state"] in ("open", "merging"):
@@ -227,16 +247,32 @@ class Watch:
                 )
                 _hold(row["number"] <= agreed["rounds"], "I3", f"round {row['number']} is of {agreed['rounds']}")
                 live[row["run_id"]] = key
-            if row["state"] != "open":
-                waiting = [task["state"] for task in tasks if task["state"] in ("offered", "leased", "expired")]
-                _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
-            if row["state"] in ("committed", "abandoned"):
-                waiting = [task["id"] for task in tasks if task["state"] == "accepted"]
-                _hold(not waiting, "receipts", f"round {key} is {row['state']}; tasks {waiting} are not told")
-            # A round's end assigns what was accepted in it, and its abandonment takes that back.
             number = row["number"] if row["state"] in ("merging", "committed") else None
-            assigned = {task["merged_in"] for task in accepted}
-            _hold(assigned <= {number}, "I1", f"updates of round {key}, {row['state']}, are of versions {assigned}")
+            first = row["number"] - 1 - agreed["cohort"].get("max_staleness", 10)
+            if row["state"] != "open":
+                goes_on = buffers(agreed) and run["state"] in ("running", "paused")
+                open_ = [task for task in tasks if task["state"] in ("offered", "leased", "expired")]
+                waiting = [task["state"] for task in open_ if not goes_on or task["version_number"] <= first]
+                _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
+            if buffers(agreed):
+                accepted = [
+                    task
+                    for task in now["tasks"].values()
+                    if (task["run_id"], task["merged_in"]) == (row["run_id"], row["number"])
+                ]
+                counted = [task["worker_id"] for task in accepted]
+                _hold(len(set(counted)) == len(counted), "I1", f"round {key} counts a worker twice")
+                early = [task["version_number"] for task in accepted if task["version_number"] < first]
+                _hold(not early, "staleness", f"round {key} takes updates of the versions {early}")
+            else:
+                if row["state"] in ("committed", "abandoned"):
+                    waiting = [task["id"] for task in tasks if task["state"] == "accepted"]
+                    _hold(not waiting, "receipts", f"round {key} is {row['state']}; tasks {waiting} are not told")
+                # A round's end assigns what was accepted in it, and its abandonment takes that back.
+                assigned = {task["merged_in"] for task in accepted}
+                _hold(
+                    assigned <= {number}, "I1", f"updates of round {key}, {row['state']}, are of versions {assigned}"
+                )
             closed = ("merging", "committed")
             if row["state"] in closed and before["rounds"].get(key, row)["state"] not in closed:
                 quorum = agreed["cohort"]["quorum"]
@@ -258,6 +294,16 @@ class Watch:
                     )
 
     def _tasks(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
+        at_work = [
+            (task["run_id"], task["worker_id"])
+            for task in now["tasks"].values()
+            if task["kind"] == "train"
+            and (
+                task["state"] in ("offered", "leased", "expired")
+                or (task["state"] == "accepted" and task["merged_in"] is None)
+            )
+        ]
+        _hold(len(set(at_work)) == len(at_work), "I1", "a worker has two tasks of a run that may still count")
         for key, old in before["tasks"].items():
             new = now["tasks"][key]
             if new == old:
@@ -273,9 +319,8 @@ class Watch:
                 _hold(False, "states", f"task {key}, which was {old['state']}, changed")
             if new["state"] == "accepted" and new["round_id"]:
                 round_ = before["rounds"][new["round_id"]]
-                _hold(
-                    round_["state"] == "open", "I13", f"task {key} was accepted when its round was {round_['state']}"
-                )
+                is_open = round_["state"] == "open" or buffers(json.loads(now["runs"][new["run_id"]]["spec"]))
+                _hold(is_open, "I13", f"task {key} was accepted when its round was {round_['state']}")
                 site = now["workers"][new["worker_id"]]["site_id"]
                 _hold(new["examples"] <= self.examples[site], "I10", f"task {key} counts {new['examples']} examples")
 
@@ -310,7 +355,8 @@ class Watch:
             detail = misfit(session, self._store, round_id)
         _hold(detail is None, "I6", str(detail))
         round_ = now["rounds"][round_id]
-        tasks = [t for t in now["tasks"].values() if t["round_id"] == round_id and t["state"] == "merged"]
+        of_version = (round_["run_id"], round_["number"], "merged")
+        tasks = [t for t in now["tasks"].values() if (t["run_id"], t["merged_in"], t["state"]) == of_version]
         if json.loads(now["runs"][round_["run_id"]]["spec"])["server_optimizer"]["kind"] != "none":
             return
         weight = float(sum(task["examples"] for task in tasks))
@@ -318,7 +364,10 @@ class Watch:
         for block in MODEL.blocks:
             mean = np.zeros(block.shape)
             for task in tasks:
-                mean += task["examples"] / weight * step_of(task["seed"] + MODEL.blocks.index(block), block.shape)
+                # Every version changes every block.
+                late = sqrt(round_["number"] - task["version_number"])
+                step = step_of(task["seed"] + MODEL.blocks.index(block), block.shape)
+                mean += task["examples"] / weight / late * step
             found = from_bytes(new[block.name], block.dtype).reshape(block.shape)
             start = from_bytes(old[block.name], block.dtype).reshape(block.shape)
             _hold(bool(np.isfinite(found).all()), "I10", f"version {round_['number']} is not finite")
@@ -395,13 +444,17 @@ class Watch:
         for row in self._db.execute(LEASED):
             late = began_at - row["lease_expires_at"]
             _hold(late < 0, "I14", f"the lease of {row['id']} ran out {late:.1f} s before a look, and lasts")
-        for row in self._db.execute("SELECT id, deadline_at FROM rounds WHERE state = 'open'"):
+        for row in self._db.execute(DUE):
             late = began_at - row["deadline_at"]
             _hold(
                 late < 0, "I14", f"the deadline of round {row['id']} was {late:.1f} s before a look, and it is open"
             )
         for row in self._db.execute(LEFT_OVER, (began_at,)):
             _hold(False, "I14", f"round {row['id']} lives, and its run is {row['state']}")
+
+
+def buffers(spec: Mapping[str, Any]) -> bool:
+    return bool(spec["cohort"].get("mode") == "buffer")
 
 
 def _unscored(task: sqlite3.Row) -> dict[str, Any]:

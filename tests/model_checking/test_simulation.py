@@ -34,6 +34,11 @@ def test_a_run_without_rounds_breaks_no_invariant(seed: int) -> None:
     assert simulate(seed, shape=shape).state in ("completed", "cancelled")
 
 
+@pytest.mark.parametrize("seed", variants(range(20), {0, 1}))
+def test_a_run_that_buffers_updates_breaks_no_invariant(seed: int) -> None:
+    assert simulate(seed, shape=Shape.buffered(seed)).state in ("completed", "cancelled", "failed")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("first", HUNTED[::100])

@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
-from tessera.coordinator.conductor import actions, liveness
+from tessera.coordinator.conductor import actions, liveness, round_actions
 from tessera.coordinator.db import rounds, snapshots, tasks, transitions, versions
 from tessera.coordinator.db.tables import AuditRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
@@ -24,7 +24,7 @@ from tessera.shared.rounds import aggregate as aggregation
 from tessera.shared.rounds import validation as inspection
 from tessera.worker.state import vault
 from tests.model_checking import rules
-from tests.model_checking.federation import Violated, simulate
+from tests.model_checking.federation import Shape, Violated, simulate
 from tests.model_checking.replicas import World
 from tests.model_checking.rules import rehearse
 from tests.model_checking.schedule import Crash, Schedule
@@ -34,6 +34,7 @@ Change = tuple[Any, str, Any]
 # As they are before anything is planted.
 REFUSAL = acceptance.refusal
 ASSIGNED = versions.assigned_updates
+ABANDON = rounds.abandon_round
 CLOSE = rounds.close_round
 LEASE = tasks.lease
 LIVE = snapshots.live_workers
@@ -45,8 +46,8 @@ STAGE = vault.Vault.stage
 FIND = tasks.find_task
 
 
-def no_token(state: str, round_state: str | None, shown: int, token: int) -> Any:
-    return REFUSAL(state, round_state, token, token)
+def no_token(state: str, round_state: str | None, shown: int, token: int, *because: Any) -> Any:
+    return REFUSAL(state, round_state, token, token, *because)
 
 
 def same_token(session: Any, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:
@@ -61,7 +62,7 @@ def unguarded(session: Any, table: Any, table_of: Any, event: str, which: Any, v
     MOVE(session, table, {event: Move(every, table_of[event].target)}, event, which, values)
 
 
-def any_state(state: str, round_state: str | None, shown: int, token: int) -> Any:
+def any_state(state: str, round_state: str | None, shown: int, token: int, *because: Any) -> Any:
     return None if state == "cancelled" and shown == token else REFUSAL(state, round_state, shown, token)
 
 
@@ -130,9 +131,9 @@ def unmeasured(self: Any, digest: str, model: Any, manifest: Any, plan: Any, max
     return {}, tuple(self.open(digest, model, manifest, plan, data))
 
 
-def leaking(session: Any, now: float, round_: Any, reason: str) -> None:
+def leaking(session: Any, now: float, round_: Any, *about: Any) -> None:
     """Assigns what earlier attempts at the round had accepted, too."""
-    CLOSE(session, now, round_, reason)
+    CLOSE(session, now, round_, *about)
     attempts = (TaskRow.run_id == round_.run_id) & (TaskRow.version_number == round_.number - 1)
     accepted = TaskRow.state.in_(("accepted", "left_out"))
     session.execute(update(TaskRow).where(attempts, accepted).values(merged_in=round_.number))
@@ -155,6 +156,32 @@ def twice(session: Any, run_id: str, number: int) -> Any:
 def one_lost(session: Any, run_id: str, number: int) -> Any:
     found = ASSIGNED(session, run_id, number)
     return found[:-1] if len(found) > 1 else found
+
+
+def of_latest(session: Any, run_id: str, number: int) -> Any:
+    """Opens each update as if it had started from the version before."""
+    base = versions.latest_version(session, run_id)
+    return [replace(entry, base=base, since=()) for entry in ASSIGNED(session, run_id, number)]
+
+
+def undamped(session: Any, run_id: str, number: int) -> Any:
+    return [replace(entry, since=()) for entry in ASSIGNED(session, run_id, number)]
+
+
+def without_late(session: Any, run_id: str, number: int) -> Any:
+    found = ASSIGNED(session, run_id, number)
+    return [entry for entry in found if not entry.since] or found
+
+
+def counted_again(session: Any, now: float, round_: Any, *about: Any) -> None:
+    """Assigns the updates of the version before, too."""
+    CLOSE(session, now, round_, *about)
+    before = (TaskRow.run_id == round_.run_id) & (TaskRow.merged_in == round_.number - 1)
+    session.execute(update(TaskRow).where(before).values(merged_in=round_.number, state="accepted"))
+
+
+def emptied(session: Any, now: float, round_: Any, reason: str, *cohort: Any) -> None:
+    ABANDON(session, now, round_, reason)
 
 
 def one_less(round_: Any, run: Any, *more: Any) -> Any:
@@ -231,6 +258,8 @@ class Fault:
     planted_in: Literal["make test", "make test-long", "make mutants"] = "make mutants"
     hidden: bool = False
     """Whether forty federations do not show it."""
+    buffered: bool = False
+    """Whether it is looked for in runs that buffer updates."""
 
 
 def _sourced(event: str, *more: str) -> Mapping[str, Move]:
@@ -321,6 +350,30 @@ FAULTS: dict[str, Fault] = {
         ((tasks, "require_report", unchecked_report),), seed=16
     ),
     "a refused report leaves a trace": Fault(((tasks, "settle", writes_first),), seed=5),
+    "a late update is opened against the latest version": Fault(
+        ((versions, "assigned_updates", of_latest),), buffered=True
+    ),
+    "a late update weighs as much as others": Fault(((versions, "assigned_updates", undamped),), buffered=True),
+    "a late update is assigned and not merged": Fault(
+        ((versions, "assigned_updates", without_late),), buffered=True, planted_in="make test-long"
+    ),
+    "an update counts in two versions": Fault(((rounds, "close_round", counted_again),), buffered=True),
+    "a task that is too old goes on": Fault(
+        ((rounds, "_cancel_obsolete", lambda *arguments: None),), buffered=True, planted_in="make test-long"
+    ),
+    "a site at work is asked again": Fault(
+        (
+            (round_actions, "sites_at_work", lambda *arguments: {}),
+            (snapshots, "sites_at_work", lambda *arguments: {}),
+        ),
+        buffered=True,
+    ),
+    "an abandoned attempt loses the buffer": Fault(
+        ((actions.rounds, "abandon_round", emptied),), buffered=True, planted_in="make test-long"
+    ),
+    "a buffer without enough updates stands still": Fault(
+        ((decide, "_buffered", lambda *arguments: iter(())),), buffered=True, planted_in="make test-long"
+    ),
 }
 
 SEEDS = 40
@@ -356,7 +409,7 @@ def hunt(name: str) -> str | None:
     with planted(FAULTS[name]):
         for seed in range(FAULTS[name].seed, FAULTS[name].seed + SEEDS):
             try:
-                simulate(seed)
+                simulate(seed, shape=Shape.buffered(seed) if FAULTS[name].buffered else None)
             except Violated as violated:
                 return str(violated)
     return None

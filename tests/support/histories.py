@@ -292,7 +292,8 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     aggregation = Aggregation(states, Inspector(blobs, states))
     ref = VersionRef(number=base.number, digest=base.digest)
     accepted = sorted(ASSIGNED(session, run.id, made.number), key=lambda entry: entry.worker)
-    accepted = [replace(entry, base=ref) for entry in accepted]
+    if not spec.cohort.buffers:
+        accepted = [replace(entry, base=ref) for entry in accepted]
     wanted, _ = NEXT_STATE(aggregation, spec, versions.bounds_in_force(run), ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [

@@ -40,7 +40,9 @@ part = {{scheme = "dirichlet", count = 2, index = {index}, alpha = 0.5}}
 """
 
 
-def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) -> Run:
+def digits_run(
+    client: Client, vit: ModelFolder, rounds: int, codec: str = "bits+shuffle+zstd", **cohort: object
+) -> Run:
     uploaded = upload_model(client, vit)
     return client.create_run(
         RunSpec(
@@ -50,6 +52,7 @@ def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) 
             version=uploaded.version,
             dataset="digits",
             rounds=rounds,
+            codec=codec,
             cohort=Cohort.model_validate({"size": 2, "quorum": 2, **cohort}),
             training=Training(learning_rate=1e-3),
         )
@@ -147,8 +150,7 @@ def disturb(coordinator: CoordinatorProcess, client: Client, run: Run, workers: 
     """Kills the coordinator in round 1, pauses and resumes after it, kills a worker in a later round."""
 
     def tasks(state: str) -> int:
-        rounds = list(client.rounds(run.id))
-        return sum(task.state == state for task in rounds[-1].tasks) if rounds else 0
+        return sum(task.state == state for round_ in client.rounds(run.id) for task in round_.tasks)
 
     until(lambda: tasks("leased") >= 1, seconds=60)
     coordinator.kill()
@@ -209,6 +211,27 @@ def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     undisturbed = final_version(tmp_path / "one", vit, running, disturbed=False)
     disturbed = final_version(tmp_path / "two", vit, running, disturbed=True)
     assert disturbed == undisturbed
+
+
+# In short, the model checking of buffered runs, and tests/coordinator/api/test_buffer.py.
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_that_buffers_updates_survives_its_coordinator_and_a_worker(
+    tmp_path: Path, vit: ModelFolder, running: Keep
+) -> None:
+    with CoordinatorProcess(tmp_path / "coordinator", lease_seconds=3) as coordinator:
+        workers = [running(worker_process(coordinator, site, shard(i))) for i, site in enumerate("ab")]
+        client = coordinator.admin()
+        about = {"mode": "buffer", "quorum": 1, "target_updates": 1, "max_staleness": 3}
+        run = digits_run(client, vit, 6, "delta+int8+zstd", **about)
+        disturb(coordinator, client, run, workers, running)
+        until(lambda: ended(client, run), seconds=200)
+        for worker in workers:
+            worker.kill()
+        assert findings(coordinator, []) == []
+        tasks = [task for round_ in client.rounds(run.id) for task in round_.tasks]
+        # Some started from a version before the one that they were merged into.
+        assert {task.worker.partition("/")[0] for task in tasks if task.state == "merged"} == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,11 @@ def _spec(given: Mapping[str, Any], uploaded: ModelUpload, *, is_tested: bool) -
             "a simulation trains; it describes, attacks and rehearses nothing",
             remedy="Leave describe, membership_attack and rehearsal out.",
         )
+    if spec.cohort.buffers:
+        raise Invalid(
+            "a simulation has no clock by which one site is slower than another, so that nothing is buffered",
+            remedy="Set cohort.mode to barrier, or run it at a coordinator.",
+        )
     if spec.evaluation and spec.evaluation.dataset and not is_tested:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
         raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")

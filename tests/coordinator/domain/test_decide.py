@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tessera.coordinator.domain.decide import (
     Abandon,
+    Ask,
     CancelEvaluations,
     Close,
     Evaluate,
@@ -146,6 +147,10 @@ def cohort(quorum: int = 2, **facts: Any) -> dict[str, Cohort]:
     return {"cohort": Cohort(quorum=quorum, **facts)}
 
 
+def buffering(quorum: int = 2, **facts: Any) -> dict[str, Cohort]:
+    return cohort(quorum, mode="buffer", target_updates=2, **facts)
+
+
 SIGNING = SumsSnapshot(4, 3, lapsed(*helpers("accepted", "accepted")))
 OFFERED_AGAIN = [Expire("h0", 99), Offer("h1")]
 TOO_FEW = "{} of {} updates came and no more can come; the quorum is {}"
@@ -235,6 +240,26 @@ RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
      {0: [Close("r", "all tasks ended")]}),
     ("a worker that is gone is waited for while it may be at work",
      run(**cohort(1), round=live(task("accepted", "t0"), gone("leased", "t1"))), {0: []}),
+    # ---------------------------------------------------------------- a round that buffers updates
+    ("idle sites are asked while a round is open",
+     run(**buffering(), eligible=1, round=a_round("accepted", "leased")), {0: [Ask(1)]}),
+    ("but not in a paused run", run(**buffering(), eligible=1, state="paused", round=a_round("leased")), {0: []}),
+    ("nor once enough updates are in",
+     run(**buffering(), eligible=1, round=a_round("accepted", "accepted", "leased")),
+     {0: [Close("r", "2 updates are enough")]}),
+    ("enough updates close it in a paused run too",
+     run(**buffering(), state="paused", round=a_round("accepted", "accepted")),
+     {0: [Close("r", "2 updates are enough")]}),
+    ("at the deadline the quorum is enough",
+     run(**buffering(quorum=1), round=a_round("accepted", "leased", deadline_at=NOW)),
+     {-0.001: [], 0: [Close("r", "the deadline came")]}),
+    ("it waits beyond the deadline while a quorum may come",
+     run(**buffering(), round=a_round("accepted", "leased", deadline_at=NOW)), {0: [], 1e3: [Expire("t1", 1)]}),
+    ("a failed task is planned again by the next attempt, while others go on",
+     run(**buffering(quorum=3), round=a_round("accepted", "leased", "failed")),
+     {0: [Abandon("r", "updates of 1 sites came, and those of 1 may come; the quorum is 3")]}),
+    ("a required site is waited for",
+     run(**buffering(quorum=1, require=("t1",)), round=a_round("accepted", "leased")), {0: []}),
     # ---------------------------------------------------------------- between rounds
     ("the next round opens at once when the full cohort is there",
      run(**cohort(size=3), version=1, eligible=3), {0: [Open(2)]}),

@@ -1,0 +1,231 @@
+"""Runs that make a version of the first updates to come, whichever versions these started from."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera.coordinator.operations.remerge import remerge
+from tessera.shared.aggregation.server_optimizer import Momentum
+from tessera.shared.api.runs import Cohort, Run, RunPatch
+from tessera.shared.client.client import Client
+from tessera.shared.methods.base import MethodSpec
+from tessera.shared.problems import Invalid, RoundClosed, TaskCancelled
+from tessera.shared.run_settings import ClientPrivacy
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import ScriptedWorker, exported, head_of, small_model, start_run, values
+
+pytestmark = pytest.mark.both_databases(long="postgresql")
+
+MODEL = small_model()
+START = values(MODEL)
+
+
+def sites(coordinator: LiveCoordinator, *names: str, **about: Any) -> list[ScriptedWorker]:
+    return [ScriptedWorker(coordinator.client("site", name), **about).enrol() for name in names]
+
+
+def buffered(client: Client, *, updates: int = 2, rounds: int = 9, method: Any = None, **cohort: Any) -> Run:
+    wanted = Cohort(mode="buffer", target_updates=updates, quorum=cohort.pop("quorum", updates), **cohort)
+    chosen = {"method": method} if method else {}
+    return start_run(client, MODEL, START, rounds=rounds, cohort=wanted, keep_updates="run", **chosen)
+
+
+def reach(client: Client, run: Run, number: int) -> None:
+    until(lambda: client.run(run.id).version.number == number)
+
+
+def states(client: Client, run: Run, worker: str) -> list[str]:
+    """The states of a worker's tasks, oldest first."""
+    return [task.state for round_ in client.rounds(run.id) for task in round_.tasks if task.worker == worker]
+
+
+def test_fast_sites_go_on_and_a_late_update_weighs_less(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, b, slow = sites(coordinator, "a", "b", "slow")
+    run = buffered(client)
+    late = slow.take()
+    for number in (1, 2):
+        for worker in (a, b):
+            task = worker.take()
+            assert task.version.number == number - 1
+            worker.train(task)
+        reach(client, run, number)
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 2, rtol=1e-6)
+
+    slow.train(late)
+    a.train(a.take())
+    reach(client, run, 3)
+    # Two versions have changed every block since: only the late step is damped, and not the sum of weights.
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 2 + (1 + 1 / sqrt(3)) / 2, rtol=1e-6)
+    again = slow.take()
+    assert (again.version.number, again.receipt and again.receipt.state) == (3, "merged")
+    # b was asked in round 3, and began nothing.
+    until(lambda: states(client, run, "b/w") == ["merged", "merged", "cancelled", "offered"])
+    assert remerge(coordinator.services, run.id).same
+
+
+def test_with_equal_speeds_the_versions_are_those_of_a_barrier(coordinator: LiveCoordinator) -> None:
+    client, names = coordinator.client(), "abc"
+    workers = [
+        ScriptedWorker(coordinator.client("site", name), datasets={"data": 5 + place}).enrol()
+        for place, name in enumerate(names)
+    ]
+    digests = []
+    for cohort in (Cohort(size=3, quorum=3), Cohort(mode="buffer", target_updates=3, quorum=3)):
+        run = start_run(client, MODEL, START, rounds=3, cohort=cohort)
+        for _ in range(3):
+            for step, worker in enumerate(workers):
+                worker.train(worker.take(), step=0.1 * step)
+        until(lambda run=run: client.run(run.id).state == "completed")
+        digests.append([version.digest for version in client.versions(run.id)])
+    assert digests[0] == digests[1]
+
+
+def test_a_task_that_grew_too_old_is_cancelled_and_its_worker_told(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, slow = sites(coordinator, "a", "slow")
+    run = buffered(client, updates=1, max_staleness=1)
+    old = slow.take()
+    for number in (1, 2):
+        a.train(a.take())
+        reach(client, run, number)
+    with pytest.raises(TaskCancelled, match=r"more than 1 versions were made since \(cohort.max_staleness\)"):
+        slow.client.heartbeat(old.id, old.token)
+    with pytest.raises(TaskCancelled):
+        slow.train(old)
+    assert slow.take().version.number == 2
+
+
+def test_a_task_that_nobody_began_is_planned_anew(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, _ = sites(coordinator, "a", "away")
+    run = buffered(client, updates=1)
+    for number in (1, 2, 3):
+        a.train(a.take())
+        reach(client, run, number)
+    assert ScriptedWorker(coordinator.client("site", "away")).take().version.number == 3
+
+
+def test_a_late_update_changes_no_frozen_block(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, slow = sites(coordinator, "a", "slow")
+    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
+    run = buffered(client, updates=1, method=frozen)
+    late = slow.take()
+    assert late.plan.stage == "warm-up"
+    a.train(a.take())
+    reach(client, run, 1)
+    a.take()
+    slow.train(late)
+    reach(client, run, 2)
+    blocks = [client.manifest(version.digest).blocks for version in client.versions(run.id)]
+    moving = {"layer.0.qkv.weight#value", "head.weight"}
+    assert {name for name in blocks[2] if blocks[2][name] != blocks[1][name]} == moving
+    merged = next(task for task in next(iter(client.rounds(run.id))).tasks if task.worker == "slow/w")
+    assert merged.state == "merged"
+    assert set(merged.unmerged) == set(MODEL.by_name) - moving
+
+
+def test_a_site_whose_task_failed_is_asked_on_the_next_version(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, b = sites(coordinator, "a", "b")
+    run = buffered(client, updates=1)
+    b.fail(b.take())
+    assert b.claim(0) is None
+    a.train(a.take())
+    reach(client, run, 1)
+    assert b.take().version.number == 1
+
+
+def test_a_site_that_comes_while_a_round_is_open_is_asked_at_once(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, c = sites(coordinator, "a", "c")
+    run = buffered(client, updates=3, quorum=2)
+    a.train(a.take())
+    held = c.take()
+    (b,) = sites(coordinator, "b")
+    b.train(b.take())
+    c.train(held)
+    reach(client, run, 1)
+    entries = [entry.action for entry in client.audit() if entry.action.startswith("round.")]
+    assert entries[:3] == ["round.open", "round.ask", "round.close"]
+
+
+def test_as_many_sites_are_at_work_as_the_cohort_has(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    workers = sites(coordinator, "a", "b", "c")
+    run = buffered(client, updates=1, size=2)
+    busy = [worker for worker in workers if worker.claim(1)]
+    assert len(busy) == 2
+    (idle,) = (worker for worker in workers if worker not in busy)
+    busy[0].train(busy[0].take())
+    reach(client, run, 1)
+    until(lambda: sum(t.state in ("offered", "leased") for r in client.rounds(run.id) for t in r.tasks) == 2)
+    assert busy[1].take().version.number == 0
+    assert idle.client is not busy[0].client
+
+
+@pytest.mark.parametrize("ends", ["completed", "cancelled"])
+def test_what_is_left_when_a_run_ends_is_left_out(coordinator: LiveCoordinator, ends: str) -> None:
+    client = coordinator.client()
+    a, b, slow = sites(coordinator, "a", "b", "slow")
+    run = buffered(client, rounds=1)
+    held = slow.take()
+    a.train(a.take())
+    if ends == "cancelled":
+        client.patch_run(run.id, RunPatch(state="cancelled"))
+    else:
+        b.train(b.take())
+    until(lambda: client.run(run.id).state == ends)
+    until(lambda: states(client, run, "slow/w") == ["cancelled"])
+    assert states(client, run, "a/w") == ["merged" if ends == "completed" else "left_out"]
+    with pytest.raises(TaskCancelled if ends == "cancelled" else RoundClosed):
+        slow.client.heartbeat(held.id, held.token)
+
+
+UNFIT = {
+    "scaffold": ({"method": MethodSpec(name="scaffold")}, "cohort.mode to barrier"),
+    "consensus": (
+        {"method": MethodSpec(name="safl", settings={"chooser": "consensus", "score": "attention"})},
+        "cohort.mode to barrier",
+    ),
+    "automatic warm-up": (
+        {"method": MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"}), "rounds": 20},
+        "cohort.mode to barrier",
+    ),
+    "optimizer": ({"server_optimizer": Momentum(momentum=0.9)}, "server_optimizer: its memory"),
+    "client privacy": (
+        {
+            "client_privacy": ClientPrivacy(epsilon=8, clip_norm=1, delta=1e-3, expected_sites=5),
+            "normalization": "cohort",
+        },
+        "client_privacy: its noise",
+    ),
+    "probabilities": ({"normalization": "inverse-probability"}, "normalization: a site"),
+}
+
+
+@pytest.mark.parametrize("setting", UNFIT)
+def test_what_needs_one_version_for_all_refuses_a_buffer(standing: LiveCoordinator, setting: str) -> None:
+    spec, said = UNFIT[setting]
+    with pytest.raises((Invalid, ValueError), match=said):
+        start_run(standing.client(), MODEL, START, cohort=Cohort(mode="buffer", quorum=2), **spec)
+
+
+def test_settings_of_a_buffer_have_no_effect_behind_a_barrier(standing: LiveCoordinator) -> None:
+    with pytest.raises(Invalid) as refused:
+        start_run(standing.client(), MODEL, START, cohort=Cohort(max_staleness=3))
+    assert refused.value.errors[0].detail == 'has no effect here: leave it out, or set mode to "buffer"'
+
+
+def test_an_exported_model_is_that_of_the_last_version(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    (a,) = sites(coordinator, "a")
+    run = buffered(client, updates=1, rounds=1)
+    a.train(a.take(), step=0.5)
+    until(lambda: client.run(run.id).state == "completed")
+    np.testing.assert_allclose(exported(client, run)["head.weight"], START["head.weight"] + 0.5, rtol=1e-6)
