@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from benchmarks.measuring import MIB, OUT, Results, median
+from benchmarks.measuring import MIB, OUT, PeakMemory, Results, anonymous_bytes, apart, median
 
 STEPS = 5
 BATCH = 2
@@ -31,27 +29,6 @@ MOST_SHARE = 0.03
 
 class Interrupted(Exception):
     """The end of the process that writes checkpoints."""
-
-
-@contextmanager
-def anonymous_peak() -> Iterator[list[float]]:
-    """Yield a list that gets the peak of this process's anonymous memory, in MiB, when the block ends."""
-    over, peak, found = Event(), 0, list[float]()
-
-    def sample() -> None:
-        nonlocal peak
-        while not over.wait(0.002):
-            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            peak = max(peak, next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
-
-    thread = Thread(target=sample)
-    thread.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        thread.join()
-        found.append(peak * 1024 / MIB)
 
 
 def measure(folder: Path, width: int, *, every_step: bool) -> dict[str, float]:
@@ -99,7 +76,7 @@ def measure(folder: Path, width: int, *, every_step: bool) -> dict[str, float]:
 
     trainer = Trainer(half, context, training, TrainingSetup(torch.device("cpu")), check, checkpoints=checkpoints)
     began = monotonic()
-    with anonymous_peak() as peak, suppress(Interrupted):
+    with PeakMemory({"own": [os.getpid()]}, 0.002, anonymous_bytes) as memory, suppress(Interrupted):
         trainer.train(half.phases(context, half.select(context, ())), data, seed=0)
     train_s = monotonic() - began
     file_bytes = sum(path.stat().st_size for path in folder.glob("*/checkpoint-*"))
@@ -108,16 +85,8 @@ def measure(folder: Path, width: int, *, every_step: bool) -> dict[str, float]:
         "file_MiB": file_bytes / MIB,
         "checkpoint_s": median(seconds),
         "train_s": train_s,
-        "peak_MiB": peak[0],
+        "peak_MiB": memory.peaks["own"] / MIB,
     }
-
-
-def apart(folder: Path, width: int, *options: str) -> dict[str, float]:
-    """Measure in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.checkpoints", "--measure", str(folder), "--width", str(width)]
-    done = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,9 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results("checkpoints", f"a checkpoint of a ViT under AdamW, every {given.minutes:g} minutes")
     for width in QUICK_WIDTHS if given.quick else WIDTHS:
         with tempfile.TemporaryDirectory(prefix="tessera-checkpoints-") as name:
-            plain = apart(Path(name), width)
-            writing = apart(Path(name), width, "--every-step")
-            resuming = apart(Path(name), width)
+            command = ("benchmarks.checkpoints", "--measure", name, "--width", str(width))
+            plain = apart(*command)
+            writing = apart(*command, "--every-step")
+            resuming = apart(*command)
         share = writing["checkpoint_s"] / (60 * given.minutes)
         results.add(
             weights=writing["weights"],

@@ -26,8 +26,6 @@ from tessera.shared.client.model_upload import InitialModel, upload_model
 Options = Mapping[str, Any]
 """Those of a data set, as a worker's settings have them."""
 
-METHODS = Path("benchmarks", "methods")
-"""Of the checkout whose code runs."""
 DATASET = "nothing"
 PAIRS = "pairs"
 """Images with texts, for models that take both."""
@@ -48,7 +46,9 @@ class Federation:
         self.folder = folder
         self.certificates = certificates
         self.processes = Processes(folder, root)
-        self._methods = {"TESSERA_METHODS": str(root / METHODS)}
+        # Of the checkout whose code runs.
+        (drift,) = root.glob("benchmarks/*/drift.py")
+        self._methods = {"TESSERA_METHODS": str(drift.parent)}
         self.port = free_port()
         self.url = f"{'https' if certificates else 'http'}://{HOST}:{self.port}"
         self._verify = certificates.client_context() if certificates else True

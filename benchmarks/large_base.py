@@ -9,24 +9,19 @@ of the coordinator, and the bytes that it sent.
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from safetensors.numpy import save_file
 
 from benchmarks.federation import DATASET, Federation
-from benchmarks.measuring import MIB, OUT, PeakMemory, Results
+from benchmarks.measuring import MIB, OUT, PeakMemory, Results, anonymous_bytes
 from examples.processes import tessera
-from tessera.shared.run_settings import Training
 from tessera.shared.updates.model_folder import ModelFolder
 
 LARGE = {
@@ -37,42 +32,8 @@ SMALL = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 2000,
 }  # fmt: skip
-CHECKPOINTING = {"gradient_checkpointing": True} if "gradient_checkpointing" in Training.model_fields else {}
 EXAMPLES = 2
 ROUNDS = 2
-
-ANONYMOUS = re.compile(r"^Pss_Anon:\s+(\d+) kB", re.MULTILINE)
-"""Anonymous memory; what several processes share counts for each in part."""
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Return the anonymous memory of a process and its descendants: what no file backs."""
-    total = 0
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(OSError):
-                found = ANONYMOUS.search(Path(f"/proc/{each.pid}/smaps_rollup").read_text(encoding="ascii"))
-                total += int(found[1]) << 10 if found else 0
-    return total
-
-
-@contextmanager
-def sampled(measure: Callable[[], int], every_seconds: float = 0.05) -> Iterator[list[int]]:
-    """Yield a list of one number, the largest that `measure` has returned."""
-    most, ended = [measure()], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(every_seconds):
-            most[0] = max(most[0], measure())
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield most
-    finally:
-        ended.set()
-        thread.join()
 
 
 @dataclass(frozen=True)
@@ -114,21 +75,21 @@ def measure(folder: Path, config: Mapping[str, Any], tokens: int) -> Measured:
         settings = federation.folder / federation.workers[0] / "worker.toml"
         subprocess.run([*tessera("worker", "cache", "add", str(snapshot), "--config", str(settings))], check=True)
         (worker,) = federation.worker_pids
-        idle, before = anonymous_bytes(worker), federation.moved()
+        idle, before = anonymous_bytes([worker]), federation.moved()
         coordinator = PeakMemory({"coordinator": [federation.coordinator_pid]})
-        with sampled(lambda: anonymous_bytes(worker)) as most, coordinator:
+        with PeakMemory({"worker": [worker]}, measure=anonymous_bytes) as most, coordinator:
             run = federation.begin(
                 model,
                 ROUNDS,
                 1,
                 {"name": "lora", "settings": {"train_head": False}},
                 dataset=DATASET,
-                training={"batch_size": EXAMPLES, **CHECKPOINTING},
+                training={"batch_size": EXAMPLES, "gradient_checkpointing": True},
             )
             federation.await_version(run, ROUNDS, 0.5)
         sent = federation.moved().since(before).sent
     base = sum(block.nbytes for block in model.model.base)
-    return Measured(base, idle, most[0], coordinator.peaks["coordinator"], sent)
+    return Measured(base, idle, most.peaks["worker"], coordinator.peaks["coordinator"], sent)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

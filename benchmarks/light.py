@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import await_true
-from benchmarks.methods.drift import drawn
+from benchmarks.own_methods.drift import drawn
 from tessera.shared.api.tasks import Claim, Failure, Submission, Task
 from tessera.shared.client.client import Client
 from tessera.shared.model.blocks import Block

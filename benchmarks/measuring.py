@@ -13,6 +13,8 @@ import os
 import platform
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,14 +74,19 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def proportional_bytes(pids: Iterable[int]) -> int:
+def proportional_bytes(pids: Iterable[int], line: str = "Pss:") -> int:
     """What these processes and their descendants hold now; what they share counts once (Pss)."""
     total = 0
     for process in _with_descendants(pids):
         with suppress(psutil.Error, OSError):
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) * 1024
+            total += next((int(each.split()[1]) for each in lines if each.startswith(line)), 0) * 1024
     return total
+
+
+def anonymous_bytes(pids: Iterable[int]) -> int:
+    """The same of their anonymous memory, which no file backs."""
+    return proportional_bytes(pids, "Pss_Anon:")
 
 
 def _with_descendants(pids: Iterable[int]) -> Iterable[psutil.Process]:
@@ -146,6 +153,13 @@ def await_true(condition: Callable[[], object], seconds: float, what: str, every
         if monotonic() > give_up_at:
             raise TimeoutError(f"timed out after {seconds:.0f} s: {what}")
         sleep(every_seconds)
+
+
+def apart(module: str, *options: str) -> dict[str, float]:
+    """Run a benchmark's module with these options in a process of its own, and return the figures that it prints."""
+    done = subprocess.run([sys.executable, "-m", module, *options], stdout=subprocess.PIPE, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def failure(fault: Exception) -> str:

@@ -6,25 +6,21 @@ for each way of sending them. What is measured, each in a process of its own:
 - `sum`: reading, decoding and adding up, its result thrown away;
 - `merge`: the coordinator's whole merge, with hashes, files and flushes, in as many threads as there are cores.
 
-Speeds are gigabytes of float32 that the updates stand for. Beside them stands what the machine can do: `acc += w * x`
-in float32, in place and in chunks, over arrays in memory, in the same run. Last come the server optimizers and the
-robust rules, in one thread and from memory. Everything is written to `bench-output/merging.json`, too. `--only rules`
-measures nothing but the rules.
+Speeds are gigabytes of float32 that the updates stand for. Last come the robust rules, in one thread and from memory;
+`--only rules` measures nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +28,7 @@ import numpy as np
 import torch
 from alembic import command
 
+from benchmarks.measuring import MIB, OUT, Results, forget_peak, own_peak_bytes, resident_bytes
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.shared.aggregation.robust import (
@@ -43,7 +40,6 @@ from tessera.shared.aggregation.robust import (
     RobustRule,
     TrimmedMean,
 )
-from tessera.shared.aggregation.server_optimizer import Adagrad, Adam, Momentum, NoOptimizer, OptimizerRule, Yogi
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.host_memory import keep_freed_memory
@@ -53,21 +49,12 @@ from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.outliers import scores
-from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
-from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, as_bytes, lockstep, related
-from tessera.shared.updates.codecs.stage import CodecError
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, lockstep, related
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
-OPTIMIZERS: tuple[OptimizerRule, ...] = (
-    NoOptimizer(),
-    Momentum(learning_rate=0.5, momentum=0.9),
-    Adam(),
-    Yogi(),
-    Adagrad(),
-)
 RULES: tuple[RobustRule, ...] = (Mean(), Median(), TrimmedMean(), CentredClipping(), MultiKrum(), GeometricMedian())
 CODECS = {
     "float32, raw": "raw",
@@ -91,24 +78,8 @@ class Speed:
     cpu_seconds: float
 
     @property
-    def per_second(self) -> float:
-        return self.gigabytes / self.wall_seconds
-
-    @property
     def per_cpu_second(self) -> float:
         return self.gigabytes / self.cpu_seconds
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way of sending updates."""
-
-    codec: str
-    stored_mb: float
-    sum: Speed
-    merge: Speed
-    needed_mib: float
-    """The most memory that merging took, beside interpreter and imports."""
 
 
 def best(gigabytes: float, work: Callable[[], object], tries: int = TRIES) -> Speed:
@@ -119,40 +90,6 @@ def best(gigabytes: float, work: Callable[[], object], tries: int = TRIES) -> Sp
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
     return Speed(gigabytes, min(walls), min(cpus))
-
-
-# ---------------------------------------------------------------- what the machine can do
-
-
-def limits(mb: float) -> dict[str, Speed]:
-    """`acc += w * x` over arrays of this size: in one thread of torch, one of numpy, and torch on every core."""
-    count, many = int(mb * 1e6) // 4, 4
-    arrays = [np.full(count, index, np.float32) for index in range(many)]
-    total, scratch = np.zeros(count, np.float32), np.empty(CHUNK, np.float32)
-    into, tensors = torch.from_numpy(total), [torch.from_numpy(array) for array in arrays]
-
-    def in_numpy() -> None:
-        for array in arrays:
-            for start in range(0, count, CHUNK):
-                part, acc = array[start : start + CHUNK], total[start : start + CHUNK]
-                np.multiply(part, np.float32(0.1), out=scratch[: part.size])
-                np.add(acc, scratch[: part.size], out=acc)
-
-    def in_torch(first: int = 0, step: int = 1) -> None:
-        for tensor in tensors:
-            for start in range(first * CHUNK, count, step * CHUNK):
-                into[start : start + CHUNK].add_(tensor[start : start + CHUNK], alpha=0.1)
-
-    def on_every_core() -> None:
-        threads = [threading.Thread(target=in_torch, args=(core, CORES)) for core in range(CORES)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    gigabytes = many * count * 4 / 1e9
-    found = {"torch, one thread": in_torch, "numpy, one thread": in_numpy, f"torch, {CORES} threads": on_every_core}
-    return {name: best(gigabytes, work, 5) for name, work in found.items()}
 
 
 # ---------------------------------------------------------------- stored updates
@@ -266,7 +203,8 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
         AcceptedUpdate(f"{index:02}", f"{index:02}/w", digest, 100, {}, Plan(), base)
         for index, digest in enumerate(bench.updates)
     ]
-    held, _ = memory_mib(reset=True)
+    forget_peak(os.getpid())
+    held = resident_bytes([os.getpid()])
 
     def summed() -> None:
         state, _ = aggregation.next_state(spec, Bounds(), base, accepted)
@@ -278,51 +216,7 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
         best(bench.gigabytes, summed),
         best(bench.gigabytes, lambda: aggregation.merge(spec, Bounds(), base, accepted)),
     )
-    return *speeds, memory_mib()[1] - held
-
-
-def memory_mib(*, reset: bool = False) -> tuple[float, float]:
-    """What this process holds, and the most that it has held."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["VmHWM"].split()[0]) / 1024
-
-
-def rows(folder: Path, mb: float, count: int) -> Iterator[Row]:
-    for number, (name, codec) in enumerate(CODECS.items()):
-        here = folder / str(number)
-        here.mkdir()
-        try:
-            bench = prepared(here, mb, count, codec)
-        except CodecError:
-            continue
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-            summed, merged, needed = alone.submit(measured, bench).result()
-        shutil.rmtree(here)
-        yield Row(name, bench.stored_mb, summed, merged, needed)
-
-
-# ---------------------------------------------------------------- server optimizers
-
-
-def with_optimizer(optimizer: OptimizerRule, base: ArrayTensor, sent: Sequence[ArrayTensor]) -> Speed:
-    """One block in memory, merged in one thread. The moments are there already, as in every round but the first."""
-    block = Block(tensor="w", role="mlp", shape=base.shape, dtype=base.dtype)
-    half = CoordinatorHalf(MethodSettings(), RunInfo((block,), rounds=1))
-    server_state = {f"server/{letter}/w": base for letter in "mv"}
-    updates = [Update(f"{index}/w", 10, {"w": tensor}) for index, tensor in enumerate(sent)]
-    merged = merge(half, optimizer, State(0, {"w": base}, server_state), updates)
-    new = [tensor for tensor in (*merged.model.values(), *merged.server_state.values()) if tensor is not base]
-    return best(len(sent) * base.values.nbytes / 1e9, lambda: sum(1 for _ in lockstep(new)))
-
-
-def optimizers(mb: float, count: int) -> dict[str, Speed]:
-    rng = np.random.default_rng(0)
-    base, *sent = (
-        ArrayTensor(rng.random(int(mb * 1e6 / 4), dtype=np.float32) * np.float32(0.02)) for _ in range(count + 1)
-    )
-    return {str(each.model_dump()["kind"]): with_optimizer(each, base, sent) for each in OPTIMIZERS}
+    return *speeds, (own_peak_bytes(os.getpid()) - held) / MIB
 
 
 # ---------------------------------------------------------------- robust rules
@@ -350,60 +244,47 @@ def rules(mb: float, count: int) -> dict[str, Speed]:
     return {**found, "scores": scored}
 
 
-def print_rules(found: dict[str, Speed]) -> None:
-    for name, speed in found.items():
-        times = found["mean"].per_cpu_second / speed.per_cpu_second
-        print(f"robust {name:17} {speed.per_cpu_second:5.2f} GB/CPU s, {times:4.1f} times the mean's CPU")
-
-
 # ---------------------------------------------------------------- the table
+
+
+def add_codecs(results: Results, folder: Path, mb: float, count: int) -> None:
+    for number, (name, codec) in enumerate(CODECS.items()):
+        here = folder / str(number)
+        here.mkdir()
+        bench = prepared(here, mb, count, codec)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+            summed, merged, needed = alone.submit(measured, bench).result()
+        shutil.rmtree(here)
+        results.add(
+            updates=name,
+            stored_MB=bench.stored_mb,
+            sum_GB_per_cpu_s=summed.per_cpu_second,
+            merge_GB_s=merged.gigabytes / merged.wall_seconds,
+            merge_s=merged.wall_seconds,
+            merge_cpu_s=merged.cpu_seconds,
+            added_MiB=needed,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=float, default=440, help="size of an update as float32")
     parser.add_argument("--updates", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("bench-output"))
+    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--only", choices=["rules"])
     asked = parser.parse_args()
-    if asked.only:
-        print(f"{asked.updates} updates of {min(asked.mb, 100):g} MB as float32, one thread, from memory")
-        print_rules(rules(min(asked.mb, 100), asked.updates))
-        return
     torch.set_num_threads(1)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    print(f"{asked.updates} updates of {asked.mb:g} MB as float32, {CORES} cores")
-    bounds = limits(asked.mb)
-    for name, speed in bounds.items():
-        print(f"acc += w * x, {name:17} {speed.per_second:6.2f} GB/s {speed.per_cpu_second:6.2f} GB/CPU s")
-    one = bounds["torch, one thread"].per_cpu_second
-    print(f"{'':20} {'stored':>9} | {'sum':>6} {'of limit':>8} | {'merge':>6} {'s':>6} {'CPU s':>6} | memory")
-    print(f"{'':20} {'':>9} | {'GB/CPU s':>15} | {'GB/s':>6} {'':>6} {'':>6} |")
-    found = []
-    with tempfile.TemporaryDirectory(dir=asked.out) as folder:
-        for row in rows(Path(folder), asked.mb, asked.updates):
-            found.append(row)
-            print(
-                f"{row.codec:20} {row.stored_mb:6.0f} MB | {row.sum.per_cpu_second:6.2f} "
-                f"{row.sum.per_cpu_second / one:8.0%} | {row.merge.per_second:6.2f} {row.merge.wall_seconds:6.2f} "
-                f"{row.merge.cpu_seconds:6.2f} | {row.needed_mib:4.0f} MiB"
-            )
-    steps = optimizers(min(asked.mb, 100), asked.updates)
-    for name, speed in steps.items():
-        share = speed.per_cpu_second / steps["none"].per_cpu_second
-        print(f"server optimizer {name:8} {speed.per_cpu_second:5.2f} GB/CPU s {share:5.0%}")
-    robust = rules(min(asked.mb, 100), asked.updates)
-    print_rules(robust)
-    document = {
-        "mb": asked.mb,
-        "updates": asked.updates,
-        "cores": CORES,
-        "limits": {name: asdict(speed) for name, speed in bounds.items()},
-        "rows": [asdict(row) for row in found],
-        "optimizers": {name: asdict(speed) for name, speed in steps.items()},
-        "rules": {name: asdict(speed) for name, speed in robust.items()},
-    }
-    (asked.out / "merging.json").write_text(json.dumps(document, indent=1) + "\n")
+    about = f"{asked.updates} updates of {asked.mb:g} MB as float32, {CORES} cores"
+    results = Results("merging", about, out=asked.out)
+    if not asked.only:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=asked.out) as folder:
+            add_codecs(results, Path(folder), asked.mb, asked.updates)
+    found = rules(min(asked.mb, 100), asked.updates)
+    for name, speed in found.items():
+        times = found["mean"].per_cpu_second / speed.per_cpu_second
+        results.add(rule=name, GB_per_cpu_s=speed.per_cpu_second, of_the_mean=times)
+    results.finish(asked.out)
 
 
 if __name__ == "__main__":

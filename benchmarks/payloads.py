@@ -22,15 +22,10 @@ from tessera.shared.updates.model_folder import ModelFolder
 
 def bert(hidden: int, layers: int, vocabulary: int, heads: int, positions: int) -> dict[str, Any]:
     return {
-        "model_type": "bert",
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": positions,
+        "model_type": "bert", "vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "intermediate_size": 4 * hidden, "max_position_embeddings": positions,
         "num_labels": 2,
-    }
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,18 +104,8 @@ def make(folder: Path, processes: Processes, size: str) -> ModelFolder:
     payload, name = PAYLOADS[size], f"model-{size.replace(' ', '-')}"
     config, out = folder / f"{name}.json", folder / name
     config.write_text(json.dumps(payload.config), encoding="utf-8")
-    command = (
-        "model",
-        "init",
-        str(out),
-        "--config",
-        str(config),
-        "--head",
-        payload.head,
-        "--random",
-        *payload.options,
-    )
-    processes.start(name, tessera(*command), {})
+    words = ("--config", str(config), "--head", payload.head, "--random", *payload.options)
+    processes.start(name, tessera("model", "init", str(out), *words), {})
     processes.finish(name)
     return ModelFolder.open(out)
 

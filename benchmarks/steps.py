@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -24,11 +24,11 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.selectors import EVERYTHING, Selector, all_but, named, roles
-from tessera.shared.model.spec import Head, Lora, Prompts
+from tessera.shared.model.spec import Head, Lora
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Training
 from tessera.worker.compute import Compute
-from tessera.worker.data.dataset import Dataset, Padding
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
@@ -40,10 +40,6 @@ from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
 BATCH = 16
-WORDS, TOKENS = 7000, 24
-"""Of a text: those of the clinical phrases of the evidence."""
-LONGEST, MEDIAN = 128, 24
-"""Tokens of texts of different lengths, which are padded to the longest."""
 GPU_BATCH = 64
 Arm = Callable[[int], None]
 """A function that takes this many steps."""
@@ -57,52 +53,11 @@ def vit(width: int, layers: int, side: int, patch: int = 8, heads: int = 4) -> d
     }  # fmt: skip
 
 
-def bert(width: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "bert", "vocab_size": WORDS, "max_position_embeddings": LONGEST, "num_labels": 10,
-        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-    }  # fmt: skip
-
-
-def clip(width: int, layers: int, side: int) -> dict[str, Any]:
-    tower = {
-        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * width,
-    }  # fmt: skip
-    return {
-        "model_type": "clip", "projection_dim": width,
-        "vision_config": {**tower, "image_size": side, "patch_size": 8},
-        "text_config": {**tower, "vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    }  # fmt: skip
-
-
-def images(side: int, count: int = 4 * BATCH, *, texts: bool = False) -> Dataset:
+def images(side: int, count: int) -> Dataset:
     dice = torch.Generator().manual_seed(0)
     pixels = torch.randn(count, 3, side, side, generator=dice)
-    classes = torch.randint(3, 100, (10, 8), generator=dice)
-    classes[:, -1] = 2
     labels = torch.randint(0, 10, (count,), generator=dice)
-    common = {"input_ids": classes} if texts else {}
-    return Dataset({"pixel_values": pixels, "labels": labels}, common=common)
-
-
-def texts(count: int = 4 * BATCH) -> Dataset:
-    dice = torch.Generator().manual_seed(0)
-    words = torch.randint(1, WORDS, (count, TOKENS), generator=dice)
-    labels = torch.randint(0, 10, (count,), generator=dice)
-    return Dataset({"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels})
-
-
-def uneven_texts(count: int = 4 * BATCH) -> Dataset:
-    """Return texts whose lengths have a log-normal distribution, one of them the longest."""
-    dice = torch.Generator().manual_seed(0)
-    lengths = (MEDIAN * (0.7 * torch.randn(count, generator=dice)).exp()).round().long().clamp(3, LONGEST)
-    lengths[0] = LONGEST
-    mask = (torch.arange(LONGEST) < lengths[:, None]).long()
-    words = torch.randint(1, WORDS, mask.shape, generator=dice) * mask
-    labels = torch.randint(0, 10, (count,), generator=dice)
-    padding = Padding(LONGEST, {"input_ids": 0, "attention_mask": 0})
-    return Dataset({"input_ids": words, "attention_mask": mask, "labels": labels}, padding=padding)
+    return Dataset({"pixel_values": pixels, "labels": labels})
 
 
 @dataclass(frozen=True)
@@ -152,8 +107,8 @@ class Bench:
 
         return steps
 
-    def plain(self, context: LocalTaskContext, data: Dataset, *, half: bool = False) -> Arm:
-        """Return the steps of a plain loop over the same model and batches, in float32 or bfloat16."""
+    def plain(self, context: LocalTaskContext, data: Dataset) -> Arm:
+        """Return the steps of a plain loop over the same model and batches, in float32."""
 
         def steps(count: int) -> None:
             model = context.model.train().requires_grad_()
@@ -163,8 +118,7 @@ class Bench:
                 for rows in torch.split(torch.randperm(data.examples), self.batch)[: count - made]:
                     optimizer.zero_grad()
                     batch = {name: tensor[rows].to(self.device) for name, tensor in data.tensors.items()}
-                    with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-                        loss = model(**batch).loss
+                    loss = model(**batch).loss
                     loss.backward()
                     optimizer.step()
                     loss.item()
@@ -236,40 +190,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     full_private = {"full, private": bench.private(apart, EVERYTHING, data)}
     alone: dict[str, Arm] = {}
     """Arms that take too long for several turns."""
-    half: dict[str, Any] = {"precision": "bfloat16"}
     if on_gpu:
         arms |= {
             "full, TF32": bench.arm(context, EVERYTHING, data, Compute(tf32=True)),
-            "full, bfloat16": bench.arm(context, EVERYTHING, data, **half),
+            "full, bfloat16": bench.arm(context, EVERYTHING, data, precision="bfloat16"),
             "full, float16": bench.arm(context, EVERYTHING, data, precision="float16"),
         }
         alone = {
             **full_private,
-            "full, bfloat16, compiled": bench.arm(context, EVERYTHING, data, Compute(compile=True), **half),
+            "full, bfloat16, compiled": bench.arm(
+                context, EVERYTHING, data, Compute(compile=True), precision="bfloat16"
+            ),
         }
     else:
         arms |= full_private
-        dual, captions, again = (
-            bench.work_on(clip(width, max(1, third), side), "contrastive", prompts=Prompts(vision=4, text=4))
-            for _ in range(3)
-        )
-        # The plan of the others lets all train, so that no features of images are kept.
-        captions.plan = Plan(train=named(["prompts.text"]))
-        captioned = images(side, texts=True)
-        arms["dual encoder, full"] = bench.arm(dual, all_but("prompt"), captioned)
-        arms["dual encoder, prompts"] = bench.arm(dual, roles("prompt"), captioned)
-        arms["dual encoder, text prompts"] = bench.arm(captions, named(["prompts.text"]), captioned)
-        arms["dual encoder, text prompts, nothing kept"] = bench.arm(again, named(["prompts.text"]), captioned)
-        text_model = bench.work_on(bert(2 * width, max(1, layers // 2), 2 * heads), "text-classification")
-        arms["texts, full"] = bench.arm(text_model, EVERYTHING, texts())
-        arms["texts, plain loop"] = bench.plain(text_model, texts())
-        arms["texts, bfloat16"] = bench.arm(text_model, EVERYTHING, texts(), **half)
-        arms["texts, plain loop, bfloat16"] = bench.plain(text_model, texts(), half=True)
-        arms["texts, full, private"] = bench.private(text_model, EVERYTHING, texts())
-        # Without its padding's description a data set keeps all of it.
-        uneven = uneven_texts()
-        arms["uneven texts, full"] = bench.arm(text_model, EVERYTHING, replace(uneven, padding=None))
-        arms["uneven texts, trimmed"] = bench.arm(text_model, EVERYTHING, uneven)
     where = f" on a {torch.cuda.get_device_name()}" if on_gpu else ""
     results = Results(
         "steps-cuda" if on_gpu else "steps",
@@ -280,10 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found, peaks = bench.in_turns(group, count, steps)
         seconds |= found
         for name, each in found.items():
-            model, _, part = name.partition(", ")
-            whole = seconds[f"{model}, full" if part and f"{model}, full" in seconds else "full"]
             memory = {"MiB": peaks[name]} if on_gpu else {}
-            results.add(trains=name, ms=1000 * each, of_full=each / whole, **memory)
+            results.add(trains=name, ms=1000 * each, of_full=each / seconds["full"], **memory)
     if not on_gpu:
         for name, limit in (("last third", 0.62), ("v_head", 0.75), ("LoRA", 0.78), ("head", 0.45)):
             results.aim(f"{name}, of full training", seconds[name] / seconds["full"], limit)

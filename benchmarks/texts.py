@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from benchmarks.measuring import MIB, OUT, Results, forget_peak, peak_bytes
+from benchmarks.measuring import MIB, OUT, Results, apart, forget_peak, peak_bytes
 
 WORDS = 1000
 BATCH = 32
@@ -77,13 +75,6 @@ def measure(table: Path) -> dict[str, float]:
     }
 
 
-def apart(table: Path) -> dict[str, float]:
-    """Measure in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.texts", "--measure", str(table)]
-    found: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.texts", description=__doc__)
     parser.add_argument("--examples", type=int, nargs=2, default=[20_000, 200_000])
@@ -102,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for examples in (few, many):
             table = write_table(Path(name), examples)
             for again in (False, True):
-                rows[examples, again] = row = apart(table)
+                rows[examples, again] = row = apart("benchmarks.texts", "--measure", str(table))
                 results.add(examples=examples, tokens="from the file" if again else "made", **row)
     added = {examples: rows[examples, False]["added_MiB"] for examples in (few, many)}
     results.aim(f"more for {many} than for {few}", added[many] - added[few], 100, " MiB")

@@ -301,7 +301,7 @@ def test_private_names_further_parameters_and_shared_bases_are_no_misspelt_hooks
 
 
 def test_a_file_that_imports_torch_when_it_is_read_is_named(tmp_path: Path) -> None:
-    path, folder, of_benchmarks = tmp_path / "path", tmp_path / "methods", ROOT / "benchmarks" / "methods"
+    path, folder, of_benchmarks = tmp_path / "path", tmp_path / "methods", ROOT / "benchmarks" / "own_methods"
     path.mkdir()
     folder.mkdir()
     # Imported in a moment; the real one takes seconds.
