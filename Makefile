@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
-  bench bench-quick simulation mutants chaos soak fresh-check test-long test-gpu image-check deploy-check migrate image clean docs
+  bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu image-check deploy-check migrate image clean docs
 
 # The targets that a contributor needs often. Others have a comment, and their pages: own-data.md, testing.md, deploying.md.
 help: ## show this help
@@ -164,6 +164,10 @@ ifdef BASE
 else
 	for name in memory $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 endif
+
+# Every method on four tasks by simulation, a quarter of an hour on a quiet core; a stopped run resumes. ONLY='--tasks text'.
+bench-methods: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.methods $(ONLY)
 
 migrate: install ## bring the database that TESSERA_DATABASE_URL names to head
 	$(BIN)/tessera coordinator migrate

@@ -23,7 +23,6 @@ STEPS = 5
 BATCH = 2
 WIDTHS = (384, 768)
 """Of a ViT-S and a ViT-B."""
-QUICK_WIDTHS = (32, 64)
 MOST_SHARE = 0.03
 
 
@@ -102,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(measure(given.measure, given.width, every_step=given.every_step)))
         return
     results = Results("checkpoints", f"a checkpoint of a ViT under AdamW, every {given.minutes:g} minutes")
-    for width in QUICK_WIDTHS if given.quick else WIDTHS:
+    for width in (32, 64) if given.quick else WIDTHS:
         with tempfile.TemporaryDirectory(prefix="tessera-checkpoints-") as name:
             command = ("benchmarks.checkpoints", "--measure", name, "--width", str(width))
             plain = apart(*command)

@@ -45,6 +45,7 @@ _SIZES = {
     "440": bert(768, 12, 30522, 12, 512),
 }
 
+_TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 CLIP_SIDE = 224
 """Pixels of the images that CLIP takes by default."""
 
@@ -54,15 +55,11 @@ PAYLOADS: Mapping[str, Payload] = {
     "prompts": Payload({"model_type": "clip", "projection_dim": 512}, "contrastive", ("--text-prompts", "16")),
     "few prompts": Payload(
         {
-            "model_type": "clip",
-            "projection_dim": 16,
-            "text_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
-            "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-        },
-        "contrastive",
-        ("--text-prompts", "4"),
+            "model_type": "clip", "projection_dim": 16, "text_config": {**_TOWER, "vocab_size": 64},
+            "vision_config": _TOWER,
+        }, "contrastive", ("--text-prompts", "4"),
     ),
-}
+}  # fmt: skip
 
 
 TAIL = 8

@@ -94,16 +94,16 @@ class CuttingProxy:
             return piece
 
 
-def measure(results: Results, folder: Path, nbytes: int, cuts: int, seed: int) -> float:
+def measure(results: Results, folder: Path, nbytes: int, cuts: int) -> float:
     """The share that was sent again."""
-    dice = random.Random(seed)  # noqa: S311  (to be the same each time)
+    dice = random.Random(0)  # noqa: S311  (to be the same each time)
     file = folder / "upload"
     with Federation(folder / "federation") as federation:
         token = federation.site_token("site")
         sent = {}
         for number in (0, cuts):
             # Other bytes each time: what the coordinator has already is not sent at all.
-            file.write_bytes(np.random.default_rng([seed, number]).bytes(nbytes))
+            file.write_bytes(np.random.default_rng(number).bytes(nbytes))
             proxy = CuttingProxy(federation.port, [dice.randrange(1, nbytes) for _ in range(number)])
             try:
                 with Client(f"http://127.0.0.1:{proxy.port}", token, patience_seconds=30) as client:
@@ -113,35 +113,26 @@ def measure(results: Results, folder: Path, nbytes: int, cuts: int, seed: int) -
                 proxy.close()
             sent[number] = proxy.passed + proxy.lost
     again = (sent[cuts] - sent[0]) / nbytes
-    results.add(
-        MB=nbytes / 1e6,
-        cuts=proxy.made,
-        sent_MB=sent[cuts] / 1e6,
-        without_MB=sent[0] / 1e6,
-        lost_on_the_way_MB=proxy.lost / 1e6,
-        again=again,
-    )
+    figures = {"sent_MB": sent[cuts], "without_MB": sent[0], "lost_on_the_way_MB": proxy.lost}
+    shown = {name: figure / 1e6 for name, figure in figures.items()}
+    results.add(MB=nbytes / 1e6, cuts=proxy.made, **shown, again=again)
     return again
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.uploads", description=__doc__)
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[100.0])
+    parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--cuts", type=int, default=CUTS)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a small upload, seconds: to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
     end_by_interrupt()
     results = Results("uploads", f"an upload whose connection is cut at {given.cuts} random bytes")
     with tempfile.TemporaryDirectory(prefix="tessera-uploads-") as name:
-        sizes, cuts = ([4.0], 3) if given.quick else (given.megabytes, given.cuts)
-        for index, megabytes in enumerate(sizes):
-            folder = Path(name) / str(index)
-            folder.mkdir()
-            again = measure(results, folder, int(megabytes * 1e6), cuts, given.seed)
-            if not given.quick:
-                results.aim(f"sent again of {megabytes:.0f} MB with {cuts} cuts", again, MOST)
+        megabytes, cuts = (4.0, 3) if given.quick else (given.megabytes, given.cuts)
+        again = measure(results, Path(name), int(megabytes * 1e6), cuts)
+        if not given.quick:
+            results.aim(f"sent again of {megabytes:.0f} MB with {cuts} cuts", again, MOST)
     results.finish(given.out)
 
 

@@ -48,11 +48,11 @@ LLAMA = {
 }  # fmt: skip
 
 
-def site_texts(kind: str, rng: Random) -> list[Text]:
+def site_texts(kind: str, rng: Random, count: int = EACH) -> list[Text]:
     """Return a site's texts, most of them of this kind."""
     others = [KINDS[name] for name in KINDS if name != kind]
-    own = round(EACH * OWN)
-    return texts(KINDS[kind], own, rng) + [texts(rng.choice(others), 1, rng)[0] for _ in range(EACH - own)]
+    own = round(count * OWN)
+    return texts(KINDS[kind], own, rng) + [texts(rng.choice(others), 1, rng)[0] for _ in range(count - own)]
 
 
 def new_texts(known: set[Text], rng: Random) -> dict[str, list[Text]]:

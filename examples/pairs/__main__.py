@@ -24,6 +24,7 @@ from examples.staging import parser, play, run_through
 from tessera.shared import units
 from tessera.shared.terminal import output
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import divide
 from tessera.worker.data.partition.schemes import Shift
 from tessera.worker.settings import DataSource
@@ -40,18 +41,22 @@ def holdings(folder: Path) -> list[Holding]:
     parts = divide(pairs()[1], Shift(scheme="shift", count=len(SITES), seed=SEED))
     found = []
     for site, part in zip(SITES, parts, strict=True):
-        images = zip(part.tensors["pixel_values"], part.tensors["labels"], strict=True)
-        for number, (pixels, label) in enumerate(images):
-            file = folder / site / NAMES[int(label)] / f"{number}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            grey = ((pixels[0].clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)  # [8, 8], 0 to 255
-            Image.fromarray(grey.numpy()).save(file)
-        source = {
-            "kind": "imagetext", "folder": str(folder / site), "labels": NAMES, "size": 8, "channels": 1,
-            "template": "a photo of the digit {}", "tokenizer": str(folder / "tokenizer"), "held_out": HELD_OUT,
-        }  # fmt: skip
+        source = {**write_images(folder / site, part, folder / "tokenizer"), "held_out": HELD_OUT}
         found.append(Holding(site, "digits-and-names", DataSource.model_validate(source), None))
     return found
+
+
+def write_images(folder: Path, part: Dataset, tokenizer: Path) -> dict[str, object]:
+    """Write a folder of images for each digit, and return the options of the data set."""
+    for number, (pixels, label) in enumerate(zip(part.tensors["pixel_values"], part.tensors["labels"], strict=True)):
+        file = folder / NAMES[int(label)] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        grey = ((pixels[0].clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)  # [8, 8], 0 to 255
+        Image.fromarray(grey.numpy()).save(file)
+    return {
+        "kind": "imagetext", "folder": str(folder), "labels": NAMES, "size": 8, "channels": 1,
+        "template": "a photo of the digit {}", "tokenizer": str(tokenizer),
+    }  # fmt: skip
 
 
 def write_tokenizer(folder: Path) -> None:

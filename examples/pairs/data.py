@@ -54,7 +54,7 @@ def pairs() -> tuple[Dataset, Dataset, Dataset]:
     return first, rest, last
 
 
-def pretrained(folder: Path, seed: int) -> None:
+def pretrained(folder: Path, seed: int, steps: int = STEPS) -> None:
     """Train the CLIP and save it as transformers does."""
     torch.manual_seed(seed)
     model = CLIPModel(CLIPConfig.from_dict(CONFIG))
@@ -62,7 +62,7 @@ def pretrained(folder: Path, seed: int) -> None:
     first, _, _ = pairs()
     dice = torch.Generator().manual_seed(seed)
     done = 0
-    while done < STEPS:
+    while done < steps:
         for batch in first.batches(64, dice):
             labels = batch.pop("labels")
             optimizer.zero_grad()

@@ -64,14 +64,14 @@ def _source(folder: Path, site: str, use: str = "train") -> DataSource:
     )
 
 
-def pretrained(out: Path, tokenizer: Path, words: int) -> None:
+def pretrained(out: Path, tokenizer: Path, words: int, steps: int = PRETRAINING_STEPS) -> None:
     """Train a BERT on notes of no site, for another task: the complaint in a note, of 16."""
     torch.manual_seed(SEED)
     complaints = [complaint for several in COMPLAINTS.values() for complaint in several]
     model = BertForSequenceClassification(BertConfig.from_dict({**BERT, "vocab_size": words, "num_labels": 16}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     encode, rng = AutoTokenizer.from_pretrained(tokenizer), Random(SEED + 1)
-    for step in range(PRETRAINING_STEPS):
+    for step in range(steps):
         batch = notes(32, WORDINGS[step % len(WORDINGS)], rng)
         inputs = encode([note.text for note in batch], padding=True, truncation=True, return_tensors="pt")
         optimizer.zero_grad()

@@ -1,0 +1,1 @@
+"""One table of all methods, on the same tasks with the same budget."""
