@@ -1,6 +1,7 @@
 """Settings of a run that no method owns: local training, differential privacy, hours."""
 
 import math
+import operator
 import re
 from collections.abc import Iterable
 from datetime import datetime
@@ -14,6 +15,8 @@ MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
 
 MAX_CLASSES = 100_000
+
+DPO_BETA = 0.1
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0, le=1e6)]
@@ -84,6 +87,7 @@ class Training(Value):
         Condition(("momentum",), lambda training: training.optimizer == "sgd", 'optimizer to "sgd"'),
         Condition(("betas",), lambda training: training.optimizer == "adamw", 'optimizer to "adamw"'),
         Condition(("decay_norms_and_biases",), lambda training: training.weight_decay > 0, "weight_decay above 0"),
+        Condition(("dpo_beta",), lambda training: training.loss == "dpo", 'loss to "dpo"'),
     )
 
     # Write a setting that is newer than 0.1.0 only if it is used (`exclude_if`): what sites keep of a run that began
@@ -160,6 +164,19 @@ class Training(Value):
     augmentation: Augmentation = Field(
         default=Augmentation(),
         description="random changes of images in training",
+    )
+    loss: Literal["dpo"] | None = Field(
+        default=None,
+        exclude_if=operator.not_,
+        description="the model's own loss if left out; `dpo` learns which of two answers is preferred, by adapters "
+        "alone",
+    )
+    dpo_beta: float = Field(
+        default=DPO_BETA,
+        gt=0,
+        le=100,
+        exclude_if=DPO_BETA.__eq__,
+        description="for `dpo`: the larger, the closer the model stays to the run's first version",
     )
 
     @model_validator(mode="before")

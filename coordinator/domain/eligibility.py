@@ -259,7 +259,8 @@ def misfit(
     """Return the reason that the worker's data set, as declared, would not fit the model, or None."""
     schema = declared_schema(spec, declared)
     of_model = vocabulary(model) if schema.vocabulary else None
-    found = schema.mismatches(model, padded=padded, vocabulary=of_model)
+    prefers = spec.training.loss == "dpo"
+    found = schema.mismatches(model, padded=padded, vocabulary=of_model, prefers=prefers)
     return Ineligibility(rule="inputs", detail=f"its data set {spec.dataset}: {'; '.join(found)}") if found else None
 
 

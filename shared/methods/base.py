@@ -60,6 +60,10 @@ LORA_RANK = "lora_rank"
 """The name of a plan's scalar with the rank at which its worker trains the model's adapters; of the task's metric
 with that rank; and of a site's largest rank among its resources."""
 
+REFERENCE = "reference/"
+"""The prefix of the names of a run's first adapters in its server state, to which preferences compare a model. Each
+version keeps them; without any, they are zero."""
+
 EXTRA = "extra/"
 """The prefix of the names of extra arrays in an update, in a site's policy and in its records."""
 
@@ -215,8 +219,10 @@ class RunInfo:
     @cached_property
     def trainable(self) -> Selector:
         """The blocks that may train: in a model with adapters or prompts not its base, unless the run says so, and of
-        its adapters the parts within a worker's rank. Plans and phases that select more train and send only these."""
-        chosen = EVERYTHING if self.training.full_fine_tuning else trainable_blocks(self.blocks, self.external)
+        its adapters the parts within a worker's rank. Preferences train adapters alone. Plans and phases that select
+        more train and send only these."""
+        inserted = trainable_blocks(self.blocks, self.external, trains_head=self.training.loss is None)
+        chosen = EVERYTHING if self.training.full_fine_tuning else inserted
         if self.lora is None or self.lora_rank is None:
             return chosen
         beyond = sorted({*self.lora.parts}.difference(self.lora.parts_within(self.lora_rank)))

@@ -120,8 +120,8 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
             raise UnsupportedRun("the model has no adapters: create it with `tessera model init --lora-rank N`")
         if "train_head" in self.settings.model_fields_set and self.settings.train_head and not self._heads:
             raise UnsupportedRun(
-                "train_head is true, and the model has no head that can train: it is tied to the embeddings, or part "
-                "of the external base. Leave train_head out, or set it to false"
+                "train_head is true, and the model has no head that can train: it is tied to the embeddings, part of "
+                "the external base, or frozen by training.loss. Leave train_head out, or set it to false"
             )
         if self.settings.average != "factors":
             self._check_products()

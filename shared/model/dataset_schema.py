@@ -19,6 +19,8 @@ from tessera.shared.near_names import did_you_mean
 from tessera.shared.schema import Label, Message
 
 PIXELS, IDS, LABELS = "pixel_values", "input_ids", "labels"
+ANSWERS = "answer_mask"
+"""The input of pairs of texts, of which one is preferred, that says which tokens belong to the answers."""
 
 TEXT_HEADS: tuple[Head, ...] = ("text-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
 TAKES: Mapping[Head, tuple[str, ...]] = {
@@ -106,18 +108,21 @@ class DatasetSchema(Message):
     def __str__(self) -> str:
         return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
 
-    def mismatches(self, model: Model, *, padded: bool, vocabulary: str | None = None) -> list[str]:
+    def mismatches(
+        self, model: Model, *, padded: bool, vocabulary: str | None = None, prefers: bool = False
+    ) -> list[str]:
         """Return the reasons why the model would fail on such data, or learn nothing. Uncertain reasons are left out.
 
         `padded`: whether every text is padded to `max_length`, as under differential privacy. `vocabulary` is that of
-        the model's tokenizer, if it is known.
+        the model's tokenizer, if it is known. `prefers`: whether the run learns preferences.
         """
         takes = TAKES.get(model.head, ())
         given = [name for name in (PIXELS, IDS) if name in self.inputs]
         if given and "inputs_embeds" not in self.inputs and set(takes) - set(given):
             return [f"the model takes {' and '.join(takes)}; the data set gives {' and '.join(given)}"]
         found = [self._image_mismatch(model)] if PIXELS in takes else []
-        found += [self._class_mismatch(model), self._loss_mismatch(model), self._label_mismatch(model.head)]
+        found += [self._class_mismatch(model), self._loss_mismatch(model)]
+        found.append(self._pair_mismatch(prefers=prefers) or self._label_mismatch(model.head))
         found.append(self._problem_mismatch(model))
         if IDS in takes and (padded or model.head == "contrastive"):
             found.append(self._length_mismatch(model))
@@ -198,9 +203,19 @@ class DatasetSchema(Message):
                 )
         return None
 
+    def _pair_mismatch(self, *, prefers: bool) -> str | None:
+        if not self.inputs or prefers == (ANSWERS in self.inputs):
+            return None
+        if prefers:
+            return (
+                'the run learns preferences (training.loss = "dpo"), and the data set has no pairs of answers: use '
+                "the kind chat with columns chosen and rejected"
+            )
+        return 'its examples are pairs of answers, which only a run with training.loss = "dpo" learns'
+
     def _label_mismatch(self, head: Head) -> str | None:
         shape = self._shape(LABELS)
-        if shape is None or head not in TEXT_HEADS:
+        if shape is None or head not in TEXT_HEADS or ANSWERS in self.inputs:
             return None
         per_token = head != "text-classification"
         if bool(shape) == per_token or not self.inputs[LABELS].dtype.startswith("int"):

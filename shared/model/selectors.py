@@ -140,16 +140,22 @@ INSERTED: frozenset[Role] = frozenset({"adapter", "prompt"})
 """The roles of blocks that are added to a model so that its base need not train."""
 
 
-def trainable_blocks(blocks: Sequence[Block], external: Collection[str] = ()) -> Selector:
+def trainable_blocks(
+    blocks: Sequence[Block], external: Collection[str] = (), *, trains_head: bool = True
+) -> Selector:
     """Select the blocks that a model's parts let train: adapters and the head, or prompts; without either, all.
 
-    A head among the `external` blocks stays frozen with the base.
+    A head among the `external` blocks stays frozen with the base, as does any head unless the run `trains_head`.
     """
     present = {block.role for block in blocks}
     trained = present & INSERTED
     if not trained:
         return EVERYTHING
-    if "adapter" in trained and not any(block.role == "head" and block.name in external for block in blocks):
+    if (
+        "adapter" in trained
+        and trains_head
+        and not any(block.role == "head" and block.name in external for block in blocks)
+    ):
         trained |= {"head"}
     base = tuple(role for role in get_args(Role) if role in present - trained)
     return Selector(exclude=(Match(roles=base),)) if base else EVERYTHING

@@ -15,7 +15,8 @@ def training_faults(training: Training, model: Model) -> Iterator[tuple[str, str
     yield from loss_faults(training, model)
     if training.full_fine_tuning and not any(block.role in INSERTED for block in model.blocks):
         yield "full_fine_tuning", "is for a model with adapters or prompts, and this one trains whole: leave it out"
-    trainable = EVERYTHING if training.full_fine_tuning else trainable_blocks(model.blocks, model.external)
+    inserted = trainable_blocks(model.blocks, model.external, trains_head=training.loss is None)
+    trainable = EVERYTHING if training.full_fine_tuning else inserted
     frozen = {block.role for block in model.blocks} - {block.role for block in model.blocks if trainable.holds(block)}
     for role in sorted(frozen & training.rates.keys()):
         yield "rates", f"sets one for {role} blocks, which are frozen beside adapters or prompts: leave it out"

@@ -21,6 +21,23 @@ def loss_faults(training: Training, model: Model) -> Iterator[tuple[str, str]]:
     given = training.class_weights
     if given is not None and (fault := _weights_fault(given, model, classes, kind)):
         yield "class_weights", fault
+    if training.loss == "dpo":
+        yield from _preference_faults(training, model, kind)
+
+
+def _preference_faults(training: Training, model: Model, kind: str) -> Iterator[tuple[str, str]]:
+    if model.head != "causal-lm":
+        said = f"compares answers of a language model, and this is a {kind}"
+        yield "loss", f"{said}: leave it out, or make a model with --head causal-lm"
+    if model.lora is None or model.prompts:
+        has = "prompts" if model.prompts else "no adapters"
+        said = f"trains adapters alone, beside a base that every version shares, and the model has {has}"
+        yield "loss", f"{said}: create it with `tessera model init --lora-rank 8`, or leave loss out"
+    if training.full_fine_tuning:
+        yield "full_fine_tuning", 'trains the base, with which loss = "dpo" compares: leave one of them out'
+    for name in ("label_smoothing", "class_weights"):
+        if getattr(training, name):
+            yield name, 'changes a loss of labels, and loss = "dpo" has none: leave it out'
 
 
 def _weights_fault(

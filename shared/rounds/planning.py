@@ -47,7 +47,7 @@ from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
-from tessera.shared.rounds import client_privacy
+from tessera.shared.rounds import client_privacy, preferences
 from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.schema import without_effect
 from tessera.shared.secure_sums.messages import NOISE_BITS
@@ -128,7 +128,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     _check_effect(spec, half.settings)
     _check_ranks(spec, model)
     try:
-        state = initial_state(half, first)
+        state = preferences.begun(spec, model, half, initial_state(half, first))
         if not spec.rounds:
             return state
         plans = _first_plans(half, model, state)

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from tessera.shared.aggregation.server_optimizer import PREFIX, OptimizerMoment, OptimizerRule
-from tessera.shared.methods.base import CoordinatorHalf, State, Update
+from tessera.shared.methods.base import REFERENCE, CoordinatorHalf, State, Update
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, ComputedTensor, DerivedTensor, SteppedTensor, Tensor
 from tessera.shared.tensors.statistics import is_statistic
+
+KEPT = (PREFIX, REFERENCE)
+"""The prefixes of the server state of which methods know nothing."""
 
 
 def merge(
@@ -23,16 +26,17 @@ def merge(
     """Return a method's next state, with each block that its merge changed stepped by the optimizer instead, but for
     running statistics.
 
-    The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that. `release`
-    returns the state that the optimizer gets, from the last one and the method's.
+    The method sees nothing of the optimizer's memory, nor of the run's first adapters, which stay. Raises ValueError
+    if its own has names like that. `release` returns the state that the optimizer gets, from the last one and the
+    method's.
     """
-    moments = {name: tensor for name, tensor in state.server_state.items() if name.startswith(PREFIX)}
+    moments = {name: tensor for name, tensor in state.server_state.items() if name.startswith(KEPT)}
     own = {name: tensor for name, tensor in state.server_state.items() if name not in moments}
     merged = half.merge(replace(state, server_state=own), updates)
     if release:
         merged = release(state, merged)
-    if taken := sorted(name for name in merged.server_state if name.startswith(PREFIX)):
-        raise ValueError(f"the method's memory has names that are kept for server optimizers: {taken[:8]}")
+    if taken := sorted(name for name in merged.server_state if name.startswith(KEPT)):
+        raise ValueError(f"the method's memory has names that are kept for others: {taken[:8]}")
     model = dict(merged.model)
     if not optimizer.neutral:
         for name, tensor in merged.model.items():

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema, Problem, TensorSchema, name_digests
+from tessera.shared.model.dataset_schema import ANSWERS, PIXELS, DatasetSchema, Problem, TensorSchema, name_digests
 from tessera.shared.schema import Value
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset_info import DatasetInfo, Pixels
@@ -44,9 +44,10 @@ class Padding:
     values: Mapping[str, int]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, of which texts, [examples, tokens], are padded to `width` tokens."""
+        """Return tensors, of which texts, [examples, tokens], or pairs of them, [examples, 2, tokens], are padded to
+        `width` tokens."""
         return {
-            name: pad(tensor, (0, self.width - tensor.shape[1]), value=self.values[name])
+            name: pad(tensor, (0, self.width - tensor.shape[-1]), value=self.values[name])
             if name in self.values
             else tensor
             for name, tensor in tensors.items()
@@ -69,6 +70,8 @@ class RawTexts:
     by_word: bool = False
     of_classes: bool = False
     of_chats: bool = False
+    of_pairs: bool = False
+    """True if each chat has a rejected and a chosen answer, of which two rows of tokens are made."""
     with_end: bool = False
     """True if a model is to learn where a text ends: each has the tokenizer's end-of-text token, unless it is cut."""
     numbers: Sequence[int] | NDArray[np.int64] = ()
@@ -161,7 +164,7 @@ class TableOnDisk:
     def padded(self, padding: Padding) -> TableOnDisk:
         """Return the rows of texts padded further."""
         kinds = {
-            name: ((padding.width,) if name in padding.values else row, dtype)
+            name: ((*row[:-1], padding.width) if name in padding.values else row, dtype)
             for name, (row, dtype) in self.kinds.items()
         }
         return replace(self, transform=partial(_padded, self.transform, padding), kinds=kinds)
@@ -304,7 +307,9 @@ class Dataset:
     def classes(self) -> Tensor | None:
         """The class of each example, int64 [examples], or None if `labels` is not one class for each example."""
         labels = self.tensors.get(LABELS)
-        return None if labels is None or labels.ndim != 1 or labels.is_floating_point() else labels.long()
+        if labels is None or labels.ndim != 1 or labels.is_floating_point() or ANSWERS in self.schema.inputs:
+            return None
+        return labels.long()
 
     @property
     def info(self) -> DatasetInfo:

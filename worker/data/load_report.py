@@ -134,6 +134,8 @@ class LoadReport:
     """True if a language model's texts have no token at their end, since the tokenizer has none."""
     unanswered: Sequence[int] = ()
     """The rows of chats that are left out because they have no answer."""
+    alike: Sequence[int] = ()
+    """The rows that are left out because the chosen answer is the rejected one."""
     cut_answers: Sequence[int] = ()
     """The rows of chats that are left out because no token of their answers is within the most tokens."""
     unasked: Sequence[int] = ()
@@ -230,6 +232,11 @@ class LoadReport:
             yield (
                 f"{_several(len(rows), 'example')} without an answer left out: {_rows(rows)}",
                 "Fill in the answers, or remove these rows.",
+            )
+        if rows := self.alike:
+            yield (
+                f"{_several(len(rows), 'example')} with the same answer twice left out: {_rows(rows)}",
+                "Correct one of the two, or remove these rows.",
             )
         if rows := self.cut_answers:
             yield (

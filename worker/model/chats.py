@@ -30,6 +30,8 @@ class Chat(Value):
     """The answers that a question offers."""
     right: Annotated[int, Field(exclude_if=operator.not_)] = 0
     """The place of the right one, which is the last turn."""
+    rejected: Annotated[tuple[tuple[str, str], ...], Field(exclude_if=operator.not_)] = ()
+    """Of a pair, the turns that are worse than those from `scored_from` on."""
 
     @property
     def contents(self) -> tuple[str, ...]:
@@ -37,8 +39,16 @@ class Chat(Value):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The messages, and the answers that are offered."""
-        return (*self.contents, *self.choices)
+        """The messages, and the answers that are offered or rejected."""
+        return (*self.contents, *self.choices, *(content for _, content in self.rejected))
+
+    @property
+    def sides(self) -> tuple[Chat, ...]:
+        """The rejected chat and the chosen one of a pair, or else this chat."""
+        if not self.rejected:
+            return (self,)
+        chosen = self.model_copy(update={"rejected": ()})
+        return chosen.model_copy(update={"turns": (*self.turns[: self.scored_from], *self.rejected)}), chosen
 
     def answered(self, text: str) -> Chat:
         """Return the chat with another last turn."""

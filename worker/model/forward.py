@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from tessera.shared.methods.base import Output, UnsupportedRun
-from tessera.shared.model.dataset_schema import MULTI_LABEL, REGRESSION
+from tessera.shared.model.dataset_schema import ANSWERS, IDS, LABELS, MULTI_LABEL, REGRESSION
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.model.training_loss import class_weights_of
-from tessera.shared.run_settings import Training
+from tessera.shared.run_settings import DPO_BETA, Training
 
 IGNORED = -100
 """Label of positions that the loss ignores, in transformers' models and in ours."""
@@ -49,7 +49,7 @@ class CrossEntropy:
     def _of(self, logits: Tensor, head: Head, labels: Tensor, reduction: str = "mean") -> Tensor:
         logits = logits[:, :-1] if head == "causal-lm" else logits
         return cross_entropy(
-            logits.float().flatten(0, -2),  # [labels, classes]
+            _precise(logits).flatten(0, -2),  # [labels, classes]
             counted_labels(head, labels).flatten(),
             self.class_weights,
             reduction=reduction,
@@ -62,6 +62,58 @@ class CrossEntropy:
         labels = counted_labels(head, labels)
         weights = 1.0 if self.class_weights is None else self.class_weights[labels.clamp(min=0)]
         return (weights * (labels != IGNORED)).sum()
+
+
+@dataclass(frozen=True)
+class Preference(CrossEntropy):
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+
+    An example is a pair of texts, and of two classes: the label 1 says that its second text is preferred. The logits
+    are the texts' rewards. Of equal rewards the first class is predicted, which is the wrong one.
+    """
+
+    beta: float = DPO_BETA
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+    """The tensors that the reference has in place of the model's of these names."""
+
+    def rewards(
+        self, model: nn.Module, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Return beta log(pi(y|x) / pi_ref(y|x)) of each text, [examples, 2], by the sums over the tokens of its
+        answers y. The inputs are [examples, 2, tokens]; of `ANSWERS` those tokens are not 0."""
+        inputs = {name: tensor.flatten(0, 1) for name, tensor in batch.items() if name != LABELS}
+        answers = inputs.pop(ANSWERS) != 0
+        # A position predicts the next token.
+        labels = inputs[IDS].masked_fill(~answers, IGNORED)[:, 1:]
+
+        def log_likelihoods(values: Mapping[str, Tensor] | None) -> Tensor:
+            output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
+            logits = _precise(output.logits[:, :-1]).flatten(0, 1)
+            each = cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=IGNORED)
+            return -each.view_as(labels).sum(dim=1)
+
+        # The reference first: nothing of it stays in memory.
+        with torch.no_grad(), _without_dropout(model):
+            reference = log_likelihoods(self.reference)
+        rewards: Tensor = self.beta * (log_likelihoods(values) - reference)
+        return rewards.view(-1, 2)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _precise(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in float64 if they are."""
+    return logits.float() if logits.dtype.itemsize < 4 else logits
 
 
 def objective_of(
@@ -87,10 +139,13 @@ def forward(
 ) -> Output:
     """Return the loss and logits of a batch of the model's keyword inputs, which include `labels`.
 
-    `values` replace the model's tensors of the same names; an `objective` replaces its own loss. A contrastive model
-    is a classifier whose classes are texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes,
-    tokens], and its loss is the cross-entropy of each image's logits over the texts.
+    `values` replace the model's tensors of the same names; an `objective` replaces its own loss, and a `Preference`
+    its logits too. A contrastive model is a classifier whose classes are texts: beside `pixel_values` [examples, ...]
+    it takes `input_ids` [classes, tokens], and its loss is the cross-entropy of each image's logits over the texts.
     """
+    if isinstance(objective, Preference):
+        logits = objective.rewards(model, batch, values)
+        return Output(objective.of_batch(logits, head, batch[LABELS]), logits)
     # Half of the families require pixels and sound in the dtype of the weights.
     dtype = next(model.parameters()).dtype
     inputs = {
@@ -143,7 +198,7 @@ def number_losses(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     In transformers' own losses, weights and labels of different dtypes have no gradient. Raises ValueError if the
     model has another number of outputs.
     """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = _precise(logits)
     if logits.numel() != labels.numel():
         raise ValueError(f"the model has {logits.shape[-1]} outputs, and labels are {list(labels.shape[1:])}")
     of_each = binary_cross_entropy_with_logits if learns_several_labels(model) else mse_loss

@@ -179,7 +179,7 @@ def bounded_sums(
                 ranks.take_part(model, head, dataset)
                 continue
             try:
-                output = forward(model, head, batch)
+                output = forward(model, head, batch, objective=context.preference)
             except Exception as fault:
                 # Of a divided model, the other ranks would wait for this one.
                 if is_machine_failure(fault) or ranks.shards > 1:
@@ -212,7 +212,8 @@ def _empty_sums(context: LocalTaskContext, dataset: Dataset) -> FigureSums:
     task.prepare(config, context.head, dataset.inputs[LABELS])
 
     def look(batch: dict[str, Tensor]) -> None:
-        logits, labels = forward(context.model, context.head, batch).logits, batch[LABELS]
+        output, labels = forward(context.model, context.head, batch, objective=context.preference), batch[LABELS]
+        logits = output.logits
         if logits is None:
             return
         if isinstance(task.numbers, LabelTally):

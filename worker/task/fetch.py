@@ -10,7 +10,7 @@ import structlog
 from pydantic import ValidationError
 
 from tessera.shared.api.versions import Manifest, ServerTensor
-from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.methods.base import REFERENCE, UnsupportedRun
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file, vocabulary_in
@@ -64,7 +64,8 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
     vocabulary = _vocabulary(run, document) if dataset.schema.vocabulary else None
     # Then no message may depend on the longest text.
     is_silent = task.privacy is not None or task.sums is not None
-    require_fit(document, task.dataset, dataset.schema, padded=is_silent, vocabulary=vocabulary)
+    prefers = task.training.loss == "dpo"
+    require_fit(document, task.dataset, dataset.schema, padded=is_silent, vocabulary=vocabulary, prefers=prefers)
     if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
@@ -96,11 +97,17 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
 
 
 def require_fit(
-    model: Model, name: str, schema: DatasetSchema, *, padded: bool, vocabulary: str | None = None
+    model: Model,
+    name: str,
+    schema: DatasetSchema,
+    *,
+    padded: bool,
+    vocabulary: str | None = None,
+    prefers: bool = False,
 ) -> None:
     """Raise InputMismatch if the data set's schema certainly does not fit the model, whose tokenizer has this
-    vocabulary."""
-    if found := schema.mismatches(model, padded=padded, vocabulary=vocabulary):
+    vocabulary, or a run that `prefers` one of two answers."""
+    if found := schema.mismatches(model, padded=padded, vocabulary=vocabulary, prefers=prefers):
         raise InputMismatch(f"the data set {name!r} does not fit the model: {'; '.join(found)}")
 
 
@@ -181,9 +188,13 @@ def read_manifest(run: TaskRun) -> Manifest:
 
 
 def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
-    """Fetch the server state that the plan requests. Raises PolicyViolation, TaskFailure."""
+    """Fetch the server state that the plan requests, and the reference of preferences. Raises PolicyViolation,
+    TaskFailure."""
     entries: dict[str, ServerTensor] = {}
-    for pattern in run.task.plan.server_state:
+    patterns = run.task.plan.server_state
+    if run.task.training.loss and any(name.startswith(REFERENCE) for name in manifest.server_state):
+        patterns = (*patterns, f"{REFERENCE}*")
+    for pattern in patterns:
         named = {name: entry for name, entry in sorted(manifest.server_state.items()) if fnmatchcase(name, pattern)}
         if not named:
             raise TaskFailure("invalid-plan", f"the version has no server state named {pattern}")

@@ -26,7 +26,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import ConfigError
 from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
-from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
+from tessera.worker.model.forward import IGNORED, CrossEntropy, Preference, forward
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import PromptFunction, patch_features, prompts_of, require_prompts, text_features
 from tessera.worker.training.optimization.compilation import uncompiled
@@ -215,7 +215,12 @@ class LocalTaskContext:
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         # The model's own loss, as in evaluations, so that settings of the training loss change no score.
-        return forward(self.model, self.head, batch).loss
+        return forward(self.model, self.head, batch, objective=self.preference).loss
+
+    @property
+    def preference(self) -> Preference | None:
+        """The loss of pairs of texts, which evaluations have too: of pairs a model has no loss of its own."""
+        return self.objective if isinstance(self.objective, Preference) else None
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
         return self.choose_top(scores, count, picks)

@@ -29,7 +29,7 @@ from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import LABELS, Dataset, RowsOnDisk
 from tessera.worker.data.groups import Subgroups
 from tessera.worker.errors import NoFiniteLoss
-from tessera.worker.model.forward import IGNORED, NUMBER_HEADS, counted_labels, forward, losses
+from tessera.worker.model.forward import IGNORED, NUMBER_HEADS, Preference, counted_labels, forward, losses
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import OneRank, Ranks
@@ -182,6 +182,7 @@ def evaluate(
     scores: PredictionCounts | None = None,
     ignored: tuple[int, ...] = (),
     own: OwnMetrics | None = None,
+    objective: Preference | None = None,
 ) -> dict[str, float]:
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`.
 
@@ -193,7 +194,8 @@ def evaluate(
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels, without
     those at the places `ignored`. Each of
     several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. The
-    counts are added to `scores`, and `own` gets each batch's output and labels. Leaves the model in evaluation mode.
+    counts are added to `scores`, and `own` gets each batch's output and labels. Pairs of texts have the loss
+    `objective`. Leaves the model in evaluation mode.
     Raises NoFiniteLoss, unless `scores` notes the loss of each example: there one example must not fail all.
     """
     ranks = ranks or OneRank()
@@ -210,7 +212,7 @@ def evaluate(
             if not len(labels):
                 ranks.take_part(model, head, batches.dataset)
                 continue
-            output = forward(model, head, batch)
+            output = forward(model, head, batch, objective=objective)
             if own:
                 own(output, labels)
             if scores.losses.numel():

@@ -77,7 +77,7 @@ def _cause(model: Model, context: LocalTaskContext, dataset: Dataset) -> str:
     """Return the cause of a synthetic example's failure, by the settings alone: the schema, or the error of an
     example whose texts are padded to their maximal length. An error is left out if its shapes may depend on the
     examples."""
-    if found := dataset.schema.mismatches(model, padded=True):
+    if found := dataset.schema.mismatches(model, padded=True, prefers=context.preference is not None):
         return f": {'; '.join(found)}"
     fixed = all(one.shape is not None for one in dataset.schema.inputs.values())
     fault = rehearsal_fault(context, dataset.padded(), context.forward)
@@ -104,7 +104,7 @@ def require_own_loss(context: LocalTaskContext, dataset: Dataset) -> None:
             "training.class_weights out"
         )
 
-    if context.objective:
+    if context.objective and not context.preference:
         rehearsal_fault(context, dataset, compare)
 
 

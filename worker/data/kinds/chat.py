@@ -1,4 +1,5 @@
-"""Conversations, prompts with completions, or instructions with outputs, on which a language model learns answers.
+"""Conversations, prompts with completions, or instructions with outputs, on which a language model learns answers;
+and pairs of answers of which one is preferred.
 
 [datasets.questions]
 kind = "chat"
@@ -22,9 +23,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from tessera.shared.model.dataset_schema import IDS
+from tessera.shared.model.dataset_schema import ANSWERS, IDS
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import LABELS, Adapter, Choices, Dataset, RawTexts, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, Choices, Dataset, RawTexts, Shape, schema_of
 from tessera.worker.data.kinds.text import TokenFile, over_in_words
 from tessera.worker.data.load_report import LoadReport, by_suffix
 from tessera.worker.data.prepared import NOT_KEPT, PreparedFolder
@@ -50,12 +51,13 @@ MAX_CHOICES = 26
 MAX_SHOWN = 2000
 """Number of characters of the chat that is shown."""
 
-Layout = Literal["messages", "prompt", "instruction", "choice"]
+Layout = Literal["messages", "prompt", "instruction", "choice", "preference"]
 COLUMNS: dict[Layout, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "choice": ("question", "choices", "answer"),
+    "preference": ("chosen", "rejected"),
 }
 """The columns of each layout, by the options that name them."""
 
@@ -65,7 +67,8 @@ class ChatOptions(TableOptions):
         description="a table: a file, a list of files, a pattern, a folder of shards, or one that `datasets` saved"
     )
     layout: Layout | None = Field(
-        default=None, description="the columns to read: messages, prompt, instruction or choice; unset, those there"
+        default=None,
+        description="the columns to read: messages, prompt, instruction, choice or preference; unset, those there",
     )
     messages: str = Field(default="messages", description="column: a list of messages, each with role and content")
     prompt: str = Field(default="prompt", description="column: a text, or a list of messages")
@@ -80,6 +83,10 @@ class ChatOptions(TableOptions):
     answer: str = Field(
         default="answer", description="column: the place of the right one (from 0), its letter or text"
     )
+    chosen: str = Field(
+        default="chosen", description="column: the better answer to `prompt`, or a list of messages with it"
+    )
+    rejected: str = Field(default="rejected", description="column: the worse answer, likewise")
     tokenizer: str = Field(
         description='a local folder, a name on the hub, or "run": that of each run\'s model, with its chat template'
     )
@@ -108,31 +115,42 @@ class ChatOptions(TableOptions):
 def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
     """Return `input_ids`, `attention_mask` and `labels`, int64 [n, tokens], with -100 for tokens that are not scored.
 
-    With `loss_on = "answers"`, chats without an answer, or whose answers are cut off, are left out and counted.
+    With `loss_on = "answers"`, chats without an answer, or whose answers are cut off, are left out and counted. Pairs
+    are [n, 2, tokens], the rejected answer first, with `answer_mask` in place of labels of tokens, and `labels` of 1.
     Raises DataError, naming the row, for a chat that cannot be read.
     """
     table = read_table("file", options.file, options.split, prepared, options.separator)
     layout = layout_of(options, table)
+    of_pairs = layout == "preference"
+    if of_pairs and (options.pack or options.loss_on == "all"):
+        name = "pack" if options.pack else "loss_on"
+        raise DataError(f"{name}: {table.where} has pairs of answers, which are compared by themselves: leave it out")
     chats = chats_of(options, table, layout)
     sources = np.empty((table.examples, hashlib.sha256().digest_size), np.uint8)
-    answered = np.ones(table.examples, bool)
+    answered, differing = np.ones((2, table.examples), bool)
     # This pass refuses a row that cannot be read before any run.
     for row, each in enumerate(chats):
         sources[row] = memoryview(hashlib.sha256(each.model_dump_json().encode()).digest())
-        answered[row] = options.loss_on == "all" or bool(each.answers)
-    if not answered.any():
-        raise DataError(f"{COLUMNS[layout][-1]}: no row of {table.where} has an answer: add answers")
+        answered[row] = options.loss_on == "all" or all(side.answers for side in each.sides)
+        differing[row] = not of_pairs or each.rejected != each.turns[each.scored_from :]
+    if not (used := answered & differing).any():
+        what = "two answers that differ" if of_pairs else "an answer"
+        raise DataError(f"{COLUMNS[layout][-1]}: no row of {table.where} has {what}: add answers")
     file = TokenFile(table, prepared, _tokens_name(options, table), options.in_memory)
     texts = RawTexts(
         chats,
         partial(_converted, options, file),
         options.max_length,
         of_chats=True,
+        of_pairs=of_pairs,
         numbers=np.arange(table.examples),
         settings=f"{options.loss_on} {options.truncation_side}",
     )
     labels, tokens = torch.empty((table.examples, 0), dtype=torch.int64), (options.max_length,)
-    shapes = {IDS: tokens, MASK: tokens, LABELS: tokens}
+    shapes: dict[str, Shape] = {IDS: tokens, MASK: tokens, LABELS: tokens}
+    if of_pairs:
+        labels = torch.ones(table.examples, dtype=torch.int64)
+        shapes = {**dict.fromkeys((IDS, MASK, ANSWERS), (2, *tokens)), LABELS: ()}
     raw = Dataset(
         {LABELS: labels},
         domains=table.domains(options.domain),
@@ -149,13 +167,14 @@ def chat(options: ChatOptions, prepared: PreparedFolder = NOT_KEPT) -> Dataset:
             ),
             without_group=table.without_group(options.group),
             truncation=over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
-            shown=_marked(chats[int(answered.argmax())]),
+            shown=_together([_marked(side) for side in chats[int(used.argmax())].sides]),
             unanswered=np.flatnonzero(~answered).tolist(),
+            alike=np.flatnonzero(answered & ~differing).tolist(),
         ),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes),
     )
     prepared.clear(lambda name: name.startswith((table_name(table.digest), file.begin)))
-    kept = raw.rows(torch.from_numpy(np.flatnonzero(answered)))
+    kept = raw.rows(torch.from_numpy(np.flatnonzero(used)))
     return kept if options.tokenizer == RUN else tokenized_here(kept, tokenizer_of("tokenizer", options.tokenizer))
 
 
@@ -179,16 +198,17 @@ def layout_of(options: ChatOptions, table: DataTable) -> Layout:
         raise DataError(f"layout: {table.where} has the columns of {' and '.join(there)}: set layout to one of them")
     raise DataError(
         f"messages: {table.where} has the columns {', '.join(table.names[:20])}, but neither messages, nor prompt "
-        "and completion, nor instruction and output, nor question, choices and answer: name its columns by these "
-        "options"
+        "and completion, nor instruction and output, nor question, choices and answer, nor chosen and rejected: name "
+        "its columns by these options"
     )
 
 
 def chats_of(options: ChatOptions, table: DataTable, layout: Layout) -> Cells[Chat]:
     """Return the chats of a table. Reading raises DataError, naming the row, for a chat that cannot be read."""
     names = list(COLUMNS[layout])
-    if layout == "instruction" and table.own_name(options.input) is not None:
-        names.append("input")
+    more: dict[Layout, str] = {"instruction": "input", "preference": "prompt"}
+    if (name := more.get(layout)) and table.own_name(getattr(options, name)) is not None:
+        names.append(name)
     columns = {name: table.cells(name, getattr(options, name)) for name in names}
     return Cells(partial(_read, layout, columns, table.where), np.arange(table.examples))
 
@@ -247,6 +267,41 @@ def _of_choices(question: object, choices: object, answer: object) -> Chat:
     return _checked(chat.model_copy(update={"choices": tuple(texts), "right": right}))
 
 
+def _of_preference(chosen: object, rejected: object, prompt: object = None) -> Chat:
+    texts, asked = {"chosen": _listed(chosen), "rejected": _listed(rejected)}, _listed(prompt)
+    are_whole = all(map(_is_whole, texts.values()))
+    if not (are_whole or asked):
+        raise ValueError(
+            "has no prompt: fill it in, or make chosen and rejected lists of messages that begin with it"
+        )
+    sides = []
+    for name, text in texts.items():
+        try:
+            sides.append(_conversation(_messages(text)) if are_whole else _of_prompt(asked, text))
+        except ValueError as fault:
+            raise ValueError(f"{fault} (column {name})") from fault
+    better, worse = sides
+    start = better.scored_from
+    if are_whole:
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(better.turns, worse.turns, strict=False))
+        start = len(list(same))
+        # The same conversation twice has the same last answer.
+        start -= better.turns == worse.turns and start > 1
+        shared = better.turns[:start]
+        if not shared:
+            raise ValueError("has no message with which both chosen and rejected begin: correct or remove it")
+        if asked and (_messages(asked) != shared if isinstance(asked, list) else (USER, asked) not in shared):
+            raise ValueError("has a prompt with which chosen and rejected do not begin: correct or remove it")
+    rest = worse.turns[start:] or ((ASSISTANT, ""),)
+    return _checked(better.model_copy(update={"scored_from": start, "rejected": rest}))
+
+
+def _is_whole(value: object) -> bool:
+    """Return True for messages that begin with a prompt, and False for those of an answer."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and first.get("role") != ASSISTANT
+
+
 def _offered(value: object) -> tuple[list[str], dict[str, str]]:
     """Return the letters of a question, or its places as text, and the answers that it offers by these. Raises
     ValueError."""
@@ -273,6 +328,7 @@ _READERS: dict[Layout, Callable[..., Chat]] = {
     "prompt": _of_prompt,
     "instruction": _of_instruction,
     "choice": _of_choices,
+    "preference": _of_preference,
 }
 
 
@@ -346,6 +402,11 @@ def _checked(chat: Chat) -> Chat:
     return chat
 
 
+def _together(texts: Sequence[str]) -> str:
+    """Return the text of a chat, or those of a pair."""
+    return texts[0] if len(texts) == 1 else f"chosen:\n{texts[1]}\nrejected:\n{texts[0]}"
+
+
 def _marked(chat: Chat) -> str:
     """Return the messages of a chat, before there are tokens, with answers between brackets."""
     texts = [f"[[{text}]]" if place in chat.answers else text for place, text in enumerate(chat.contents)]
@@ -379,7 +440,7 @@ def _converted(
     report = replace(made.report, cut_answers=rows, unasked=unasked, endless=noted["endless"], shown=noted["shown"])
     choices = [Choices.of(each) for each in noted["choices"]] or None
     # With every token scored, the labels do not show the answers.
-    writer = tokenizer.backend_tokenizer if options.loss_on == "answers" else None
+    writer = tokenizer.backend_tokenizer if options.loss_on == "answers" and not texts.of_pairs else None
     made = replace(made, tokenizer=writer, choices=choices)
     kept = np.delete(np.arange(made.examples), lost)
     return replace(made.rows(torch.from_numpy(kept)) if lost and not texts.keeps_cut else made, report=report)
@@ -397,14 +458,17 @@ def _batches(
     answer, the answers that questions offer, and a chat to show."""
     done = 0
     notes.update(lost=[], unasked=[], endless=0, shown=None, choices=[])
+    each = 2 if texts.of_pairs else 1
     for some in _pieces(texts.first):
         rows = texts.numbers[done : done + len(some)]
-        made = _tokens(options, file, tokenizer, some, rows)
+        sides = [side for chat in some for side in chat.sides]
+        made = _tokens(options, file, tokenizer, sides, np.repeat(rows, each))
         offered = _offered_tokens(options, file, tokenizer, some, rows)
         notes["endless"] += made.endless
         ids, labels = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
         ends = made.lengths.cumsum()
-        for place, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        for number, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+            place, side = divmod(number, each)
             whole = made.ids[begin:end].astype(np.int64)
             wanted = np.where(made.scored[begin:end], whole, IGNORED)
             kept = _kept(options, whole, tokenizer.bos_token_id, counts.limit)
@@ -415,8 +479,11 @@ def _batches(
                 shared, answers = next(offered)
                 notes["choices"].append((some[place].right, int((kept < shared).sum()), answers))
                 fits = max(map(len, answers)) < counts.limit
+            if side + 1 < each:
+                continue
             # The first token is predicted by none.
-            if not fits or not (labels[-1][1:] != IGNORED).any():
+            cut = [not (row[1:] != IGNORED).any() for row in labels[-each:]]
+            if not fits or any(cut) or (texts.of_pairs and np.array_equal(ids[-2], ids[-1])):
                 notes["lost"].append(done + place)
                 continue
             is_cut = len(kept) < len(whole) and (options.loss_on, options.truncation_side) == ("answers", "left")
@@ -424,11 +491,13 @@ def _batches(
             if is_cut and labels[-1][int(whole[0] == tokenizer.bos_token_id)] != IGNORED:
                 notes["unasked"].append(done + place)
             if notes["shown"] is None:
-                notes["shown"] = _shown(tokenizer, ids[-1], labels[-1])
+                found = zip(ids[-each:], labels[-each:], strict=True)
+                notes["shown"] = _together([_shown(tokenizer, *row) for row in found])
         done += len(some)
-        every = np.concatenate(ids)
+        every, marks = np.concatenate(ids), np.concatenate(labels)
         counts.add(every, made.lengths)
-        columns = {IDS: every, MASK: np.ones_like(every), LABELS: np.concatenate(labels)}
+        learnt = {ANSWERS: (marks != IGNORED).astype(np.int64)} if texts.of_pairs else {LABELS: marks}
+        columns = {IDS: every, MASK: np.ones_like(every), **learnt}
         yield TokenBatch(np.array(list(map(len, ids)), np.int64), columns)
 
 

@@ -233,11 +233,11 @@ class TokenFile:
         padding = padding_of(tokenizer, texts, columns)
         if LABELS in columns:
             padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-        width = noted["longest"]
+        width, texts_of_each = noted["longest"], 2 if texts.of_pairs else 1
         on_disk = TableOnDisk(
-            TokenRows(tokens, self.table.check, columns, padding.values, width),
-            torch.arange(len(tokens)),
-            dict.fromkeys(columns, ((width,), torch.int64)),
+            TokenRows(tokens, self.table.check, columns, padding.values, width, texts.of_pairs),
+            torch.arange(len(tokens) // texts_of_each),
+            dict.fromkeys(columns, ((2, width) if texts.of_pairs else (width,), torch.int64)),
         )
         tensors = {} if LABELS in columns else dataset.tensors
         report = replace(
@@ -250,7 +250,7 @@ class TokenFile:
         # Without token types: pairs of texts alone have them.
         declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
         shapes: dict[str, Shape] = {
-            name: (padding.width,) if name in padding.values else tuple(tensor.shape[1:])
+            name: (*tensor.shape[1:-1], padding.width) if name in padding.values else tuple(tensor.shape[1:])
             for name, tensor in declared.items()
         }
         inputs = schema_of(declared, shapes).inputs

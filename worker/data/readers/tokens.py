@@ -60,10 +60,13 @@ class TokenRows:
     """The column of each input."""
     padding: Mapping[str, int]
     width: int
+    pairs: bool = False
+    """True if an example is two texts, one after the other: the inputs are then [examples, 2, width]."""
 
     def __call__(self, places: Sequence[int]) -> dict[str, Tensor]:
         self.check()
         chosen = np.array(places, np.int64)
+        chosen = np.stack([2 * chosen, 2 * chosen + 1], axis=1).flatten() if self.pairs else chosen
         lists = {column: self.tokens.lists(column, chosen) for column in {IDS, *self.columns.values()}}
         lengths = [0 if each is None else len(each) for each in lists[IDS]]
         real = np.arange(self.width) < np.array(lengths)[:, None]
@@ -76,4 +79,5 @@ class TokenRows:
             rows[name] = np.full(real.shape, self.padding[name], np.int64)
             rows[name][real] = np.concatenate(values)
         self.tokens.release()
-        return {name: torch.from_numpy(values) for name, values in rows.items()}
+        shape = (len(places), 2, self.width) if self.pairs else real.shape
+        return {name: torch.from_numpy(values).view(shape) for name, values in rows.items()}

@@ -1,7 +1,7 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,8 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     require_apart(local, loaded.context, measured)
     local.records.measure()
     ranks, rounds, privacy = local.setup.ranks, rules.rounds_figures(task), rules.privacy_of_figures(task)
-    counts = rules.policy.send_class_counts and not rounds
+    # The two classes of a pair are no classes of examples.
+    counts = rules.policy.send_class_counts and not (rounds or loaded.context.preference)
     if counts and not rules.full_precision:
         by_word = loaded.context.head == "token-classification"
         measured, counts = _countable(measured, rules.policy, by_word=by_word)
@@ -74,8 +75,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     if privacy is None:
         local.records.note_exact(measured.examples, "evaluation")
     context = loaded.context
-    named = getattr(context.model.config, "id2label", None) or {}
-    ignored = tuple(place for place, name in sorted(named.items()) if name in task.ignore)
+    ignored = _ignored(loaded, task.ignore)
     batches = Batches(measured, size, local.device, trims=not rounds and is_trimmable(context, measured))
 
     def metrics(check: Check, scores: PredictionCounts | None = None) -> dict[str, float]:
@@ -95,7 +95,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, local.device), once as data:
             some = replace(batches, dataset=data)
-            found = measure(context.model, context.head, some, check, ranks, scores, ignored, own)
+            found = measure(context.model, context.head, some, check, ranks, scores, ignored, own, context.preference)
         figures = _answered(local, answers, figures, check)
         return found | figures.means(measured.examples, figures.sums())
 
@@ -119,6 +119,12 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
     report.metrics |= loaded.built.metrics
     local.check()
     return measured.examples
+
+
+def _ignored(loaded: PreparedTask, names: Collection[str]) -> tuple[int, ...]:
+    """Return the places of the classes that macro F1 leaves out: those of these names, or both of a pair."""
+    named = getattr(loaded.context.model.config, "id2label", None) or {}
+    return (0, 1) if loaded.context.preference else tuple(n for n, name in sorted(named.items()) if name in names)
 
 
 def _answer_scorer(local: LocalTask, loaded: PreparedTask, measured: Dataset, *, alone: bool) -> AnswerScorer | None:
@@ -192,7 +198,7 @@ def example_losses(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> 
         scores = PredictionCounts(examples=part.examples)
         batches = Batches(part, size, local.device, trims=is_trimmable(context, part))
         with autocast(local.task.training, local.device):
-            measure(context.model, context.head, batches, counted, ranks, scores)
+            measure(context.model, context.head, batches, counted, ranks, scores, objective=context.preference)
         found.append(scores.losses)
     return np.asarray(torch.cat(found))
 

@@ -1,20 +1,20 @@
 """The stage that loads a fetched version into a model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import WorkerHalf
+from tessera.shared.methods.base import REFERENCE, WorkerHalf
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.run_cache import BuiltModel, structure_of
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import activate_adapters, allocate, laid_out, memory_of, write_block
-from tessera.worker.model.forward import objective_of
+from tessera.worker.model.forward import Preference, objective_of
 from tessera.worker.model.four_bits import four_bit_layers, put_four_bits
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.task.fetch import require_finite
@@ -85,7 +85,21 @@ def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
         held=built.held,
         images=built.images,
     )
+    if task.training.loss == "dpo":
+        context = _preferring(context, task.training.dpo_beta)
     return PreparedTask(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
+
+
+def _preferring(context: LocalTaskContext, beta: float) -> LocalTaskContext:
+    """Return the context of a task that learns preferences: each pair of texts is an example of two classes."""
+    state = context.server_state.items()
+    reference = context.tensors({name[len(REFERENCE) :]: each for name, each in state if name.startswith(REFERENCE)})
+    if not reference:
+        # Adapters whose B is zero change nothing. A single number stands for all.
+        named = named_tensors(context.model).items()
+        reference = {name: each.new_zeros(()).expand(each.shape) for name, each in named if ".lora_B." in name}
+    preference = Preference(beta=beta, reference=reference)
+    return replace(context, head="text-classification", objective=preference)
 
 
 def _fill(local: LocalTask, fetched: FetchedVersion, built: BuiltModel, *, is_new: bool) -> None:

@@ -1,0 +1,190 @@
+"""Preferences train as a plain loop does on the same pairs, whose reference is the run's first version in each round:
+in one process, in pieces of a batch, and on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tessera.shared.model.spec import Lora
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.registry import load
+from tessera.worker.executor.executor import ProcessExecutor
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block, write_block
+from tessera.worker.model.forward import Preference, forward
+from tessera.worker.simulation import Result, Weights, simulate
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.worker.executor.test_equal_results import Case, distance, divided, model_of
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+LORA = Lora(rank=2, alpha=4)
+RATE, STEPS, ROUNDS, BETA = 0.5, 2, 3, 0.4
+PAIRS = (("100 mg", "a day"), ("a day, doctor", "no"), ("the dose of aspirin", "what"), ("yes", "no, thank you, no"),
+         ("thank you", "the dose is 100 mg a day"))  # fmt: skip
+Weight = Mapping[str, np.ndarray]
+
+
+def pairs(folder: Path) -> Dataset:
+    """Five pairs whose answers have different numbers of tokens."""
+    asked = {"role": "user", "content": "what?"}
+    rows = [
+        {
+            name: [asked, {"role": "assistant", "content": text}]
+            for name, text in zip(("chosen", "rejected"), each, strict=True)
+        }
+        for each in PAIRS
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return load("chat", {
+        "file": str(folder / "pairs.jsonl"), "tokenizer": str(chat_tokenizer(folder / "tokenizer", CHATML)),
+        "max_length": 64,
+    })  # fmt: skip
+
+
+def moved(start: Weights) -> Weights:
+    """A start whose adapters are not zero, as an earlier run leaves them."""
+    dice = np.random.default_rng(5)
+    drawn = {
+        name: values + dice.normal(0, 0.2, values.shape).astype(np.float32) if "lora_" in name else values
+        for name, values in start.values.items()
+    }
+    return replace(start, values=drawn)
+
+
+def built(weights: Weights) -> PreTrainedModel:
+    model = instantiate(weights.model.config, "causal-lm", lora=weights.model.lora)
+    tensors = named_tensors(model)
+    for block in block_table(model):
+        write_block(tensors, block, weights.values[block.name])
+    return model.train()
+
+
+def log_likelihood(model: PreTrainedModel, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
+    """The sum over the tokens of a text's answers, by itself and without padding."""
+    ids, marks = ids[mask == 1], answers[mask == 1]
+    found = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1)
+    return found[torch.arange(len(ids) - 1), ids[1:]][marks[1:] == 1].sum()
+
+
+def margins(model: PreTrainedModel, reference: PreTrainedModel, dataset: Dataset) -> Tensor:
+    """How much more a model prefers each chosen answer than its reference does, [pairs]."""
+    every = [dataset.tensors[name] for name in ("input_ids", "attention_mask", "answer_mask")]
+    found = []
+    for pair in zip(*every, strict=True):
+        worse, better = (
+            log_likelihood(model, *each) - log_likelihood(reference, *each).detach()
+            for each in zip(*pair, strict=True)
+        )
+        found.append(better - worse)
+    return torch.stack(found)
+
+
+def plain(weights: Weights, dataset: Dataset, beta: float = BETA) -> tuple[PreTrainedModel, list[float]]:
+    """The model after the steps of all rounds over all pairs, whose reference is the start, and each step's loss."""
+    model, losses = built(weights), []
+    reference = deepcopy(model)
+    trained = [each for name, each in model.named_parameters() if "lora_" in name]
+    for _ in range(STEPS * ROUNDS):
+        model.zero_grad()
+        loss = -torch.nn.functional.logsigmoid(beta * margins(model, reference, dataset)).mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for each in trained:
+                each.sub_(RATE * each.grad)
+    return model, losses
+
+
+def values_of(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    tensors = named_tensors(model)
+    return {block.name: read_block(tensors, block) for block in block_table(model)}
+
+
+@dataclass(frozen=True)
+class FromWeights(Case):
+    """A run that starts from these weights, and measures each version on the pairs."""
+
+    start: Weights = field(default_factory=lambda: model_of(LLAMA, "causal-lm", LORA))
+    pairs: Dataset | None = None
+
+    def run(self) -> Result:
+        training = {"batch_size": None, "optimizer": "sgd", "steps": STEPS, "learning_rate": RATE,
+                    "weight_decay": 0.0, "loss": "dpo", "dpo_beta": BETA, **self.training}  # fmt: skip
+        spec = {"method": {"name": self.method, "settings": self.settings}, "rounds": ROUNDS, "codec": "raw",
+                "cohort": {"max_attempts": 1}, "training": training, **self.spec}  # fmt: skip
+        assert self.pairs
+        # As many as a site measures at least.
+        test = self.pairs.rows(torch.arange(self.pairs.examples).repeat(4))
+        return simulate(spec, self.start, {"a": self.pairs}, test=test)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pieces", "zero"),
+    [(1, {}, True), (1, {"micro_batch": 2}, False), (2, {"micro_batch": 2}, True), (2, {}, False)],
+    ids=["whole", "in pieces, from adapters", "ranks in pieces", "ranks, from adapters"],
+)
+def test_preferences_train_as_in_a_plain_loop(
+    tmp_path: Path,
+    executor: ProcessExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    pieces: dict[str, Any],
+    zero: bool,
+) -> None:
+    dataset, start = pairs(tmp_path), model_of(LLAMA, "causal-lm", LORA)
+    start = start if zero else moved(start)
+    if ranks == 2:
+        # Ranks keep the size of a run's pieces, and simulated runs have one name.
+        executor.close()
+    case = FromWeights("fedavg", pairs=dataset, start=start)
+    result = divided(case, executor if ranks == 2 else None, monkeypatch, **pieces)
+    model, losses = plain(start, dataset)
+    expected = values_of(model)
+    assert distance(result.arrays(), expected) < 1e-5 * distance(expected, start.values)
+    # The head and the base are those of the first version, and of several steps the last one's loss is the smallest.
+    assert {name for name, values in expected.items() if (values != start.values[name]).any()} == {
+        name for name in expected if "lora_" in name
+    }
+    assert losses[-1] < losses[0] == pytest.approx(np.log(2))
+    last, scores = margins(model, built(start), dataset), result.scores()[ROUNDS]
+    assert scores.keys() == {"loss", "accuracy", "calibration_error"}
+    assert scores["accuracy"] == pytest.approx((last > 0).double().mean().item(), abs=5e-4)
+    assert scores["loss"] == pytest.approx(-torch.nn.functional.logsigmoid(BETA * last).mean().item(), abs=5e-4)
+
+
+@pytest.mark.parametrize("lora", [LORA, Lora(rank=2, alpha=4, dora=True)], ids=["lora", "dora"])
+def test_losses_and_gradients_are_those_of_a_plain_loop_in_float64(tmp_path: Path, lora: Lora) -> None:
+    dataset = pairs(tmp_path)
+    weights = model_of(LLAMA, "causal-lm", lora)
+    first, later = built(weights).double(), built(moved(weights)).double()
+    loss = -torch.nn.functional.logsigmoid(BETA * margins(later, first, dataset)).mean()
+    loss.backward()
+    named = dict(later.named_parameters())
+    expected = {name: each.grad for name, each in named.items() if "lora_" in name}
+    later.zero_grad()
+    reference = {name: each.detach() for name, each in first.named_parameters() if "lora_" in name}
+    preference = Preference(beta=BETA, reference=reference)
+    output = forward(later, "text-classification", dataset.tensors, objective=preference)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss.item(), abs=1e-6)
+    for name, each in expected.items():
+        torch.testing.assert_close(named[name].grad, each, rtol=1e-6, atol=1e-9)
+    # Of two equal rewards the first class is predicted: an answer that is not preferred counts as wrong.
+    rewards = forward(first, "text-classification", dataset.tensors, objective=preference).logits
+    assert rewards is not None
+    assert not rewards.any()
+    assert not rewards.argmax(dim=1).any()
