@@ -496,13 +496,19 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield "no decay of norms and biases"
     if training.gradient_checkpointing:
         yield "gradient checkpointing"
+    yield from _loss_facts(training)
+    if training.augments:
+        changes = training.augmentation.model_dump(exclude_defaults=True)
+        yield f"images changed by {', '.join(sorted(changes))}"
+
+
+def _loss_facts(training: Training) -> Iterator[str]:
     if training.label_smoothing:
         yield f"labels smoothed by {training.label_smoothing:g}"
     if training.class_weights is not None:
         yield "weighted classes"
-    if training.augments:
-        changes = training.augmentation.model_dump(exclude_defaults=True)
-        yield f"images changed by {', '.join(sorted(changes))}"
+    if training.loss:
+        yield f"direct preference optimization, beta {training.dpo_beta:g}"
 
 
 # ---------------------------------------------------------------- a round's figures

@@ -293,8 +293,11 @@ def ignore_fault(names: Sequence[str], model: Model) -> str | None:
     return None
 
 
-def generation_fault(max_new_tokens: int, model: Model) -> str | None:
-    """Return the reason why a model cannot generate this number of tokens; None if it can."""
+def generation_fault(max_new_tokens: int, model: Model, *, prefers: bool = False) -> str | None:
+    """Return the reason why a model cannot generate this number of tokens, or why a run that `prefers` one of two
+    answers cannot score them; None if they can."""
+    if max_new_tokens and prefers:
+        return 'scores generated answers, and a run with training.loss = "dpo" measures pairs: leave it out'
     if max_new_tokens and model.head != "causal-lm":
         return f"is for language models, and the head is {model.head}: leave it out"
     if max_new_tokens and max_new_tokens >= (token_limit(model) or math.inf):

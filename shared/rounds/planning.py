@@ -120,7 +120,8 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     if spec.evaluation and (said := ignore_fault(spec.evaluation.ignore, model)):
         unknown = Fault(pointer="/evaluation/ignore", detail=said)
         raise Invalid("the model cannot be evaluated with these settings", errors=[unknown])
-    if spec.evaluation and (said := generation_fault(spec.evaluation.max_new_tokens, model)):
+    prefers = spec.training.loss == "dpo"
+    if spec.evaluation and (said := generation_fault(spec.evaluation.max_new_tokens, model, prefers=prefers)):
         too_many = Fault(pointer="/evaluation/max_new_tokens", detail=said)
         raise Invalid("the model cannot be evaluated with these settings", errors=[too_many])
     spec = spec.trained

@@ -32,11 +32,6 @@ def begun(spec: RunSpec, model: Model, half: CoordinatorHalf[Any], state: State)
 
 def _check_method(spec: RunSpec, model: Model, half: CoordinatorHalf[Any]) -> None:
     name = spec.method.name
-    if not spec.rounds:
-        raise UnsupportedRun(
-            'training.loss is "dpo", and in a run without rounds the version would be its own reference: measure '
-            "versions in the run that trains them ([evaluation]), or leave loss out"
-        )
     beside = {
         "changes the base, with which preferences compare a model": any(map(half.merged_beside.holds, model.blocks)),
         "compares or measures rows of one text each, and a pair has two": needs_one_example_per_row(spec.method),

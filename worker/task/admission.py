@@ -157,6 +157,10 @@ def _require_scriptable(run: TaskRun) -> None:
     if task.trains:
         private = task.privacy is not None or task.secure_sums is not None or task.sums is not None
         require(not private, "executor", f"{own}, which counts as not private: no run with privacy or secure sums")
+        what = (
+            f'the run learns preferences (training.loss = "{task.training.loss}"), of which a script has no reference'
+        )
+        require(task.training.loss is None, "executor", f"{own}: {what}")
         beyond = beyond_script(task.method)
         require(beyond is None, "executor", f"{own}: {beyond}")
 

@@ -74,6 +74,7 @@ def require_shardable(half: WorkerHalf[Any], plan: Plan, model: Model, training:
         "its method measures attention": bool(half.settings.probe_examples),
         "it has differential privacy": private,
         "training.keep_moments is true": training.keep_moments,
+        'training.loss is "dpo"': training.loss is not None,
         "training.precision is float16": training.precision == "float16",
     }
     if found := [reason for reason, true in reasons.items() if true]:

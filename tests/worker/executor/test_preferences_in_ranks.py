@@ -4,8 +4,7 @@ in one process, in pieces of a batch, and on two ranks."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from tessera.shared.model.spec import Lora
@@ -38,15 +38,15 @@ PAIRS = (("100 mg", "a day"), ("a day, doctor", "no"), ("the dose of aspirin", "
 Weight = Mapping[str, np.ndarray]
 
 
-def pairs(folder: Path) -> Dataset:
-    """Five pairs whose answers have different numbers of tokens."""
+def pairs(folder: Path, answers: Sequence[tuple[str, str]] = PAIRS) -> Dataset:
+    """Pairs whose answers have different numbers of tokens."""
     asked = {"role": "user", "content": "what?"}
     rows = [
         {
             name: [asked, {"role": "assistant", "content": text}]
             for name, text in zip(("chosen", "rejected"), each, strict=True)
         }
-        for each in PAIRS
+        for each in answers
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return load("chat", {
@@ -93,20 +93,21 @@ def margins(model: PreTrainedModel, reference: PreTrainedModel, dataset: Dataset
     return torch.stack(found)
 
 
-def plain(weights: Weights, dataset: Dataset, beta: float = BETA) -> tuple[PreTrainedModel, list[float]]:
-    """The model after the steps of all rounds over all pairs, whose reference is the start, and each step's loss."""
-    model, losses = built(weights), []
-    reference = deepcopy(model)
-    trained = [each for name, each in model.named_parameters() if "lora_" in name]
-    for _ in range(STEPS * ROUNDS):
+def trained(
+    model: PreTrainedModel, reference: PreTrainedModel, dataset: Dataset, steps: int = STEPS, beta: float = BETA
+) -> list[float]:
+    """Train a model's adapters by steps over all pairs. Return each step's loss."""
+    losses = []
+    for _ in range(steps):
         model.zero_grad()
-        loss = -torch.nn.functional.logsigmoid(beta * margins(model, reference, dataset)).mean()
+        loss = -logsigmoid(beta * margins(model, reference, dataset)).mean()
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
-            for each in trained:
-                each.sub_(RATE * each.grad)
-    return model, losses
+            for name, each in model.named_parameters():
+                if "lora_" in name:
+                    each.sub_(RATE * each.grad)
+    return losses
 
 
 def values_of(model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -152,7 +153,9 @@ def test_preferences_train_as_in_a_plain_loop(
         executor.close()
     case = FromWeights("fedavg", pairs=dataset, start=start)
     result = divided(case, executor if ranks == 2 else None, monkeypatch, **pieces)
-    model, losses = plain(start, dataset)
+    model = built(start)
+    # The rounds of one site are one loop, with the same reference.
+    losses = trained(model, built(start), dataset, STEPS * ROUNDS)
     expected = values_of(model)
     assert distance(result.arrays(), expected) < 1e-5 * distance(expected, start.values)
     # The head and the base are those of the first version, and of several steps the last one's loss is the smallest.
@@ -163,7 +166,7 @@ def test_preferences_train_as_in_a_plain_loop(
     last, scores = margins(model, built(start), dataset), result.scores()[ROUNDS]
     assert scores.keys() == {"loss", "accuracy", "calibration_error"}
     assert scores["accuracy"] == pytest.approx((last > 0).double().mean().item(), abs=5e-4)
-    assert scores["loss"] == pytest.approx(-torch.nn.functional.logsigmoid(BETA * last).mean().item(), abs=5e-4)
+    assert scores["loss"] == pytest.approx(-logsigmoid(BETA * last).mean().item(), abs=5e-4)
 
 
 @pytest.mark.parametrize("lora", [LORA, Lora(rank=2, alpha=4, dora=True)], ids=["lora", "dora"])
@@ -171,7 +174,7 @@ def test_losses_and_gradients_are_those_of_a_plain_loop_in_float64(tmp_path: Pat
     dataset = pairs(tmp_path)
     weights = model_of(LLAMA, "causal-lm", lora)
     first, later = built(weights).double(), built(moved(weights)).double()
-    loss = -torch.nn.functional.logsigmoid(BETA * margins(later, first, dataset)).mean()
+    loss = -logsigmoid(BETA * margins(later, first, dataset)).mean()
     loss.backward()
     named = dict(later.named_parameters())
     expected = {name: each.grad for name, each in named.items() if "lora_" in name}

@@ -1,0 +1,69 @@
+"""Preferences under differential privacy: the unit is a pair, or a patient's pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessera.shared.privacy.noise import NoiseSource
+from tessera.worker.data.groups import Groups
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.forward import Preference
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
+from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.privacy.sampling import sampling
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.freeze import Freeze
+from tests.worker.executor.test_equal_results import model_of
+from tests.worker.executor.test_preferences_in_ranks import (
+    BETA,
+    LLAMA,
+    LORA,
+    PAIRS,
+    built,
+    logsigmoid,
+    margins,
+    moved,
+    pairs,
+)
+from tests.worker.privacy.test_private_task import KEY, trainer_of
+
+CLIP = 0.5
+PATIENTS = [b"a", b"b", b"a", b"c", b"a"]
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["pairs", "patients"])
+def test_clipped_gradients_of_pairs_are_those_of_a_plain_loop(tmp_path: Path, *, grouped: bool) -> None:
+    data, start = pairs(tmp_path), model_of(LLAMA, "causal-lm", LORA)
+    reference, model = built(start), built(moved(start))
+    adapters = {name: each.detach() for name, each in reference.named_parameters() if "lora_" in name}
+    context = LocalTaskContext(
+        model, "text-classification", plan=None, blocks=block_table(model),  # type: ignore[arg-type]
+        objective=Preference(beta=BETA, reference=adapters),
+    )  # fmt: skip
+    trained = [block for block in context.blocks if block.role == "adapter"]
+    freeze = Freeze(model, trained)
+    groups = Groups.of(PATIENTS) if grouped else None
+    units = 3 if grouped else len(PAIRS)
+    noisy = NoisyGradients(
+        trainer_of(context), freeze, replace(data, groups=PATIENTS).padded(), Mechanism(sampling(units, None), CLIP, 1.0),
+        NoiseSource(KEY), groups and GroupSampling(groups, len(PAIRS)),
+    )  # fmt: skip
+    found = noisy.sums(torch.arange(units))
+    noisy.close()
+    model.eval()
+    each = []
+    for loss in -logsigmoid(BETA * margins(model, reference, data)):
+        each.append(torch.autograd.grad(loss, freeze.parameters, retain_graph=True))
+    if groups:
+        members = [[row for row in range(len(PAIRS)) if groups.numbers[row] == number] for number in range(units)]
+        each = [tuple(sum(each[row][at] for row in rows) / len(rows) for at in range(len(found))) for rows in members]
+    scales = [min(1.0, CLIP / float(torch.cat([part.flatten() for part in one]).norm())) for one in each]
+    # Some are clipped.
+    assert min(scales) < 1
+    for place, total in enumerate(found):
+        expected = sum(scale * one[place] for scale, one in zip(scales, each, strict=True))
+        torch.testing.assert_close(total, expected.double(), rtol=2e-3, atol=1e-5)
