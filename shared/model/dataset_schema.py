@@ -20,7 +20,7 @@ from tessera.shared.schema import Label, Message
 
 PIXELS, IDS, LABELS = "pixel_values", "input_ids", "labels"
 ANSWERS = "answer_mask"
-"""The input of pairs of texts, of which one is preferred, that says which tokens belong to the answers."""
+"""The input of pairs of answers that says which tokens belong to these."""
 
 TEXT_HEADS: tuple[Head, ...] = ("text-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
 TAKES: Mapping[Head, tuple[str, ...]] = {

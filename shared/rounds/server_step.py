@@ -13,7 +13,7 @@ from tessera.shared.tensors.lazy import Array, ComputedTensor, DerivedTensor, St
 from tessera.shared.tensors.statistics import is_statistic
 
 KEPT = (PREFIX, REFERENCE)
-"""The prefixes of the server state of which methods know nothing."""
+"""The prefixes of the server state that methods do not see."""
 
 
 def merge(

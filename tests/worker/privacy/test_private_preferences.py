@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ from tests.worker.executor.test_preferences_in_ranks import (
 )
 from tests.worker.privacy.test_private_task import KEY, trainer_of
 
-CLIP = 0.5
 PATIENTS = [b"a", b"b", b"a", b"c", b"a"]
 
 
@@ -44,26 +42,21 @@ def test_clipped_gradients_of_pairs_are_those_of_a_plain_loop(tmp_path: Path, *,
         model, "text-classification", plan=None, blocks=block_table(model),  # type: ignore[arg-type]
         objective=Preference(beta=BETA, reference=adapters),
     )  # fmt: skip
-    trained = [block for block in context.blocks if block.role == "adapter"]
-    freeze = Freeze(model, trained)
+    freeze = Freeze(model, [block for block in context.blocks if block.role == "adapter"])
+    losses = -logsigmoid(BETA * margins(model, reference, data))
+    each = [torch.autograd.grad(loss, freeze.parameters, retain_graph=True) for loss in losses]
     groups = Groups.of(PATIENTS) if grouped else None
-    units = 3 if grouped else len(PAIRS)
-    noisy = NoisyGradients(
-        trainer_of(context), freeze, replace(data, groups=PATIENTS).padded(), Mechanism(sampling(units, None), CLIP, 1.0),
-        NoiseSource(KEY), groups and GroupSampling(groups, len(PAIRS)),
-    )  # fmt: skip
-    found = noisy.sums(torch.arange(units))
-    noisy.close()
-    model.eval()
-    each = []
-    for loss in -logsigmoid(BETA * margins(model, reference, data)):
-        each.append(torch.autograd.grad(loss, freeze.parameters, retain_graph=True))
     if groups:
-        members = [[row for row in range(len(PAIRS)) if groups.numbers[row] == number] for number in range(units)]
-        each = [tuple(sum(each[row][at] for row in rows) / len(rows) for at in range(len(found))) for rows in members]
-    scales = [min(1.0, CLIP / float(torch.cat([part.flatten() for part in one]).norm())) for one in each]
-    # Some are clipped.
-    assert min(scales) < 1
+        members = [[row for row in range(len(PAIRS)) if groups.numbers[row] == number] for number in range(3)]
+        each = [tuple(torch.stack([each[row][at] for row in rows]).mean(0) for at in range(len(each[0])))
+                for rows in members]  # fmt: skip
+    norms = [float(torch.cat([part.flatten() for part in one]).norm()) for one in each]
+    # Some are clipped, and some are not.
+    clip = (min(norms) + max(norms)) / 2
+    mechanism, most = Mechanism(sampling(len(each), None), clip, 1.0), groups and GroupSampling(groups, len(PAIRS))
+    noisy = NoisyGradients(trainer_of(context), freeze, data.padded(), mechanism, NoiseSource(KEY), most)
+    found = noisy.sums(torch.arange(len(each)))
+    noisy.close()
     for place, total in enumerate(found):
-        expected = sum(scale * one[place] for scale, one in zip(scales, each, strict=True))
-        torch.testing.assert_close(total, expected.double(), rtol=2e-3, atol=1e-5)
+        expected = sum(min(1.0, clip / norm) * one[place] for norm, one in zip(norms, each, strict=True))
+        torch.testing.assert_close(total, torch.as_tensor(expected).double(), rtol=2e-3, atol=1e-5 * clip)

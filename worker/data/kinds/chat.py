@@ -1,5 +1,5 @@
 """Conversations, prompts with completions, or instructions with outputs, on which a language model learns answers;
-and pairs of answers of which one is preferred.
+and prompts with a better and a worse answer.
 
 [datasets.questions]
 kind = "chat"

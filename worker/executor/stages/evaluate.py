@@ -122,7 +122,7 @@ def evaluate(local: LocalTask, loaded: PreparedTask, dataset: Dataset) -> int:
 
 
 def _ignored(loaded: PreparedTask, names: Collection[str]) -> tuple[int, ...]:
-    """Return the places of the classes that macro F1 leaves out: those of these names, or both of a pair."""
+    """Return the places of the classes that macro F1 leaves out: the named ones, and both classes of a pair."""
     named = getattr(loaded.context.model.config, "id2label", None) or {}
     return (0, 1) if loaded.context.preference else tuple(n for n, name in sorted(named.items()) if name in names)
 
