@@ -1,7 +1,7 @@
 """The forward pass and the losses of each kind of head."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,8 +92,9 @@ class Preference(CrossEntropy):
             each = cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=IGNORED)
             return -each.view_as(labels).sum(dim=1)
 
-        # The reference first: nothing of it stays in memory.
-        with torch.no_grad(), _without_dropout(model):
+        # The reference first: nothing of it stays in memory. Compiled code would be compiled again for its tensors.
+        eager = torch.compiler.set_stance("force_eager") if "forward" in vars(model) else nullcontext()
+        with torch.no_grad(), _without_dropout(model), eager:
             reference = log_likelihoods(self.reference)
         rewards: Tensor = self.beta * (log_likelihoods(values) - reference)
         return rewards.view(-1, 2)

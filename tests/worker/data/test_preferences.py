@@ -161,7 +161,8 @@ def test_pairs_are_neither_packed_nor_scored_whole(tmp_path: Path, more: dict[st
 
 
 def test_a_table_of_pairs_is_proposed_and_shown(tmp_path: Path) -> None:
-    file = Path(written(tmp_path, IMPLICIT))
+    others = [{"chosen": turns(f"{n}?", GOOD), "rejected": turns(f"{n}?", BAD)} for n in range(40)]
+    file = Path(written(tmp_path, IMPLICIT, *others))
     settings = tmp_path / "data.toml"
     settings.write_text(propose(file).toml("pairs"))
     assert 'kind = "chat"' in settings.read_text()

@@ -32,6 +32,7 @@ LLAMA = {
     "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
 }  # fmt: skip
 LORA = Lora(rank=2, alpha=4)
+DORA = Lora(rank=2, alpha=4, dora=True)
 RATE, STEPS, ROUNDS, BETA = 0.5, 2, 3, 0.4
 PAIRS = (("100 mg", "a day"), ("a day, doctor", "no"), ("the dose of aspirin", "what"), ("yes", "no, thank you, no"),
          ("thank you", "the dose is 100 mg a day"))  # fmt: skip
@@ -134,9 +135,15 @@ class FromWeights(Case):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "pieces", "zero"),
-    [(1, {}, True), (1, {"micro_batch": 2}, False), (2, {"micro_batch": 2}, True), (2, {}, False)],
-    ids=["whole", "in pieces, from adapters", "ranks in pieces", "ranks, from adapters"],
+    ("ranks", "pieces", "zero", "lora"),
+    [
+        (1, {}, True, LORA),
+        (1, {"micro_batch": 2}, False, LORA),
+        (1, {}, False, DORA),
+        (2, {"micro_batch": 2}, True, LORA),
+        (2, {}, False, LORA),
+    ],
+    ids=["whole", "in pieces, from adapters", "from dora", "ranks in pieces", "ranks, from adapters"],
 )
 def test_preferences_train_as_in_a_plain_loop(
     tmp_path: Path,
@@ -145,8 +152,9 @@ def test_preferences_train_as_in_a_plain_loop(
     ranks: int,
     pieces: dict[str, Any],
     zero: bool,
+    lora: Lora,
 ) -> None:
-    dataset, start = pairs(tmp_path), model_of(LLAMA, "causal-lm", LORA)
+    dataset, start = pairs(tmp_path), model_of(LLAMA, "causal-lm", lora)
     start = start if zero else moved(start)
     if ranks == 2:
         # Ranks keep the size of a run's pieces, and simulated runs have one name.
@@ -169,7 +177,7 @@ def test_preferences_train_as_in_a_plain_loop(
     assert scores["loss"] == pytest.approx(-logsigmoid(BETA * last).mean().item(), abs=5e-4)
 
 
-@pytest.mark.parametrize("lora", [LORA, Lora(rank=2, alpha=4, dora=True)], ids=["lora", "dora"])
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
 def test_losses_and_gradients_are_those_of_a_plain_loop_in_float64(tmp_path: Path, lora: Lora) -> None:
     dataset = pairs(tmp_path)
     weights = model_of(LLAMA, "causal-lm", lora)

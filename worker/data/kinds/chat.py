@@ -38,7 +38,7 @@ from tessera.worker.model.chats import ASSISTANT, BEGIN, END, SYSTEM, USER, Chat
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.model.sandbox import Sandbox
 
-FORMAT = 3
+FORMAT = 2
 """The number of the way in which chats become tokens, which is part of their files' names."""
 MAX_CHARACTERS = 1 << 20
 """Limit on the characters of a chat: eight times as many as 32,768 tokens of English have."""
