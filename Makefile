@@ -6,8 +6,9 @@ INSTALLED := .venv/installed
 DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
-  bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu image-check deploy-check migrate image clean docs
+.PHONY: help install notebook wheel demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
+  check fix system fuzz bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu \
+  image-check deploy-check migrate image clean docs
 
 # The targets that a contributor needs often. Others have a comment, and their pages: own-data.md, testing.md, deploying.md.
 help: ## show this help
@@ -49,6 +50,11 @@ demo: $(DEMO_INSTALLED) ## four institutions train one transformer without shari
 
 demo-secure: $(DEMO_INSTALLED) ## six sites train with secure sums: the coordinator can read no update
 	$(BIN)/python -m examples.secure
+
+# Three hospitals fine-tune adapters on synthetic notes, with privacy for each patient; docs/own-data.md.
+demo-clinic: $(DEMO_INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lora,privacy]'
+	$(BIN)/python -m examples.clinic
 
 # Three hospitals learn from synthetic notes with SAFL: half the layers travel.
 demo-reports: $(DEMO_INSTALLED)

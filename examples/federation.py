@@ -132,18 +132,22 @@ class Federation:
         return {"TESSERA_URL": self.url, "TESSERA_TOKEN_FILE": str(self._admin_token_file)}
 
     def start_worker(self, admin: Client, holding: Holding) -> None:
-        """Admit a site and start its worker, with a token for that site only."""
-        home = self.home(holding.site)
+        """Admit a site and start its worker."""
+        token_file = self.admit(admin, holding.site)
+        settings = self._worker_settings(holding, token_file.parent, token_file) + self.tables.get(holding.site, "")
+        (token_file.parent / "worker.toml").write_text(settings, encoding="utf-8")
+        self.restart_worker(holding.site)
+
+    def admit(self, admin: Client, site: str) -> Path:
+        """Admit a site, and return the file of a token for that site only, in the site's folder."""
+        home = self.home(site)
         home.mkdir(exist_ok=True)
-        admin.create_site(holding.site)
-        issued = admin.issue_token(TokenSpec(name=holding.site, role="site", site=holding.site))
+        admin.create_site(site)
+        issued = admin.issue_token(TokenSpec(name=site, role="site", site=site))
         token_file = home / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(issued.secret, encoding="ascii")
-        config = home / "worker.toml"
-        settings = self._worker_settings(holding, home, token_file) + self.tables.get(holding.site, "")
-        config.write_text(settings, encoding="utf-8")
-        self.restart_worker(holding.site)
+        return token_file
 
     def restart_worker(self, site: str) -> None:
         """Start the worker of a site that has its settings."""
@@ -154,11 +158,11 @@ class Federation:
         """Return the folder of a site."""
         return self.folder / site
 
-    def add_base(self, sites: Sequence[str], base: Path) -> None:
+    def add_base(self, sites: Sequence[str], base: Path, head: str = "causal-lm") -> None:
         """Let each of these sites add the base that lies in a folder, as it would at an institution."""
         for site in sites:
             config = str(self.home(site) / "worker.toml")
-            added = tessera("worker", "cache", "add", str(base), "--config", config, "--head", "causal-lm")
+            added = tessera("worker", "cache", "add", str(base), "--config", config, "--head", head)
             self.processes.start(f"{site}-base", added, {})
         for site in sites:
             self.processes.finish(f"{site}-base")
@@ -204,9 +208,10 @@ class Federation:
             yield there
             time.sleep(0.2)
 
-    def make_model(self, *options: str) -> ModelFolder:
-        """Create a model with these options of `tessera model init`; without options, a ViT with random weights."""
-        out = self.folder / "model"
+    def make_model(self, *options: str, name: str = "model") -> ModelFolder:
+        """Create a model with these options of `tessera model init` in the folder `name`; without options, a ViT with
+        random weights."""
+        out = self.folder / name
         options = options or ("--config", str(VIT), "--head", "image-classification", "--random")
         options = (*options, "--seed", str(SEED))
         self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
