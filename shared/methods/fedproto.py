@@ -39,7 +39,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import NOTHING, Selector
-from tessera.shared.tensors.lazy import ArrayTensor, to_array
+from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 
 if TYPE_CHECKING:
     import torch
@@ -92,22 +92,24 @@ class FedProtoWorker(WorkerHalf[FedProtoSettings]):
     def private(self) -> Selector:
         return self.run.trainable
 
-    def setup(self, context: TaskContext) -> None:
+    def _prototypes(self, context: TaskContext) -> Array:
+        """Return the mean features of each class, [classes, features]. A task that only evaluates has none."""
         held = context.server_state.get(PROTOTYPES)
         if held is None or held.shape != _shape(self.run):
             raise UnsupportedRun("fedproto needs prototypes [classes, features] of this model, and the task has none")
+        return held
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         labels = batch["labels"]
         if labels.ndim != 1 or labels.is_floating_point():
             raise UnsupportedRun("fedproto needs one class for each example: choose another method for these labels")
         output, features = context.forward_with_features(batch)  # features: [examples, features]
-        near = features.new_tensor(context.server_state[PROTOTYPES])[labels.clamp(min=0)]
+        near = features.new_tensor(self._prototypes(context))[labels.clamp(min=0)]
         known = (labels >= 0) & near.any(dim=1)  # [examples]
         return output.loss + self.settings.lam * ((features - near).square().mean(dim=1) * known).mean()
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
-        sums = np.zeros(context.server_state[PROTOTYPES].shape)
+        sums = np.zeros(self._prototypes(context).shape)
         counts = np.zeros(len(sums))
         for batch in context.batches:
             labelled = batch["labels"] >= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,13 @@ def test_a_simulation_withholds_the_prototypes_of_few_examples(tmp_path: Path) -
     # Both have some examples of class 1, and one of each other class only a few.
     assert ((counts > 0) & (counts < 15)).sum() == 2
     assert list(prototypes.any(axis=1)) == list((counts >= 15).any(axis=0))
+
+
+def test_a_site_measures_the_model_that_it_keeps(tmp_path: Path) -> None:
+    document, start = untrained(VIT, "image-classification")
+    sites = {name: replace(site_data(seed, 40), held_out=site_data(seed + 2, 30)) for seed, name in enumerate("ab")}
+    given = {"method": {"name": "fedproto"}, "rounds": 1, "training": SGD, "evaluation": {"sites": True}}
+    result = simulate(given, Weights(document, start), sites, out=tmp_path / "run")
+    assert not result.unmeasured
+    last = [measured for measured in result.measurements if measured.version == 1]
+    assert [measured.site for measured in last if "personal_accuracy" in measured.metrics] == ["a", "b"]
