@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Text, cast, delete, exists, func, select, 
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.db import audit, rounds, workers
+from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.studies import find_study, memberships, remove_member
 from tessera.coordinator.db.tables import (
     AUDIT_SINK,
@@ -39,7 +40,7 @@ from tessera.coordinator.db.tables import (
     one_of,
 )
 from tessera.coordinator.db.transitions import cancel_tasks, move_task
-from tessera.coordinator.domain.lifecycle import LIVE_ROUND
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import InfluencedRun, Withdrawal
@@ -101,17 +102,23 @@ def withdraw(services: Services, caller: Principal, site_id: str, study: str | N
 
 
 def _end_tasks(session: Session, now: float, actor: str, own: ColumnElement[bool]) -> None:
-    """Cancel a site's open tasks, leave its update out of each live round, and erase the figures of all its tasks."""
+    """Cancel a site's open tasks, leave its updates out that are not merged yet, and erase the figures of all its
+    tasks."""
     live = select(RoundRow).where(one_of(RoundRow.state, *LIVE_ROUND))
     for round_ in session.scalars(live).all():
-        tasks = session.scalars(select(TaskRow).where(own, TaskRow.round_id == round_.id)).all()
-        accepted = [task for task in tasks if task.state == "accepted"]
+        assigned = (TaskRow.run_id == round_.run_id) & (TaskRow.merged_in == round_.number)
         # A merge in progress, and a secure sum, have the update already.
-        if (accepted and round_.state == "merging") or (tasks and round_.sum_terms):
-            rounds.abandon_round(session, now, round_, "a site of it has withdrawn")
-        else:
-            for task in accepted:
-                move_task(session, now, actor, task, "leave_out")
+        has_it = assigned if round_.state == "merging" else (TaskRow.round_id == round_.id)
+        if (round_.state == "merging" or round_.sum_terms) and session.scalar(select(exists().where(own, has_it))):
+            run = session.get_one(RunRow, round_.run_id)
+            cohort = terms_of(session, run.id, run.changes).spec.cohort if run.state in LIVE_RUN else None
+            if cohort and cohort.buffers:
+                session.execute(update(TaskRow).where(assigned).values(merged_in=None))
+            rounds.abandon_round(session, now, round_, "a site of it has withdrawn", cohort)
+    for task in session.scalars(
+        select(TaskRow).where(own, TaskRow.kind == "train", TaskRow.state == "accepted")
+    ).all():
+        move_task(session, now, actor, task, "leave_out")
     cancel_tasks(session, now, own, {})
     session.execute(delete(TaskRow).where(own, TaskRow.kind.not_in(("train", *HELPER_KINDS))))
     session.execute(update(TaskRow).where(own).values(ERASED))

@@ -169,6 +169,33 @@ def test_as_many_sites_are_at_work_as_the_cohort_has(coordinator: LiveCoordinato
     assert idle.client is not busy[0].client
 
 
+@pytest.mark.parametrize("is_merging", [False, True])
+def test_a_site_that_withdraws_leaves_the_buffer(coordinator: LiveCoordinator, is_merging: bool) -> None:
+    client = coordinator.client()
+    a, b, slow = sites(coordinator, "a", "b", "slow")
+    run = buffered(client)
+    late = slow.take()
+    for worker in (a, b):
+        worker.train(worker.take())
+    reach(client, run, 1)
+    (site,) = (one for one in client.sites() if one.name == "slow")
+    if is_merging:
+        with coordinator.services.conductor._merging:
+            slow.train(late)
+            a.train(a.take())
+            until(lambda: client.round(run.id, 2).state == "merging")
+            client.withdraw_site(site.id)
+    else:
+        slow.train(late)
+        client.withdraw_site(site.id)
+        a.train(a.take())
+    b.train(b.take())
+    reach(client, run, 2)
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 2, rtol=1e-6)
+    ended = [task.state for round_ in client.rounds(run.id) for task in round_.tasks]
+    assert (ended.count("merged"), ended.count("left_out")) == (4, 1)
+
+
 @pytest.mark.parametrize("ends", ["completed", "cancelled"])
 def test_what_is_left_when_a_run_ends_is_left_out(coordinator: LiveCoordinator, ends: str) -> None:
     client = coordinator.client()
