@@ -250,7 +250,12 @@ class Watch:
             number = row["number"] if row["state"] in ("merging", "committed") else None
             first = row["number"] - 1 - agreed["cohort"].get("max_staleness", 10)
             if row["state"] != "open":
-                goes_on = buffers(agreed) and run["state"] in ("running", "paused")
+                # Of a run that was cancelled, the tasks end with the round that is live.
+                others = (each for each in now["rounds"].values() if each["run_id"] == row["run_id"])
+                lives = run["state"] in ("running", "paused") or any(
+                    o["state"] in ("open", "merging") for o in others
+                )
+                goes_on = buffers(agreed) and lives
                 open_ = [task for task in tasks if task["state"] in ("offered", "leased", "expired")]
                 waiting = [task["state"] for task in open_ if not goes_on or task["version_number"] <= first]
                 _hold(not waiting, "states", f"round {key} is {row['state']}, and has tasks that are {waiting}")
