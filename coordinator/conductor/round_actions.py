@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
+from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
@@ -17,7 +18,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
 from tessera.coordinator.domain.eligibility import unsuited
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.workers import LiveWorker, in_study, plan_willing, sites_of
+from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, plan_willing, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan, State
@@ -50,7 +51,7 @@ class RoundActions:
         with self.database.snapshot() as session:
             invited, base = terms_of(session, run_id), versions.latest_version(session, run_id)
             round_ = rounds.live_round(session, run_id) if again else None
-            at_work = sites_at_work(session, run_id, invited.spec.cohort, round_.id if round_ else None)
+            at_work = self._at_work(session, run_id, invited.spec, round_)
         require(base.number + 1 == number and (round_ is not None) == again, "the run has moved on")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
@@ -67,6 +68,9 @@ class RoundActions:
             present = in_study(spec.study, self.liveness.workers(session))
             planned = [worker for worker in present if worker.name in plans]
             require(len(planned) == len(plans), "a worker that was planned for is no longer live")
+            # Another conductor may have asked it, or a worker that was absent has gone on with its task.
+            now_at_work = self._at_work(session, run_id, invited.spec, round_).keys()
+            require(not sites_of(planned) & now_at_work, "a site that was planned for is at work")
             # A site that joined after the decision measures its own model before the round changes it (decision 9).
             require(not sites_due(session, run, invited, planned), "a worker that was planned for evaluates first")
             if round_:
@@ -78,6 +82,10 @@ class RoundActions:
                 return []
             return rounds.open_round(session, now, run, willing, plans, self.secure.record(session, terms))
 
+    def _at_work(self, session: Session, run_id: str, spec: RunSpec, round_: RoundRow | None) -> dict[str, bool]:
+        here = ids(self.liveness.workers(session)) if self.liveness.is_settled() else None
+        return sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
+
     def _plans(
         self, spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker], at_work: Collection[str]
     ) -> Mapping[str, Plan]:
@@ -88,7 +96,7 @@ class RoundActions:
         spec = spec.model_copy(update={"cohort": cohort})
         refused = {w.name: no for w in willing if (no := unsuited(spec, w.declared, model, self.states.vocabulary))}
         suited = [worker for worker in willing if worker.name not in refused]
-        plans, more = plan_willing(spec, model, state, suited, spec.cohort.quorum)
+        plans, more = plan_willing(spec, model, state, suited, max(spec.cohort.quorum, 1))
         refused |= more
         sites = sites_of(worker for worker in willing if worker.name not in refused)
         if spec.cohort.lack(sites):

@@ -42,6 +42,9 @@ _IN_ROUND = TaskRow.round_id == given("round")
 _OF_RUN = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
 _UNMERGED = _OF_RUN & (TaskRow.state == "accepted") & TaskRow.merged_in.is_(None)
 _ASSIGN = update(TaskRow).where(_UNMERGED)
+_OF_SITES = _OF_RUN & TaskRow.worker_id.in_(
+    select(WorkerRow.id).join(SiteRow).where(SiteRow.name.in_(given("sites", expanding=True)))
+)
 _SPENT = _OF_RUN & (TaskRow.state == "expired") & (TaskRow.attempts >= given("most_attempts"))
 # Of a task that nobody began, nothing is lost.
 _OBSOLETE = _SPENT | _OF_RUN & ((TaskRow.version_number < given("oldest")) | (TaskRow.token == 0))
@@ -115,8 +118,8 @@ def _offer(
 ) -> list[str]:
     spec = RunSpec.model_validate(run.spec)
     if spec.cohort.buffers:
-        # Their workers may be asked again.
-        cancel_tasks(session, now, _SPENT, {"run": run.id, "most_attempts": spec.cohort.max_task_attempts})
+        # Out of attempts, or of an absent worker whose site has another.
+        cancel_tasks(session, now, _OF_SITES, {"run": run.id, "sites": [worker.site for worker in planned]})
     for worker in planned:
         columns = {"kind": "train", "round_id": round_.id, "seed": training_seed(spec, round_.number, worker.name)}
         new_task(session, now, run, worker.id, plans[worker.name], **columns)

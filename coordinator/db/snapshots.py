@@ -134,7 +134,8 @@ _BUFFERED &= (
     | ((TaskRow.state == "accepted") & TaskRow.merged_in.is_(None))
 )
 _BUFFERED_TASKS = _TASKS.where(_PENDING | _BUFFERED)
-_AT_WORK = select_tasks(SiteRow.name, TaskRow.state).where(_BUFFERED | (TaskRow.round_id == given("round")))
+_AT_WORK = select_tasks(SiteRow.name, TaskRow.state, TaskRow.worker_id, TaskRow.round_id)
+_AT_WORK = _AT_WORK.where(_BUFFERED | (TaskRow.round_id == given("round")))
 
 
 _TERMS: WeakKeyDictionary[Engine, dict[str, tuple[int, RunTerms]]] = WeakKeyDictionary()
@@ -227,14 +228,18 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
-def sites_at_work(session: Session, run_id: str, cohort: Cohort, round_id: str | None) -> dict[str, bool]:
+def sites_at_work(
+    session: Session, run_id: str, cohort: Cohort, round_id: str | None, here: Collection[str] | None
+) -> dict[str, bool]:
     """Return the sites that a run which buffers updates gives no task now: they have one, an update that is not
     merged yet, or had a task of the live round. True for a site that counts for the next version, with a lease or an
-    update."""
+    update. A task that waits for a worker which is not `here` keeps no other worker of its site from another."""
     about = {"run": run_id, "most_attempts": cohort.max_task_attempts, "round": round_id}
     found: dict[str, bool] = {}
-    for site, state in session.execute(_AT_WORK, about) if cohort.buffers else ():
-        found[site] = found.get(site, False) or state in ("leased", "accepted")
+    for site, state, worker, asked_in in session.execute(_AT_WORK, about) if cohort.buffers else ():
+        counts = state in ("leased", "accepted")
+        if counts or asked_in == round_id or here is None or worker in here:
+            found[site] = found.get(site, False) or counts
     return found
 
 
@@ -289,7 +294,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     rows = session.execute(in_round if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here, _required(session, spec))
     able = set() if round_ and not spec.cohort.buffers else sites_of(candidates(session, invited, live))
-    at_work = sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None)
+    at_work = sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
     if round_:
         able = able - at_work.keys() if spec.cohort.beside(at_work) else set()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import Invalid, RoundClosed, TaskCancelled
 from tessera.shared.run_settings import ClientPrivacy
-from tests.support.coordinator import LiveCoordinator, until
+from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, exported, head_of, small_model, start_run, values
 
 pytestmark = pytest.mark.both_databases(long="postgresql")
@@ -93,7 +94,7 @@ def test_a_task_that_grew_too_old_is_cancelled_and_its_worker_told(coordinator: 
     for number in (1, 2):
         a.train(a.take())
         reach(client, run, number)
-    with pytest.raises(TaskCancelled, match=r"more than 1 versions were made since \(cohort.max_staleness\)"):
+    with pytest.raises(TaskCancelled, match=r"more than 1 versions were made since its own \(cohort.max_staleness\)"):
         slow.client.heartbeat(old.id, old.token)
     with pytest.raises(TaskCancelled):
         slow.train(old)
@@ -167,6 +168,23 @@ def test_as_many_sites_are_at_work_as_the_cohort_has(coordinator: LiveCoordinato
     until(lambda: sum(t.state in ("offered", "leased") for r in client.rounds(run.id) for t in r.tasks) == 2)
     assert busy[1].take().version.number == 0
     assert idle.client is not busy[0].client
+
+
+def test_an_absent_worker_keeps_no_other_of_its_site_from_a_task(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, liveness_seconds=90) as live:
+        client, (b,) = live.client(), sites(live, "b")
+        pair = [ScriptedWorker(live.client("site", "a"), name).enrol() for name in ("one", "two")]
+        run = buffered(client, max_attempts=100)
+        (gone,) = (worker for worker in pair if worker.claim(1))
+        (other,) = (worker for worker in pair if worker is not gone)
+        b.train(b.take())
+        live.elapse(400, other, b)
+        other.train(other.take())
+        reach(client, run, 1)
+        tasks = [task for round_ in client.rounds(run.id) for task in round_.tasks if round_.number == 1]
+        ended = {task.worker: task.state for task in tasks}
+        assert ended == {f"a/{gone.name}": "cancelled", f"a/{other.name}": "merged", "b/w": "merged"}
 
 
 @pytest.mark.parametrize("is_merging", [False, True])
