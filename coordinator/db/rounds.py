@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit, coverage
 from tessera.coordinator.db.helper_tasks import RoundSums, withdraw_helpers
 from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     RoundRow,
@@ -167,6 +168,9 @@ def commit_round(session: Session, now: float, run: RunRow, round_: RoundRow, ma
     round_.noise_key = None
     if move_tasks(session, "merge", ASSIGNED, {"run": run.id, "number": version.number}) != len(made.merged):
         raise Conflict("other updates were assigned to the version than were merged")
+    if version.number >= terms_of(session, run.id, run.changes).spec.rounds:
+        # No version takes them, and their workers are to measure this one.
+        end_training(session, now, run.id)
     scalars = {**made.scalars, **coverage.of_version(session, run, version.number, made.merged)}
     about = made.warnings, made.kept, scalars
     news = add_version(session, now, run.id, version, made.manifest, *about)

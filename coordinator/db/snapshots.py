@@ -14,6 +14,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
 from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
+    IS_LEASED,
     WORKER_NAME,
     RoundRow,
     RunRow,
@@ -133,6 +134,7 @@ _BUFFERED &= (
     | ((TaskRow.state == "expired") & (TaskRow.attempts < given("most_attempts")))
     | ((TaskRow.state == "accepted") & TaskRow.merged_in.is_(None))
 )
+_TRAINING = select(TaskRow.worker_id).where(TaskRow.run_id == given("run"), TaskRow.kind == "train", IS_LEASED)
 _BUFFERED_TASKS = _TASKS.where(_PENDING | _BUFFERED)
 _AT_WORK = select_tasks(SiteRow.name, TaskRow.state, TaskRow.worker_id, TaskRow.round_id)
 _AT_WORK = _AT_WORK.where(_BUFFERED | (TaskRow.round_id == given("round")))
@@ -464,4 +466,7 @@ def sites_due(
         over |= (TaskRow.state == "failed") & (TaskRow.created_at >= run.resumed_at)
     rows = session.execute(select_tasks(TaskRow.worker_id, SiteRow.name).where(tasks, over)).all()
     asked, sites = {worker for worker, _ in rows}, {site for _, site in rows} if spec.counts_subjects else set()
+    if spec.cohort.buffers:
+        # Several versions may be made while it trains: then it measures the latest.
+        asked |= set(session.scalars(_TRAINING, {"run": run.id}))
     return [PendingEvaluation(number, one.id) for one in able if one.id not in asked and one.site not in sites]

@@ -223,6 +223,8 @@ class Watch:
                 self._states[key] = "accepted" if kept else "left_out"
             elif task["merged_in"] == number:
                 self._states[key] = "left_out" if key in left_out else "merged"
+            elif number >= json.loads(now["runs"][task["run_id"]]["spec"])["rounds"]:
+                self._states[key] = "left_out"
 
     def _rounds(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         live: dict[str, str] = {}

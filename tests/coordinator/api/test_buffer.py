@@ -11,7 +11,7 @@ import pytest
 
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.aggregation.server_optimizer import Momentum
-from tessera.shared.api.runs import Cohort, Run, RunPatch
+from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import Invalid, RoundClosed, TaskCancelled
@@ -29,10 +29,19 @@ def sites(coordinator: LiveCoordinator, *names: str, **about: Any) -> list[Scrip
     return [ScriptedWorker(coordinator.client("site", name), **about).enrol() for name in names]
 
 
-def buffered(client: Client, *, updates: int = 2, rounds: int = 9, method: Any = None, **cohort: Any) -> Run:
+def buffered(
+    client: Client,
+    *,
+    updates: int = 2,
+    rounds: int = 9,
+    method: Any = None,
+    evaluation: Evaluation | None = None,
+    **cohort: Any,
+) -> Run:
     wanted = Cohort(mode="buffer", target_updates=updates, quorum=cohort.pop("quorum", updates), **cohort)
     chosen = {"method": method} if method else {}
-    return start_run(client, MODEL, START, rounds=rounds, cohort=wanted, keep_updates="run", **chosen)
+    about = {"rounds": rounds, "keep_updates": "run", "evaluation": evaluation}
+    return start_run(client, MODEL, START, cohort=wanted, **about, **chosen)
 
 
 def reach(client: Client, run: Run, number: int) -> None:
@@ -185,6 +194,27 @@ def test_an_absent_worker_keeps_no_other_of_its_site_from_a_task(tmp_path: Path)
         tasks = [task for round_ in client.rounds(run.id) for task in round_.tasks if round_.number == 1]
         ended = {task.worker: task.state for task in tasks}
         assert ended == {f"a/{gone.name}": "cancelled", f"a/{other.name}": "merged", "b/w": "merged"}
+
+
+def test_a_slow_site_measures_the_last_version_and_none_while_it_trains(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    about: Any = {"kinds": ("train", "evaluate"), "held_out": {"data": 4}}
+    a, slow = sites(coordinator, "a", "slow", **about)
+    run = buffered(client, updates=1, rounds=3, evaluation=Evaluation(sites=True))
+    for worker in (slow, a):
+        worker.evaluate(worker.take(), loss=1.0)
+    held = slow.take()
+    for number in (1, 2, 3):
+        a.train(a.take())
+        reach(client, run, number)
+        a.evaluate(a.take(), loss=0.5)
+    with pytest.raises(RoundClosed):
+        slow.client.heartbeat(held.id, held.token)
+    last = slow.take()
+    slow.evaluate(last, loss=0.5)
+    until(lambda: client.run(run.id).state == "completed")
+    measured = [(one.site, one.version) for one in client.measurements(run.id) if one.site == "slow"]
+    assert (last.kind, measured) == ("evaluate", [("slow", 0), ("slow", 3)])
 
 
 @pytest.mark.parametrize("is_merging", [False, True])
