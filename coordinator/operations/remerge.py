@@ -118,7 +118,8 @@ def _require_possible(session: Session, merged: MergedRun, without: Sequence[str
             f"version {few[0]} would rest on {len(left[few[0]])} sites, and cohort.quorum is {spec.cohort.quorum}"
         )
         raise Invalid(reason, remedy=_ANEW)
-    if retired := [str(row.number) for row in merged.stored[first - 1 :] if row.retired_at is not None]:
+    bases = {*range(first - 1, len(merged.stored)), *(update.base.number for update in needed)}
+    if retired := [str(row.number) for row in merged.stored if row.retired_at is not None and row.number in bases]:
         raise Gone(f"versions {', '.join(retired)} are no longer kept (setting keep_versions)", remedy=_ANEW)
     digests = {update.digest for update in needed}
     if lost := digests - set(_present(session, digests)):

@@ -14,7 +14,7 @@ from tessera.shared.aggregation.server_optimizer import Momentum
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.problems import Invalid, RoundClosed, TaskCancelled
+from tessera.shared.problems import Gone, Invalid, RoundClosed, TaskCancelled
 from tessera.shared.run_settings import ClientPrivacy
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, exported, head_of, small_model, start_run, values
@@ -208,6 +208,9 @@ def test_a_slow_site_measures_the_last_version_and_none_while_it_trains(coordina
         a.train(a.take())
         reach(client, run, number)
         a.evaluate(a.take(), loss=0.5)
+        if number < 3:
+            (found,) = (one for one in client.coverage(run.id) if one.site == "slow")
+            assert (found.missed, found.reason) == (number, "it is at work, from version 0 on")
     with pytest.raises(RoundClosed):
         slow.client.heartbeat(held.id, held.token)
     last = slow.take()
@@ -215,6 +218,25 @@ def test_a_slow_site_measures_the_last_version_and_none_while_it_trains(coordina
     until(lambda: client.run(run.id).state == "completed")
     measured = [(one.site, one.version) for one in client.measurements(run.id) if one.site == "slow"]
     assert (last.kind, measured) == ("evaluate", [("slow", 0), ("slow", 3)])
+
+
+def test_what_a_late_update_started_from_is_needed_to_merge_again(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, keep_versions=3) as live:
+        client = live.client()
+        first, b, slow = sites(live, "a", "b", "slow")
+        run = buffered(client, updates=1)
+        b.train(b.take())
+        reach(client, run, 1)
+        late = slow.take()
+        for number, worker in enumerate((b, b, first), 2):
+            worker.train(worker.take())
+            reach(client, run, number)
+        slow.train(late)
+        reach(client, run, 5)
+        assert late.version.number == 1
+        live.services.retention.collect()
+        with pytest.raises(Gone, match="versions 1 are no longer kept"):
+            remerge(live.services, run.id, "a")
 
 
 @pytest.mark.parametrize("is_merging", [False, True])
