@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers, terms_of
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, select_tasks
+from tessera.coordinator.db.tables import IS_LEASED, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, select_tasks
 from tessera.coordinator.domain.eligibility import RunTerms, objections
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
 from tessera.shared.api.runs import Coverage, SiteCoverage
@@ -53,11 +53,16 @@ def by_site(session: Session, run: RunRow, live_since: float) -> list[SiteCovera
         ).all()
     )
     before, causes = _rounds_before(session, run, workers), left_out(session, run, number).get(number, {})
+    began: dict[str, int] = {}
+    if terms.spec.cohort.buffers:
+        at_work = (TaskRow.run_id == run.id) & (TaskRow.kind == "train") & IS_LEASED
+        began = dict(session.execute(select_tasks(SiteRow.name, TaskRow.version_number).where(at_work)).all())
     found = []
     for site, examples in sorted(_examples(terms, workers).items(), key=lambda item: (-item[1], item[0])):
         missed = min(WINDOW, number - last.get(site, before.get(site, 0)))
         own = [worker for worker in workers if worker.site == site]
-        reason = (causes.get(site) or _unasked(terms, own, live)) if missed else ""
+        late = f"it is at work, from version {began[site]} on" if site in began else ""
+        reason = (causes.get(site) or late or _unasked(terms, own, live)) if missed else ""
         found.append(SiteCoverage(site=site, examples=examples, missed=missed, reason=reason))
     return found
 
