@@ -32,7 +32,8 @@ from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.hashing import derive_seed
-from tessera.shared.tensors.lazy import RebasedTensor, StretchedStep, Tensor
+from tessera.shared.tensors.lazy import RebasedTensor, StretchedStep, Tensor, itself
+from tessera.shared.tensors.statistics import is_statistic
 from tessera.shared.updates.rounded_steps import rounded
 from tessera.shared.updates.update_file import UpdateTensor
 
@@ -217,7 +218,9 @@ class Aggregation:
             present = state.model[name]
             if sent.base == present:
                 return sent
-            return StretchedStep(present, RebasedTensor(present, sent), cohort.staleness_weight(changes[name]))
+            # By steps from another base, a variance can become negative: the value is averaged.
+            own = itself(sent) if is_statistic(name) else RebasedTensor(present, sent)
+            return StretchedStep(present, own, cohort.staleness_weight(changes[name]))
 
         sent = dict(self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan))
         extra: dict[str, Tensor] = {each.name: sent.pop(each.block.name) for each in entry.plan.extra}

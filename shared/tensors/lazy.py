@@ -380,6 +380,11 @@ class RebasedTensor:
         return _moved(self.base, weighted_steps(self.base, [(-1.0, self)])).chunks()
 
 
+def itself(tensor: Tensor) -> ComputedTensor:
+    """Return a tensor's values, whichever value it started from."""
+    return ComputedTensor(tensor.shape, tensor.dtype, (tensor,), lambda parts: parts[0])
+
+
 def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> WeightedSum:
     """Return the sum of each sender's difference from `base` times its weight, which may be of any sign.
 

@@ -27,6 +27,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
 )
+from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
@@ -37,7 +38,8 @@ from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.simulation.blob_folder import Folder
 from tests.support.federation import small_model, values
 
-MODEL = small_model()
+VARIANCE = Block(tensor="norm.running_var", role="other", shape=(4,), dtype="F32")
+MODEL = small_model().model_copy(update={"blocks": (*small_model().blocks, VARIANCE)})
 HEAD, MLP = MODEL.by_name["head.weight"], MODEL.by_name["layer.0.mlp.weight"]
 CODECS = ("raw", LOSSLESS, "delta", "delta+zstd")
 
@@ -83,7 +85,11 @@ class Run:
         self.aggregation = Aggregation(self.states, Inspector(self.folder, self.states))
         start = values(MODEL)
         moved = [start[MLP.name] + 0.25 * number for number in range(3)]
-        self.versions = [{**start, MLP.name: value} for value in moved]
+        variances = [np.full(4, value, np.float32) for value in (10, 5, 2)]
+        self.versions = [
+            {**start, MLP.name: value, VARIANCE.name: variance}
+            for value, variance in zip(moved, variances, strict=True)
+        ]
         self.refs = [self._version(number, version) for number, version in enumerate(self.versions, start=1)]
         model = self.folder.put([canonical(MODEL)]).digest
         self.spec = RunSpec(
@@ -94,15 +100,22 @@ class Run:
         blocks = {name: self.folder.put([as_bytes(value)]).digest for name, value in version.items()}
         return VersionRef(number=number, digest=self.folder.put([Manifest(blocks=blocks).document()]).digest)
 
-    def update(self, number: int, step: float, codec: str = "raw", worker: str = "a") -> AcceptedUpdate:
+    def update(
+        self,
+        number: int,
+        step: float,
+        codec: str = "raw",
+        worker: str = "a",
+        moves: Sequence[Block] = (HEAD, MLP),
+    ) -> AcceptedUpdate:
         """An update that moves the head and the MLP of a version by a step."""
         base = self.versions[number - 1]
         changes = [
             TrainedBlock(block, ArrayTensor(base[block.name] + np.float32(step)), ArrayTensor(base[block.name]))
-            for block in (HEAD, MLP)
+            for block in moves
         ]
         file = BytesIO()
-        write_update(file, dict.fromkeys((HEAD.name, MLP.name), codec), changes)
+        write_update(file, dict.fromkeys((block.name for block in moves), codec), changes)
         digest = self.folder.put([file.getvalue()]).digest
         return AcceptedUpdate(worker, worker, digest, 10, {}, Plan(), self.refs[number - 1])
 
@@ -129,6 +142,18 @@ def test_a_method_may_weigh_updates_by_their_staleness(tmp_path: Path, codec: st
     stale, fresh = 1 / sqrt(3), 1.0
     step = (0.5 * stale - 0.5 * fresh) / (stale + fresh)
     np.testing.assert_allclose(merged[MLP.name], run.versions[2][MLP.name] + step, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["raw", LOSSLESS])
+def test_the_running_variance_of_an_earlier_version_is_averaged_and_stays_positive(
+    tmp_path: Path, codec: str
+) -> None:
+    run = Run(tmp_path)
+    # From 10 to 1, where the latest version has 2.
+    late = run.update(1, -9, codec, moves=[VARIANCE])
+    np.testing.assert_allclose(run.merged(late)[VARIANCE.name], 1, rtol=1e-6)
+    late = replace(late, since=[ref.digest for ref in run.refs[1:]])
+    np.testing.assert_allclose(run.merged(late)[VARIANCE.name], 2 - 1 / sqrt(3), rtol=1e-6)
 
 
 def test_workers_of_a_site_may_have_started_from_different_versions(tmp_path: Path) -> None:
