@@ -14,7 +14,6 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.helper_tasks import asked_to_abandon, sums_snapshot
 from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
-    IS_LEASED,
     WORKER_NAME,
     RoundRow,
     RunRow,
@@ -134,7 +133,11 @@ _BUFFERED &= (
     | ((TaskRow.state == "expired") & (TaskRow.attempts < given("most_attempts")))
     | ((TaskRow.state == "accepted") & TaskRow.merged_in.is_(None))
 )
-_TRAINING = select(TaskRow.worker_id).where(TaskRow.run_id == given("run"), TaskRow.kind == "train", IS_LEASED)
+_BUSY = select(TaskRow.worker_id).where(
+    TaskRow.run_id == given("run"),
+    one_of(TaskRow.state, "offered", "leased"),
+    (TaskRow.kind == "train") | TaskRow.held_out,
+)
 _BUFFERED_TASKS = _TASKS.where(_PENDING | _BUFFERED)
 _AT_WORK = select_tasks(SiteRow.name, TaskRow.state, TaskRow.worker_id, TaskRow.round_id)
 _AT_WORK = _AT_WORK.where(_BUFFERED | (TaskRow.round_id == given("round")))
@@ -467,6 +470,6 @@ def sites_due(
     rows = session.execute(select_tasks(TaskRow.worker_id, SiteRow.name).where(tasks, over)).all()
     asked, sites = {worker for worker, _ in rows}, {site for _, site in rows} if spec.counts_subjects else set()
     if spec.cohort.buffers:
-        # Several versions may be made while it trains: then it measures the latest.
-        asked |= set(session.scalars(_TRAINING, {"run": run.id}))
+        # Several versions may be made while it trains or measures. Measuring all of them, it might never train.
+        asked |= set(session.scalars(_BUSY, {"run": run.id}))
     return [PendingEvaluation(number, one.id) for one in able if one.id not in asked and one.site not in sites]

@@ -220,6 +220,24 @@ def test_a_slow_site_measures_the_last_version_and_none_while_it_trains(coordina
     assert (last.kind, measured) == ("evaluate", [("slow", 0), ("slow", 3)])
 
 
+def test_a_site_that_is_slow_to_measure_trains_all_the_same(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    about: Any = {"kinds": ("train", "evaluate"), "held_out": {"data": 4}}
+    a, slow = sites(coordinator, "a", "slow", **about)
+    run = buffered(client, updates=1, evaluation=Evaluation(sites=True))
+    first = slow.take()
+    a.evaluate(a.take(), loss=1.0)
+    for number in (1, 2):
+        a.train(a.take())
+        reach(client, run, number)
+        a.evaluate(a.take(), loss=0.5)
+    # It has its own once the round is open, in which both are asked.
+    a.take()
+    slow.evaluate(first, loss=1.0)
+    began = slow.take()
+    assert (first.kind, began.kind, began.version.number) == ("evaluate", "train", 2)
+
+
 def test_what_a_late_update_started_from_is_needed_to_merge_again(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, keep_versions=3) as live:
         client = live.client()
