@@ -94,6 +94,12 @@ class RawTexts:
         else:
             yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)
 
+    def whole_texts(self) -> Iterator[tuple[str, ...]]:
+        """Yield the parts of each text that becomes a row of tokens: both chats of a pair."""
+        if not self.of_pairs:
+            return self.parts()
+        return (side.contents for chat in cast("Sequence[Chat]", self.first) for side in chat.sides)
+
     def rows(self, index: Tensor) -> RawTexts:
         """Return the texts of the examples at these places."""
         if self.of_classes:

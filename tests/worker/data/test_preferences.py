@@ -11,8 +11,10 @@ import torch
 
 from tessera.shared.model.preprocessing import read_files
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.proposal import propose
 from tessera.worker.data.registry import load
+from tessera.worker.executor.stages.describe import subject_tables
 from tessera.worker.model.sandbox import Sandbox
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.cli import tessera
@@ -126,6 +128,22 @@ def test_a_run_s_tokenizer_makes_the_tokens_that_it_makes_of_a_site(tmp_path: Pa
     on_disk = load("chat", {"file": file, "tokenizer": str(own), "max_length": 48, "in_memory": False})
     for name, rows in on_disk.padded().read(torch.tensor([0])).items():
         assert torch.equal(rows, padded.tensors[name])
+
+
+def test_a_description_counts_the_tokens_of_a_pair_together(tmp_path: Path) -> None:
+    dataset = opened(tmp_path, IMPLICIT, {**IMPLICIT, "chosen": turns(ASKED, GOOD * 30)}, max_length=400)
+    sizes = dataset.tensors["attention_mask"].sum(dim=(1, 2))
+    table = subject_tables(dataset).tables["tokens"]
+    assert table.cells.tolist() == sizes.log2().long().tolist()
+    assert table.cells[0] < table.cells[1]
+
+
+def test_words_are_counted_of_each_text_of_a_pair(tmp_path: Path) -> None:
+    # Each text has less than 48 words, and both together have more.
+    row = {"chosen": turns(ASKED, "dose " * 30), "rejected": turns(ASKED, "thank " * 40)}
+    dataset = load("chat", {"file": written(tmp_path, row), "tokenizer": "run", "max_length": 48})
+    assert dataset.report.sentences() == []
+    assert dataset.report.truncation == Truncation(2, 0, 44, 48)
 
 
 HUGE = "a" * (10 << 20)

@@ -154,8 +154,8 @@ def _readable(table: DataTable, column: Iterable[Any]) -> Iterator[Any]:
 
 
 def over_in_words(texts: RawTexts, most: int) -> Truncation:
-    """Return the number of texts with more words than the most tokens."""
-    counted = [sum(len(part.split()) for part in text) for text in texts.parts()]
+    """Return the number of texts with more words than the most tokens. A pair of chats is two of them."""
+    counted = [sum(len(part.split()) for part in text) for text in texts.whole_texts()]
     return Truncation(len(counted), sum(words > most for words in counted), max(counted, default=0), most)
 
 

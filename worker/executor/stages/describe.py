@@ -120,7 +120,8 @@ def _words(texts: RawTexts) -> Array:
 
 def _lengths(part: Dataset, inputs: dict[str, Tensor]) -> Array:
     if MASK in inputs:
-        return np.asarray(inputs[MASK].sum(dim=1))
+        # Of both texts of a pair.
+        return np.asarray(inputs[MASK].flatten(1).sum(dim=1))
     ids = inputs[IDS]
     padded = part.padding.values.get(IDS) if part.padding else None
     return np.full(len(ids), ids.shape[1]) if padded is None else np.asarray(ids.ne(padded).sum(dim=1))
