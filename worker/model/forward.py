@@ -1,7 +1,7 @@
 """The forward pass and the losses of each kind of head."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,23 +93,10 @@ class Preference(CrossEntropy):
             return -each.view_as(labels).sum(dim=1)
 
         # The reference first: nothing of it stays in memory. Compiled code would be compiled again for its tensors.
-        eager = torch.compiler.set_stance("force_eager") if "forward" in vars(model) else nullcontext()
-        with torch.no_grad(), _without_dropout(model), eager:
+        with torch.no_grad(), without_dropout(model), uncompiled(model):
             reference = log_likelihoods(self.reference)
         rewards: Tensor = self.beta * (log_likelihoods(values) - reference)
         return rewards.view(-1, 2)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _precise(logits: Tensor) -> Tensor:
@@ -263,6 +250,25 @@ def losses(output: Output, head: Head, labels: Tensor, objective: CrossEntropy |
             f"{'no logits' if logits is None else f'labels of {labels.dtype}'}"
         )
     return (objective or CrossEntropy()).of_examples(logits, head, labels)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, without a change of torch's random state. On exit, restore its modules'
+    modes: some are in evaluation mode in training, such as normalisations of a private task."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Run a model's own code within the block. Compiled code passes over newer hooks."""
+    return torch.compiler.set_stance("force_eager") if "forward" in vars(model) else nullcontext()
 
 
 @contextmanager

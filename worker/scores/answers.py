@@ -20,10 +20,9 @@ from tessera.shared.schema import CHOICE_ACCURACY, EXACT_MATCH, ROUGE_L
 from tessera.worker.data.dataset import LABELS, Choices, Dataset
 from tessera.worker.data.readers.tokens import MASK
 from tessera.worker.errors import is_machine_failure
-from tessera.worker.model.forward import IGNORED
+from tessera.worker.model.forward import IGNORED, uncompiled
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.scores.text_overlap import is_same, rouge_l
-from tessera.worker.training.optimization.compilation import uncompiled
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import Ranks
 from tessera.worker.training.tallies import ExampleFigures, Range

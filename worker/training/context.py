@@ -26,10 +26,9 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import ConfigError
 from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
-from tessera.worker.model.forward import IGNORED, CrossEntropy, Preference, forward
+from tessera.worker.model.forward import IGNORED, CrossEntropy, Preference, forward, uncompiled, without_dropout
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import PromptFunction, patch_features, prompts_of, require_prompts, text_features
-from tessera.worker.training.optimization.compilation import uncompiled
 from tessera.worker.training.optimization.image_features import ImageFeatures, images_once
 from tessera.worker.training.optimization.precision import autocast
 
@@ -135,16 +134,8 @@ class LocalTaskContext:
         return self._output_and_features(batch, None)
 
     def features(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
-        # Each module's mode is restored: some are in evaluation mode, such as normalisations of a private task.
-        modes = [(module, module.training) for module in self.model.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
-            with torch.no_grad():
-                return self._output_and_features(batch, values)[1]
-        finally:
-            for module, training in modes:
-                module.training = training
+        with torch.no_grad(), without_dropout(self.model):
+            return self._output_and_features(batch, values)[1]
 
     def _output_and_features(
         self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None

@@ -1,7 +1,7 @@
 """Compilation of a model's forward and backward passes."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,3 @@ def compiled(model: nn.Module, compiler: Callable[..., Any] = torch.compile) -> 
         yield
     finally:
         del model.forward
-
-
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Run a model's own code within the block. Compiled code passes over newer hooks."""
-    return torch.compiler.set_stance("force_eager") if "forward" in vars(model) else nullcontext()
