@@ -16,14 +16,19 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
+from tessera.shared.methods.base import REFERENCE, Plan
 from tessera.shared.model.spec import Lora
+from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
+from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.executor import ProcessExecutor
+from tessera.worker.executor.stages.load import preferring
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import Preference, forward
 from tessera.worker.simulation import Result, Weights, simulate
+from tessera.worker.training.context import LocalTaskContext
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.worker.executor.test_equal_results import Case, distance, divided, model_of
 
@@ -199,3 +204,53 @@ def test_losses_and_gradients_are_those_of_a_plain_loop_in_float64(tmp_path: Pat
     assert rewards is not None
     assert not rewards.any()
     assert not rewards.argmax(dim=1).any()
+
+
+def state_of(weights: Weights) -> dict[str, np.ndarray]:
+    """The server state of a run that begins with these weights."""
+    return {REFERENCE + name: values for name, values in weights.values.items() if "lora_" in name}
+
+
+def context_of(weights: Weights, state: Weight) -> LocalTaskContext:
+    model = built(weights)
+    return LocalTaskContext(
+        model, "causal-lm", Plan(), block_table(model), server_state=state, training=Training(loss="dpo")
+    )
+
+
+def test_a_reference_has_all_adapters_of_the_model_and_no_other_block() -> None:
+    start = moved(model_of(LLAMA, "causal-lm", LORA))
+    whole = state_of(start)
+    found = preferring(context_of(start, whole), dora=False).preference
+    assert found is not None
+    assert {REFERENCE + name for name in found.reference} == whole.keys()
+    base = next(name for name in start.values if "lora_" not in name)
+    for odd in (dict(list(whole.items())[1:]), {**whole, REFERENCE + base: start.values[base]}):
+        with pytest.raises(TaskFailure, match="the reference and the model have different adapters"):
+            preferring(context_of(start, odd), dora=False)
+    dora = model_of(LLAMA, "causal-lm", DORA)
+    with pytest.raises(TaskFailure, match="lora_magnitude_vector"):
+        preferring(context_of(dora, {}), dora=True)
+
+
+def test_the_reference_has_no_dropout_and_draws_no_number(tmp_path: Path) -> None:
+    dataset, start = pairs(tmp_path), model_of({**LLAMA, "attention_dropout": 0.5}, "causal-lm", LORA)
+    model = built(moved(start))
+    texts = {name: dataset.tensors[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
+    torch.manual_seed(1)
+    model(**texts)
+    alone = torch.get_rng_state()
+    first = {name: each.detach() for name, each in built(start).named_parameters() if "lora_" in name}
+    torch.manual_seed(1)
+    forward(model, "text-classification", dataset.tensors, objective=Preference(reference=first))
+    assert torch.equal(torch.get_rng_state(), alone)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    # The reference of a pass with dropout is the one of a pass without.
+    same = {name: each.detach().clone() for name, each in model.named_parameters() if "lora_" in name}
+    rewards = [
+        Preference(beta=1.0, reference=same).rewards(each, dataset.tensors)
+        for each in (model, built(moved(start)).eval())
+    ]
+    assert rewards[0].any()
+    assert not rewards[1].any()

@@ -10,6 +10,7 @@ import torch
 from tessera.shared.methods.base import REFERENCE, WorkerHalf
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import to_array
+from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.stages.local_task import LocalTask
 from tessera.worker.executor.stages.run_cache import BuiltModel, structure_of
 from tessera.worker.model.block_map import named_tensors
@@ -70,7 +71,8 @@ def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
     _fill(local, fetched, built, is_new=built is not last)
     seed_everything(local.task.seed)
     half = local.half(fetched.document)
-    if (lora := fetched.document.lora) and lora.ranks:
+    lora = fetched.document.lora
+    if lora and lora.ranks:
         rank = half.computed_rank if task.trains else None
         activate_adapters(built.model, lora.parts_within(rank or lora.rank))
     context = LocalTaskContext(
@@ -86,19 +88,27 @@ def load(local: LocalTask, fetched: FetchedVersion) -> PreparedTask:
         images=built.images,
     )
     if task.training.loss == "dpo":
-        context = _preferring(context, task.training.dpo_beta)
+        context = preferring(context, dora=lora is not None and lora.dora)
     return PreparedTask(fetched.document, built, half, context, fetched.bases, Moments.of(fetched.kept))
 
 
-def _preferring(context: LocalTaskContext, beta: float) -> LocalTaskContext:
-    """Return the context of a task that learns preferences: each pair of texts is an example of two classes."""
+def preferring(context: LocalTaskContext, *, dora: bool) -> LocalTaskContext:
+    """Return the context of a task that learns preferences: each pair of texts is an example of two classes.
+
+    The reference has the adapters in the server state, which are zero if there are none. Raises TaskFailure if only
+    some are there: the model's own would be part of the reference. DoRA has magnitudes, which are never zero.
+    """
     state = context.server_state.items()
-    reference = context.tensors({name[len(REFERENCE) :]: each for name, each in state if name.startswith(REFERENCE)})
-    if not reference:
+    given = {name.removeprefix(REFERENCE): each for name, each in state if name.startswith(REFERENCE)}
+    adapters = {block.name for block in context.blocks if block.role == "adapter"}
+    if (given or dora) and (odd := sorted(given.keys() ^ adapters)):
+        raise TaskFailure("invalid-version", f"the reference and the model have different adapters: {odd[:8]}")
+    reference = context.tensors(given)
+    if not given:
         # Adapters whose B is zero change nothing. A single number stands for all.
         named = named_tensors(context.model).items()
         reference = {name: each.new_zeros(()).expand(each.shape) for name, each in named if ".lora_B." in name}
-    preference = Preference(beta=beta, reference=reference)
+    preference = Preference(beta=context.training.dpo_beta, reference=reference)
     return replace(context, head="text-classification", objective=preference)
 
 
