@@ -241,9 +241,10 @@ class RunInfo:
         how the method uses them, as a verb with its object."""
         if self.trainable.exclude and not any(self.trained(selector).holds(block) for block in self.blocks):
             roles = sorted({block.role for block in self.blocks if self.trainable.holds(block)})
+            remedy = "leave out training.loss" if self.training.loss else "set training.full_fine_tuning to true"
             raise UnsupportedRun(
                 f"the method {purpose}, but none of these trains in this model, where only {' and '.join(roles)} "
-                "blocks do: change method.settings, choose another method, or set training.full_fine_tuning to true"
+                f"blocks do: change method.settings, choose another method, or {remedy}"
             )
 
 

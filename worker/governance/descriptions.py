@@ -128,8 +128,11 @@ def _work(task: Task, model: Model, examples: int, groups: int | None, measured:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
     often = f"for {length} a round, {task.rounds} rounds"
     base = " Its base trains too, beside adapters or prompts." if task.training.full_fine_tuning else ""
+    pairs = (
+        " Learns which of two answers is better (dpo), beside the run's first version." if task.training.loss else ""
+    )
     also = f" Measures its versions on the data set's {measured:,} held-out examples." if measured else ""
-    return f"Trains {trained} {on} {often}, by the method {task.method.name}.{base}{also}"
+    return f"Trains {trained} {on} {often}, by the method {task.method.name}.{base}{pairs}{also}"
 
 
 def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:

@@ -68,6 +68,12 @@ def test_a_run_that_trains_the_base_beside_adapters_says_so() -> None:
     assert said not in summary(task(), MODEL, 1204)
 
 
+def test_a_run_that_learns_preferences_says_so() -> None:
+    said = "Learns which of two answers is better (dpo), beside the run's first version."
+    assert said in summary(task(training=Training(loss="dpo")), MODEL, 1204)
+    assert said not in summary(task(), MODEL, 1204)
+
+
 def test_a_run_is_told_with_what_each_rule_of_the_site_keeps_back() -> None:
     policy = Policy(never_send=("*mlp*",), never_send_if_present=("prompts.*",), may_send=roles("value", "head"))
     told = summary(task(), MODEL, 1204, policy)
