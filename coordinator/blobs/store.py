@@ -28,8 +28,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.object_store import Objects, key_of
 from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut, require_all
 from tessera.coordinator.blobs.staging import StagingArea, sweep
-from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.engine import Database, insert_missing
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits.cache import LruCache
 from tessera.coordinator.limits.disk import is_full

@@ -22,8 +22,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.inserts import insert_or_update
+from tessera.coordinator.db.engine import Database, insert_or_update
 from tessera.coordinator.db.tables import SiteRow, UploadRow, new_id
 from tessera.coordinator.limits.disk import RETRY_SECONDS, DiskSpace
 from tessera.coordinator.limits.thread_pool import FairThreadPool

@@ -8,16 +8,17 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.conductor.evaluations import cancel_evaluations, offer_evaluations, plans_to_rehearse
 from tessera.coordinator.conductor.liveness import Liveness, require
 from tessera.coordinator.conductor.secure_sums import SecureRounds
-from tessera.coordinator.db import rounds
+from tessera.coordinator.db import round_tasks, rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.helper_tasks import withdraw_helpers
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow
 from tessera.coordinator.db.tasks import renew
 from tessera.coordinator.db.transitions import ACTOR, move_back, move_run, move_task
-from tessera.coordinator.domain.decide import Abandon, Action, CancelEvaluations, Evaluate
+from tessera.coordinator.domain.decide import Action, CancelEvaluations, Evaluate
 from tessera.coordinator.domain.leases import Expire, LeaseAction, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.round_moves import Abandon
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 from tessera.coordinator.domain.without_rounds import Complete
 from tessera.shared.methods.base import Plan
@@ -60,7 +61,7 @@ class Actions:
                     rounds_now = terms_of(session, run_id, run.changes).spec.rounds
                     require(run.version_number >= rounds_now, "the run has more rounds now")
                     move_run(session, now, ACTOR, run_id, "complete", reason)
-                    rounds.end_training(session, now, run_id)
+                    round_tasks.end_training(session, now, run_id)
                     cancel_evaluations(session, now, run_id)
                 case CancelEvaluations():
                     cancel_evaluations(session, now, run_id)

@@ -22,7 +22,8 @@ from tessera.coordinator.conductor.round_spans import in_trace, record_round
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
-from tessera.coordinator.domain.decide import Action, Ask, Close, Merge, Open, decide
+from tessera.coordinator.domain.decide import Action, decide
+from tessera.coordinator.domain.round_moves import Ask, Close, Merge, Open
 from tessera.coordinator.domain.snapshot import RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
 from tessera.coordinator.domain.workers import LiveWorker

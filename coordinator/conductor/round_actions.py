@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
 from tessera.coordinator.conductor.secure_sums import SecureRounds
-from tessera.coordinator.db import rounds, versions
+from tessera.coordinator.db import round_tasks, rounds, versions
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import sites_at_work, sites_due, spec_in, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow
@@ -50,7 +50,7 @@ class RoundActions:
         """
         with self.database.snapshot() as session:
             invited, base = terms_of(session, run_id), versions.latest_version(session, run_id)
-            round_ = rounds.live_round(session, run_id) if again else None
+            round_ = round_tasks.live_round(session, run_id) if again else None
             at_work = self._at_work(session, run_id, invited.spec, round_)
         require(base.number + 1 == number and (round_ is not None) == again, "the run has moved on")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
@@ -76,7 +76,7 @@ class RoundActions:
             if round_:
                 open_ = session.get_one(RoundRow, round_.id)
                 require(open_.state == "open", "the round closed")
-                return rounds.ask_again(session, now, run, open_, willing, plans)
+                return round_tasks.ask_again(session, now, run, open_, willing, plans)
             if not plans and not at_work:
                 move_run(session, now, ACTOR, run_id, "complete", "the method planned nothing more")
                 return []

@@ -7,7 +7,8 @@ from structlog.contextvars import bound_contextvars
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow
-from tessera.coordinator.domain.decide import Abandon, Action, Merge, RoundAction
+from tessera.coordinator.domain.decide import Action
+from tessera.coordinator.domain.round_moves import Abandon, Merge, RoundAction
 from tessera.coordinator.domain.snapshot import RunSnapshot
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of

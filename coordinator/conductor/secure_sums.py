@@ -12,9 +12,8 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
 from tessera.coordinator.db import helper_tasks, rounds
-from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.engine import Database, insert_missing
 from tessera.coordinator.db.helper_tasks import RoundSums
-from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.snapshots import DECLARATIONS
 from tessera.coordinator.db.studies import sites_of_studies
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow

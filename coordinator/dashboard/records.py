@@ -268,6 +268,7 @@ ACTIONS = {
     "run.change": "changed the run's settings", "run.remerge": "merged the run again",
     "run.resume": "resumed the run", "run.cancel": "cancelled the run", "run.complete": "completed the run",
     "round.open": "opened the round", "round.close": "closed the round", "round.commit": "committed the round",
+    "round.ask": "asked more sites in the round",
     "round.abandon": "abandoned the round", "task.evaluate": "asked for an evaluation",
     "task.agree": "asked a helper to sign who sent", "task.open": "asked a helper to open the sum",
     "task.abandon": "asked a helper to give up the sum", "task.lease": "began the task",

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import bindparam, insert, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.engine import insert_missing
 from tessera.coordinator.db.tables import AuditKeyRow, AuditRow, EnrolmentRow, SiteRow, TokenRow, WorkerRow
 from tessera.shared.api.audit_chain import GENESIS, link, mapped
 

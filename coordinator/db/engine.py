@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,8 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, create_engine, event, inspect, make_url
+from sqlalchemy import Engine, bindparam, create_engine, event, inspect, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
@@ -560,3 +561,39 @@ def _tune_sqlite(engine: Engine) -> None:
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------- rows that may exist already
+
+_INSERTS: dict[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
+
+
+def insert_missing(session: Session, table: type[Table], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, all with the same columns; existing ones stay as they are."""
+    if rows:
+        # They may refer to rows that the session has not written yet.
+        session.flush()
+        session.connection().execute(_insert_missing(session.get_bind().dialect.name, table), rows)
+
+
+def insert_or_update(
+    session: Session, table: type[Table], key: tuple[str, ...], row: Mapping[str, Any], changes: Mapping[str, Any]
+) -> None:
+    """Insert a row, or make these changes to the row with the same `key`."""
+    statement = _insert_or_update(session.get_bind().dialect.name, table, key, tuple(changes))
+    session.flush()
+    session.connection().execute(statement, {**row, **{_NEW + name: value for name, value in changes.items()}})
+
+
+_NEW = "new_"
+
+
+@cache
+def _insert_missing(dialect: str, table: type[Table]) -> Any:
+    return _INSERTS[dialect](table).on_conflict_do_nothing()
+
+
+@cache
+def _insert_or_update(dialect: str, table: type[Table], key: tuple[str, ...], changes: tuple[str, ...]) -> Any:
+    new: dict[str, Any] = {name: bindparam(_NEW + name) for name in changes}
+    return _INSERTS[dialect](table).on_conflict_do_update(index_elements=key, set_=new)

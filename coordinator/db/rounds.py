@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import bindparam as given
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit, coverage
+from tessera.coordinator.db.engine import insert_missing
 from tessera.coordinator.db.helper_tasks import RoundSums, withdraw_helpers
-from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.round_tasks import ASSIGN, cancel_obsolete, end_training, offer
 from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -20,35 +21,23 @@ from tessera.coordinator.db.tables import (
     TaskRow,
     WorkerRow,
     new_id,
-    one_of,
     select_tasks,
 )
-from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, code_of, move_round, move_tasks, new_task
+from tessera.coordinator.db.transitions import ACTOR, code_of, move_round, move_tasks
 from tessera.coordinator.db.versions import ASSIGNED, add_version, note_outcomes
 from tessera.coordinator.domain.eligibility import listed
-from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import secret_key
-from tessera.shared.problems import Conflict, TaskCancelled
+from tessera.shared.problems import Conflict
 from tessera.shared.rounds.aggregate import NextVersion
-from tessera.shared.rounds.planning import bounds_of, training_seed
+from tessera.shared.rounds.planning import bounds_of
 
 _LAST_ATTEMPT = select(func.max(RoundRow.attempt)).where(
     RoundRow.run_id == given("run"), RoundRow.number == given("number")
 )
-_LIVE = select(RoundRow).where(RoundRow.run_id == given("run"), one_of(RoundRow.state, *LIVE_ROUND))
 _IN_ROUND = TaskRow.round_id == given("round")
-_OF_RUN = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
-_UNMERGED = _OF_RUN & (TaskRow.state == "accepted") & TaskRow.merged_in.is_(None)
-_ASSIGN = update(TaskRow).where(_UNMERGED)
-_OF_SITES = _OF_RUN & TaskRow.worker_id.in_(
-    select(WorkerRow.id).join(SiteRow).where(SiteRow.name.in_(given("sites", expanding=True)))
-)
-_SPENT = _OF_RUN & (TaskRow.state == "expired") & (TaskRow.attempts >= given("most_attempts"))
-# Of a task that nobody began, nothing is lost.
-_OBSOLETE = _SPENT | _OF_RUN & ((TaskRow.version_number < given("oldest")) | (TaskRow.token == 0))
 _PROBLEMS = select_tasks(WORKER_NAME, TaskRow.problem).where(_IN_ROUND).order_by(SiteRow.name, WorkerRow.name)
 
 
@@ -91,45 +80,7 @@ def open_round(
         bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
         run.bounds = about["bounds"] = bounds.model_dump()
     audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
-    return _offer(session, now, run, round_, planned, plans)
-
-
-def ask_again(
-    session: Session,
-    now: float,
-    run: RunRow,
-    round_: RoundRow,
-    willing: Sequence[LiveWorker],
-    plans: Mapping[str, Plan],
-) -> list[str]:
-    """Add a task of an open round for each planned worker; return the workers' ids."""
-    planned = [worker for worker in willing if worker.name in plans]
-    about = {"number": round_.number, "cohort": [worker.name for worker in planned]}
-    audit.record(session, now, ACTOR, "round.ask", round_.id, run_id=run.id, **about)
-    return _offer(session, now, run, round_, planned, plans)
-
-
-def _offer(
-    session: Session,
-    now: float,
-    run: RunRow,
-    round_: RoundRow,
-    planned: Sequence[LiveWorker],
-    plans: Mapping[str, Plan],
-) -> list[str]:
-    spec = RunSpec.model_validate(run.spec)
-    if spec.cohort.buffers:
-        # Out of attempts, or of an absent worker whose site has another.
-        cancel_tasks(session, now, _OF_SITES, {"run": run.id, "sites": [worker.site for worker in planned]})
-    for worker in planned:
-        columns = {"kind": "train", "round_id": round_.id, "seed": training_seed(spec, round_.number, worker.name)}
-        new_task(session, now, run, worker.id, plans[worker.name], **columns)
-    return [worker.id for worker in planned]
-
-
-def live_round(session: Session, run_id: str) -> RoundRow | None:
-    """Return the run's round that is open or merging, if there is one."""
-    return session.scalars(_LIVE, {"run": run_id}).one_or_none()
+    return offer(session, now, run, round_, planned, plans)
 
 
 def next_attempt(session: Session, run_id: str, number: int) -> int:
@@ -141,20 +92,8 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str, coh
     """Close a round to updates, and assign the accepted ones to the next version. Cancel the tasks whose updates no
     later version could take."""
     move_round(session, now, ACTOR, round_, "close", reason)
-    _cancel_obsolete(session, now, round_, cohort, round_.number + 1)
-    session.connection().execute(_ASSIGN, {"run": round_.run_id, "merged_in": round_.number})
-
-
-def _cancel_obsolete(session: Session, now: float, round_: RoundRow, cohort: Cohort, number: int) -> None:
-    """Cancel the open tasks whose updates version `number` could not take, and those that no worker began."""
-    because = None
-    if cohort.buffers:
-        because = TaskCancelled(
-            f"no worker began it, or more than {cohort.max_staleness} versions were made since its own "
-            "(cohort.max_staleness)"
-        )
-    about = {"run": round_.run_id, "oldest": cohort.oldest_base(number), "most_attempts": cohort.max_task_attempts}
-    cancel_tasks(session, now, _OBSOLETE, about, because)
+    cancel_obsolete(session, now, round_, cohort, round_.number + 1)
+    session.connection().execute(ASSIGN, {"run": round_.run_id, "merged_in": round_.number})
 
 
 def commit_round(session: Session, now: float, run: RunRow, round_: RoundRow, made: NextVersion) -> list[str]:
@@ -195,15 +134,9 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str, c
     move_round(session, now, ACTOR, round_, "abandon", reason)
     round_.noise_key = None
     if cohort and cohort.buffers:
-        _cancel_obsolete(session, now, round_, cohort, round_.number)
+        cancel_obsolete(session, now, round_, cohort, round_.number)
         move_tasks(session, "leave_out", ASSIGNED, {"run": round_.run_id, "number": round_.number}, merged_in=None)
     else:
         end_training(session, now, round_.run_id)
     if round_.sum_terms:
         withdraw_helpers(session, now, round_.run_id)
-
-
-def end_training(session: Session, now: float, run_id: str) -> None:
-    """Cancel the open tasks of a run's rounds, and leave out the updates that were not merged."""
-    cancel_tasks(session, now, _OF_RUN, {"run": run_id})
-    move_tasks(session, "leave_out", _OF_RUN, {"run": run_id}, merged_in=None)

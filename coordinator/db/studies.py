@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.interfaces import ORMOption
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.inserts import insert_or_update
+from tessera.coordinator.db.engine import insert_or_update
 from tessera.coordinator.db.tables import RunRow, SiteRow, StudyMemberRow, StudyRow, TaskRow, WorkerRow
 from tessera.coordinator.db.transitions import cancel_tasks
 from tessera.shared.near_names import did_you_mean

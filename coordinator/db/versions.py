@@ -10,7 +10,7 @@ from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.engine import insert_missing
 from tessera.coordinator.db.tables import (
     RUNS,
     WORKER_NAME,

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from tessera.coordinator.domain.buffered import buffered
 from tessera.coordinator.domain.leases import LeaseAction, MoveBack, lease_actions, may_report
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.round_moves import Abandon, Close, Merge, Open, RoundAction
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause, sum_actions
 from tessera.coordinator.domain.without_rounds import Complete, end_of
@@ -20,43 +22,6 @@ RETRY_SECONDS = (1.0, 10.0, 60.0)
 
 MAX_RETRY_WAITS = 6
 """Upper limit of that time, in waits for a cohort: who makes those shorter is in a hurry."""
-
-
-@dataclass(frozen=True)
-class Open:
-    """Open the run's next round: plan it, and offer a task to each worker of its cohort."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Offer tasks of the run's open round to idle sites. Only a run that buffers updates asks again."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close a round to updates, and assign the accepted ones to the next version."""
-
-    round: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Compute the next version from a closed round's updates, and commit it."""
-
-    round: str
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """End a round without a version."""
-
-    round: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +36,6 @@ class CancelEvaluations:
     """Cancel the evaluations of a run that ended, and its helpers' tasks."""
 
 
-RoundAction = Open | Ask | Close | Merge | Abandon
 Action = RoundAction | MoveBack | LeaseAction | AskHelpers | Evaluate | CancelEvaluations | Pause | Complete
 
 
@@ -130,7 +94,7 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
     if run.cohort.target_updates and len(came) >= run.cohort.target_updates and not lack:
         yield Close(round_.id, f"{len(came)} updates are enough")
     elif run.cohort.buffers:
-        yield from _buffered(round_, run, now, came, waiting)
+        yield from buffered(round_, run, now, came, waiting)
     elif waiting and not run.cohort.lack(came | waiting) and now < round_.deadline_at:
         return
     elif not lack:
@@ -139,20 +103,6 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
         cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
         asked = len({task.site for task in round_.tasks})
         yield Abandon(round_.id, f"{len(came)} of {asked} updates came {cause}; {lack}")
-
-
-def _buffered(
-    round_: RoundSnapshot, run: RunSnapshot, now: float, came: set[str], waiting: set[str]
-) -> Iterator[Action]:
-    """Yield the next step of an open round whose updates are too few for `target_updates`. One that is abandoned
-    leaves its updates, and the tasks that go on, to the next attempt."""
-    lack, is_over = run.cohort.lack(came), now >= round_.deadline_at
-    if run.eligible and run.state == "running":
-        yield Ask(round_.number)
-    if not lack and (is_over or not (waiting or run.eligible)):
-        yield Close(round_.id, "the deadline came" if is_over else "all tasks ended")
-    elif not run.eligible and (lack := run.cohort.lack(came | waiting)):
-        yield Abandon(round_.id, f"updates of {len(came)} sites came, and those of {len(waiting)} may come; {lack}")
 
 
 def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator[Action]:

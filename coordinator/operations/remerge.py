@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit, versions
-from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.engine import insert_missing
 from tessera.coordinator.db.studies import sites_of_studies
 from tessera.coordinator.db.tables import BlobRow, RunBlobRow, RunRow, SiteRow, VersionRow, new_id
 from tessera.coordinator.services import Services

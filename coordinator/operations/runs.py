@@ -8,7 +8,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.permissions import find_run, readable_blobs, require_study
-from tessera.coordinator.db import audit, rounds, versions, views
+from tessera.coordinator.db import audit, round_tasks, versions, views
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RunBlobRow, RunRow, new_id
 from tessera.coordinator.db.transitions import move_run
@@ -114,8 +114,8 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
             _change(services, session, now, caller, row, settings)
         if state:
             move_run(session, now, caller.actor, run_id, EVENTS[state])
-            if state == "cancelled" and rounds.live_round(session, run_id) is None:
-                rounds.end_training(session, now, run_id)
+            if state == "cancelled" and round_tasks.live_round(session, run_id) is None:
+                round_tasks.end_training(session, now, run_id)
         if changed:
             # `updated_at` stays: it is the end of a run that has ended.
             values = {**changed, "revision": RunRow.revision + 1}
@@ -151,7 +151,7 @@ def _change(
     longer deadline is its own too: it only waits for more of their updates. Raise Invalid and Conflict."""
     before = RunSpec.model_validate(row.spec)
     wanted = with_changes(before, services.states.model(before.model), settings, _new_run(row, settings))
-    round_ = rounds.live_round(session, row.id)
+    round_ = round_tasks.live_round(session, row.id)
     if wanted.rounds < (least := round_.number if round_ else row.version_number):
         begun = f"round {least} is under way" if round_ else f"{least} rounds are done"
         raise Conflict(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tessera.coordinator.domain.acceptance import refusal
-from tessera.coordinator.domain.decide import Abandon, Action, Close, Merge, Open, decide
+from tessera.coordinator.domain.decide import Action, decide
 from tessera.coordinator.domain.leases import Expire, Offer
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN, ROUND, RUN, TASK, Lifecycle
+from tessera.coordinator.domain.round_moves import Abandon, Close, Merge, Open
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
 from tessera.coordinator.domain.without_rounds import Complete

@@ -359,7 +359,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "an update counts in two versions": Fault(((rounds, "close_round", counted_again),), buffered=True),
     "a task that is too old goes on": Fault(
-        ((rounds, "_cancel_obsolete", lambda *arguments: None),), buffered=True, planted_in="make test-long"
+        ((rounds, "cancel_obsolete", lambda *arguments: None),), buffered=True, planted_in="make test-long"
     ),
     "a site at work is asked again": Fault(
         (
@@ -372,7 +372,7 @@ FAULTS: dict[str, Fault] = {
         ((actions.rounds, "abandon_round", emptied),), buffered=True, planted_in="make test-long"
     ),
     "a buffer without enough updates stands still": Fault(
-        ((decide, "_buffered", lambda *arguments: iter(())),), buffered=True, planted_in="make test-long"
+        ((decide, "buffered", lambda *arguments: iter(())),), buffered=True, planted_in="make test-long"
     ),
 }
 

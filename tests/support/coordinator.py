@@ -23,7 +23,7 @@ from sqlalchemy import event
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.auth.tokens import authenticate, issue_token
-from tessera.coordinator.db.inserts import insert_or_update
+from tessera.coordinator.db.engine import insert_or_update
 from tessera.coordinator.db.studies import create_study, study_names
 from tessera.coordinator.db.tables import UploadRow, new_id
 from tessera.coordinator.db.workers import create_site

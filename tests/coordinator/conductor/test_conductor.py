@@ -15,7 +15,7 @@ from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.snapshots import run_snapshot
 from tessera.coordinator.db.tables import RoundRow, RunRow
-from tessera.coordinator.domain.decide import Merge
+from tessera.coordinator.domain.round_moves import Merge
 from tessera.coordinator.services import assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.runs import Cohort

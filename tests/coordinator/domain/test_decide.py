@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.coordinator.domain.decide import (
-    Abandon,
-    Ask,
-    CancelEvaluations,
-    Close,
-    Evaluate,
-    Merge,
-    Open,
-    decide,
-)
+from tessera.coordinator.domain.decide import CancelEvaluations, Evaluate, decide
 from tessera.coordinator.domain.leases import Expire, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.round_moves import Abandon, Ask, Close, Merge, Open
 from tessera.coordinator.domain.snapshot import (
     Answers,
     PendingEvaluation,

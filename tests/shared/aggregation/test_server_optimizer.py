@@ -212,7 +212,7 @@ def test_a_method_s_own_memory_lives_beside_the_moments_and_sees_nothing_of_them
 def test_a_method_whose_memory_is_named_like_moments_is_refused() -> None:
     half = Remembering(MethodSettings(), RunInfo((), rounds=9))
     half.name = "server/m/w"
-    with pytest.raises(ValueError, match=r"kept for server optimizers: \['server/m/w'\]"):
+    with pytest.raises(ValueError, match=r"names that are kept for others: \['server/m/w'\]"):
         merge(half, NoOptimizer(), State(0, one(1.0)), [Update("a/w", 1, one(2.0))])
 
 

@@ -240,7 +240,7 @@ VALUES_ADAPTED = replace(ADAPTED, lora=Lora(rank=2, alpha=4, roles=("value",)))
         ("fedfrozen", {}, VALUES_ADAPTED, "nothing that the method then freezes.*beside no query or key matrix"),
         ("fedfrozen", {"freeze": "value", "scope": "qk_only"}, VALUES_ADAPTED, "trains scope 'qk_only'"),
         ("fedfrozen", {}, TEXT_PROMPTED, "nothing that the method then freezes.*beside no query or key matrix"),
-        ("safl", {"within": ["value"]}, ADAPTED, "no layers that SAFL can choose.*full_fine_tuning"),
+        ("safl", {"within": ["mlp"]}, ADAPTED, "no layers that SAFL can choose.*full_fine_tuning"),
         ("moon", {}, TEXT_PROMPTED, "contrasts images"),
     ],
 )
