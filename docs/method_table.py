@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
@@ -14,8 +15,8 @@ BEGIN = "<!-- made by `make bench-methods` from benchmarks/methods/table.json: d
 END = "<!-- end of what is made -->\n"
 BASELINE = "fedavg"
 COLUMNS = f"""\
-- **sites**: the mean over the sites of the score on their held-out examples, in percent, and its standard deviation
-  over the seeds. A method with models of the sites' own is measured by these.
+- **sites**: the mean score of the sites on their held-out examples, in percent, and its standard deviation
+  over seeds. A method with models of the sites' own is measured by these.
 - **to `{BASELINE}`**: the mean difference by seed; in brackets if its 95 % t-interval includes 0, which shows none.
 - **worst**: the score of the worst site. **new**: of the shared model on examples of no site.
 - **up**, **down**: kB of a site and round, without the first round, which fetches the model.
@@ -65,16 +66,15 @@ def _paragraphs(found: Mapping[str, Any]) -> Iterator[str]:
     yield BEGIN.strip()
     packages = ", ".join(f"{name} {number}" for name, number in found["packages"].items())
     yield (
-        f"`make bench-methods` measures every method by `tessera simulate`, {machine['at'][:10]}, with {packages}, "
-        f"Python {machine['python']}, on {machine['cores']} cores ({machine['processor']}). "
-        "[Which method](which-method.md) has the short table."
+        f"By `tessera simulate`, {machine['at'][:10]}, with {packages}, Python {machine['python']}, on "
+        f"{machine['cores']} cores ({machine['processor']}). [Which method](which-method.md) has the short table."
     )
     yield (
         f"Every row has {budget['rounds']} rounds of one epoch in batches of {budget['batch']}, with AdamW unless it "
         f"says SGD, and {len(budget['seeds'])} seeds, each with data, examples held out and order of batches of its "
         "own. All rows of a task start from one pre-trained model. One learning rate for each kind of training is "
-        "chosen, with its plainest method, on data that no row is measured on. Models are small and runs are short: "
-        "the tables show what a method costs, and large differences."
+        "chosen, with its plainest method, on other data. Models are small and runs short: the tables show what a "
+        "method costs, and large differences."
     )
     yield COLUMNS
     for name, entry in found["tasks"].items():
@@ -87,7 +87,6 @@ def _paragraphs(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _refusals(cells)
         if missing := [name for name in entry["rows"] if name not in cells]:
             yield f"Not measured yet: {'; '.join(missing)}."
-    yield END.strip()
 
 
 def _row(cells: Cells, name: str) -> list[str]:
@@ -117,7 +116,9 @@ def _refusals(cells: Cells) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for name, cell in cells.items():
         if "refused" in cell:
-            reasons.setdefault(cell["refused"], []).append(name)
+            # Without the remedies.
+            reason = re.split(r"; |: (?=[a-z])", cell["refused"], maxsplit=1)[0]
+            reasons.setdefault(reason, []).append(name)
     if reasons:
         yield "Refused:"
         yield "\n".join(f"- {'; '.join(names)}: {reason}" for reason, names in reasons.items())

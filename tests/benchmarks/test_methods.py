@@ -39,7 +39,6 @@ def test_a_cell_is_measured_or_refused_in_the_words_of_the_product(tmp_path: Pat
 def assert_measured(row: dict[str, Any]) -> None:
     assert 0 <= row["worst"][0] <= row["score"][0] <= 1
     assert row["up_bytes"] > 0
-    assert row["peak_bytes"] > 0
 
 
 @pytest.mark.long
@@ -51,6 +50,8 @@ def test_a_cell_of_each_task_is_measured_once(tmp_path: Path) -> None:
     assert list(cells) == tasks
     for task, rows in cells.items():
         assert_measured(rows["lora, `factors`"])
+        # In a process of its own.
+        assert rows["lora, `factors`"]["peak_bytes"] > 0
         # Only the CLIP of the pairs has prompts: elsewhere the product's own refusal stands in the row.
         assert task == "pairs" or "prompts" in rows["promptfl"]["refused"]
     before = (tmp_path / "table.json").read_bytes()
