@@ -55,9 +55,7 @@ def tasks_in_hand(session: Session) -> Sequence[Row[str, str, int]]:
     pending = (TaskRow.kind == "evaluate") & TaskRow.state.in_(("offered", "leased", "expired"))
     pending &= TaskRow.run_id.in_(select(RunRow.id).where(RunRow.state.in_(LIVE_RUN)))
     of_rounds = TaskRow.round_id.in_(select(RoundRow.id).where(one_of(RoundRow.state, *LIVE_ROUND)))
-    # In a run that buffers updates, also those for which earlier rounds asked.
-    at_work = one_of(TaskRow.state, "offered", "leased") & (TaskRow.kind == "train")
-    which = of_rounds | at_work | pending
+    which = of_rounds | pending
     return session.execute(
         select(TaskRow.kind, TaskRow.state, func.count()).where(which).group_by(TaskRow.kind, TaskRow.state)
     ).all()
