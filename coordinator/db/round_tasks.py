@@ -24,7 +24,7 @@ _OF_SITES = _OF_RUN & TaskRow.worker_id.in_(
     select(WorkerRow.id).join(SiteRow).where(SiteRow.name.in_(given("sites", expanding=True)))
 )
 _SPENT = _OF_RUN & (TaskRow.state == "expired") & (TaskRow.attempts >= given("most_attempts"))
-# Of a task that nobody began, nothing is lost.
+# To cancel a task that no worker began loses no work.
 _OBSOLETE = _SPENT | _OF_RUN & ((TaskRow.version_number < given("oldest")) | (TaskRow.token == 0))
 
 

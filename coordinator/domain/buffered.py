@@ -17,4 +17,6 @@ def buffered(
     if not lack and (is_over or not (waiting or run.eligible)):
         yield Close(round_.id, "the deadline came" if is_over else "all tasks ended")
     elif not run.eligible and (lack := run.cohort.lack(came | waiting)):
-        yield Abandon(round_.id, f"updates of {len(came)} sites came, and those of {len(waiting)} may come; {lack}")
+        yield Abandon(
+            round_.id, f"updates came from {len(came)} of the sites, and {len(waiting)} more may send one; {lack}"
+        )

@@ -90,7 +90,7 @@ def having(sites: Sequence[Site], task: str, setting: str) -> list[Site]:
 def entity_classes(sites: Sequence[Site]) -> list[str]:
     """Return the classes of words, from the types of entities in the tables. Raises DemoFailed.
 
-    Between institutions the study lead states them, and nobody reads the tables of all.
+    In a study of institutions its lead states the classes, since no person reads the tables of all sites.
     """
     types = set()
     for table in (site.tables["entities"] for site in sites if "entities" in site.tables):
@@ -114,7 +114,7 @@ def worker_settings(
 ) -> str:
     """Return a site's worker.toml.
 
-    `tokenizers` and `lengths` (in tokens) are those of the tasks, `classes` are of entities. `rule` is the privacy
+    `tokenizers` and `lengths` (in tokens) are by task, `classes` are the entities'. `rule` is the privacy
     that a hospital requires of each run; None if it requires none.
     """
     rule = {**rule, "evaluations": True} if rule and site.rank else None

@@ -249,7 +249,7 @@ RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
      run(**buffering(), round=a_round("accepted", "leased", deadline_at=NOW)), {0: [], 1e3: [Expire("t1", 1)]}),
     ("a failed task is planned again by the next attempt, while others go on",
      run(**buffering(quorum=3), round=a_round("accepted", "leased", "failed")),
-     {0: [Abandon("r", "updates of 1 sites came, and those of 1 may come; the quorum is 3")]}),
+     {0: [Abandon("r", "updates came from 1 of the sites, and 1 more may send one; the quorum is 3")]}),
     ("a required site is waited for",
      run(**buffering(quorum=1, require=("t1",)), round=a_round("accepted", "leased")), {0: []}),
     # ---------------------------------------------------------------- between rounds

@@ -171,7 +171,7 @@ def test_preferences_train_as_in_a_plain_loop(
     losses = trained(model, built(start), dataset, STEPS * ROUNDS)
     expected = values_of(model)
     assert distance(result.arrays(), expected) < 1e-5 * distance(expected, start.values)
-    # The head and the base are those of the first version, and of several steps the last one's loss is the smallest.
+    # The head and the base are the first version's, and the loss of the last step is the smallest.
     assert {name for name, values in expected.items() if (values != start.values[name]).any()} == {
         name for name in expected if "lora_" in name
     }
