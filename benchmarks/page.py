@@ -45,7 +45,8 @@ from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.audit_chain import GENESIS
-from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.problems import WorkerFailed

@@ -34,7 +34,8 @@ from tessera.coordinator.db.tables import RUNS, RunRow, SiteRow, UploadRow, Vers
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import Method
 from tessera.shared.methods.registry import methods

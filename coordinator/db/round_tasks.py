@@ -11,7 +11,8 @@ from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, Wo
 from tessera.coordinator.db.transitions import ACTOR, cancel_tasks, move_tasks, new_task
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import TaskCancelled
 from tessera.shared.rounds.planning import training_seed

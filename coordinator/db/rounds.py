@@ -27,7 +27,8 @@ from tessera.coordinator.db.transitions import ACTOR, code_of, move_round, move_
 from tessera.coordinator.db.versions import ASSIGNED, add_version, note_outcomes
 from tessera.coordinator.domain.eligibility import listed
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import secret_key
 from tessera.shared.problems import Conflict

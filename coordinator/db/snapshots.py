@@ -37,7 +37,8 @@ from tessera.coordinator.domain.snapshot import (
     TaskSnapshot,
 )
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, sites_of
-from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
 from tessera.shared.problems import Withheld
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 
 
 @dataclass(frozen=True)

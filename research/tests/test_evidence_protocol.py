@@ -29,7 +29,7 @@ from evidence.report.lines import lines
 from evidence.results_folder import RUNS, keep
 from evidence.runs import _moved, divergence, method_settings, missed, run, spec_of
 from evidence.scores import predictions, scored
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.methods.base import Participant, RunInfo, State
 from tessera.shared.methods.registry import methods
 from tessera.shared.run_settings import Training

@@ -8,7 +8,8 @@ from pydantic import BaseModel
 
 from tessera.shared.aggregation.robust import Robust
 from tessera.shared.aggregation.server_optimizer import ServerOptimizer
-from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, RunSpec
 from tessera.shared.cli.run_keys import Key, keys_of
 from tessera.shared.client.run_file import UPLOADED
 from tessera.shared.diagnostics import toml

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tessera.shared.api.runs import Cohort, Run, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.api.versions import Version
 from tessera.shared.client.client import Client
 from tessera.shared.client.export import export_file, export_folder

@@ -17,7 +17,8 @@ from typing import Any
 
 from tessera.shared.aggregation.drift import DRIFT, drift_by_role
 from tessera.shared.aggregation.mean import Normalization, average
-from tessera.shared.api.runs import Bounds, Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, UnsupportedRun, Update
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half

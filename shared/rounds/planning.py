@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tessera.shared.aggregation.robust import FEW_SENDERS
-from tessera.shared.api.runs import Bounds, Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef

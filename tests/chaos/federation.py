@@ -17,7 +17,8 @@ from typing import Any
 from sqlalchemy import make_url
 
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tests.chaos.network import Line
 from tests.support.coordinator import until

@@ -19,7 +19,7 @@ from tessera.coordinator.domain.round_moves import Abandon, Close, Merge, Open
 from tessera.coordinator.domain.snapshot import RoundSnapshot, RunSnapshot, TaskSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
 from tessera.coordinator.domain.without_rounds import Complete
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.rounds.planning import choose
 from tessera.shared.schema import ACCEPTED
 from tessera.shared.tensors.hashing import derive_seed

@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text, update
 
 from tessera.coordinator.db.tables import AuditRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.services import Services, assemble
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

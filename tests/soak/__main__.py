@@ -26,7 +26,7 @@ from sqlalchemy import func, select
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import Table
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tests.support.coordinator import until
 from tests.support.federation import small_model, start_run, values
 from tests.support.processes import CoordinatorProcess, Process

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from safetensors.numpy import load
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client

@@ -27,8 +27,9 @@ from unittest import mock
 import httpx
 import numpy as np
 
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.framing import MEDIA_TYPE, pack, unpack
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.runs import Evaluation
 from tessera.shared.api.tasks import Submission, Task
 from tessera.shared.client import transfers
 from tessera.shared.client.client import Client

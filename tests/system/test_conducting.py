@@ -18,7 +18,8 @@ from sqlalchemy import select
 
 from tessera.coordinator.db.engine import Database, DatabaseInUse
 from tessera.coordinator.db.tables import RoundRow
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.rounds.client_privacy import NOISE, Noise, derived_key

@@ -14,7 +14,8 @@ from safetensors.numpy import load
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
-from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, RunSpec, Training
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec

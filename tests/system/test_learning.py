@@ -12,7 +12,8 @@ import torch
 from safetensors.numpy import load
 from safetensors.torch import save_file
 
-from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec, Training
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.updates.model_folder import ModelFolder

@@ -15,7 +15,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, RunBlobRow
 from tessera.shared.aggregation.robust import Mean, Median, RobustRule
 from tessera.shared.aggregation.server_optimizer import Adam, NoOptimizer, OptimizerRule
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of

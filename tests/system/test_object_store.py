@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.processes import CoordinatorProcess

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tests.support import databases
 from tests.support.coordinator import until

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Conflict
 from tests.support import databases

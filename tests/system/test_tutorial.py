@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec, Training
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS

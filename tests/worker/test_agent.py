@@ -32,7 +32,8 @@ from typer.testing import CliRunner
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db.tables import UploadRow
-from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import ANSWER_SECONDS

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tessera.shared.api.runs import Cohort, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Training
 from tessera.worker.agent import Agent
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop

@@ -23,7 +23,7 @@ from tessera.coordinator.alerts.notices import FORGET_SECONDS, RETRY_SECONDS
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow
 from tessera.coordinator.services import Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.client import notice_channels
 from tessera.shared.client.notice_channels import Command, Undelivered, Webhook
 from tessera.worker.governance.notices import NoticeSettings

@@ -11,7 +11,8 @@ import pytest
 
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.aggregation.server_optimizer import Momentum
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunPatch
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import Gone, Invalid, RoundClosed, TaskCancelled

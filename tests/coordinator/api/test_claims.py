@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from tessera.coordinator.db.tables import WorkerRow
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.problems import NameInUse
 from tests.support.coordinator import WAIT_SECONDS, Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

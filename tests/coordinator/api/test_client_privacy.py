@@ -15,7 +15,8 @@ from tessera.coordinator.dashboard.runs import facts_of
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow
 from tessera.coordinator.maintenance import backup
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

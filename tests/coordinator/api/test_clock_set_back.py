@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from tessera.coordinator.db.tables import RunRow
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.tasks import Submission
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -15,7 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.coordinator.alerts.attention import LATELY_SECONDS
-from tessera.shared.api.runs import Cohort, Coverage, Run, SiteCoverage
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Coverage, Run, SiteCoverage
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tests.coordinator.dashboard.conftest import signed_in
 from tests.shared.cli.test_metrics import MLFLOW_SECONDS

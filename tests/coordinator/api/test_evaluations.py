@@ -15,7 +15,8 @@ from tessera.coordinator.dashboard.queries import moved_by_run, round_sums
 from tessera.coordinator.db.tables import SiteRow, TaskRow, WorkerRow
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.shared.api.runs import Cohort, Coverage, Evaluation, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Coverage, Evaluation, Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import outcomes

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run
 from tessera.shared.api.tasks import Failure, Task
 from tessera.shared.client.client import Client
 from tessera.shared.terminal.failures import task_failures

@@ -15,7 +15,8 @@ from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RunRow
 from tessera.coordinator.domain.without_rounds import Complete
 from tessera.coordinator.domain.workers import LiveWorker
-from tessera.shared.api.runs import Cohort, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunPatch
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import Conflict, Forbidden, Invalid

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Evaluation, Preview, RunSpec, WorkerPreview
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Preview, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure
 from tessera.shared.api.versions import Manifest
 from tessera.shared.cli.run import preview_table

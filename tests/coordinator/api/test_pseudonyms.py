@@ -13,7 +13,8 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import AuditKeyRow, AuditRow
 from tessera.shared.api.admin import Approval, EnrolmentSpec, TokenSpec
 from tessera.shared.api.audit_chain import first_broken, named
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
 from tests.support.coordinator import LiveCoordinator, until

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.rehearsals import Rehearsal
-from tessera.shared.api.runs import Cohort, Evaluation, Privacy, Run, RunPatch
+from tessera.shared.api.runs import Evaluation, Privacy, Run, RunPatch
 from tessera.shared.api.tasks import ReportResult, Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import Problem

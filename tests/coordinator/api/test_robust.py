@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tessera.shared.api.runs import Cohort, Round, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Round, Run
 from tessera.shared.api.tasks import Submission, Task
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

@@ -12,7 +12,8 @@ from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.aggregation.server_optimizer import Momentum, NoOptimizer
 from tessera.shared.api.admin import StudyMember
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation
 from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, exported, head_of, small_model, start_run, values

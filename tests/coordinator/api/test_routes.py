@@ -15,7 +15,8 @@ from starlette.routing import BaseRoute, Route
 
 from tessera.coordinator.dossier import signing_key
 from tessera.shared.api.admin import EnrolmentSpec, TokenSpec
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import Failure
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.client.export import export_folder

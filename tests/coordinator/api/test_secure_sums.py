@@ -16,7 +16,8 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.failures import REFUSED_SECONDS
 from tessera.coordinator.db.tables import RoundRow, TaskRow
 from tessera.shared.api.admin import StudyMember
-from tessera.shared.api.runs import Cohort, Run, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums
 from tessera.shared.api.tasks import Failure
 from tessera.shared.model.blocks import Block

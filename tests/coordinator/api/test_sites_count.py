@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tessera.coordinator.db.snapshots import live_workers, run_snapshot
-from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.problems import Conflict, NotFound, Problem
 from tests.support.coordinator import Clock, LiveCoordinator

@@ -27,7 +27,8 @@ from tessera.coordinator.dossier import signing_key
 from tessera.coordinator.notify.event_stream import shuffled
 from tessera.coordinator.services import Services, assemble
 from tessera.shared.api.admin import StudyMember
-from tessera.shared.api.runs import Cohort, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunPatch
 from tessera.shared.api.tasks import Failure
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.dossier import unpacked

@@ -15,7 +15,8 @@ import pytest
 from sqlalchemy import select
 
 from tessera.coordinator.db.tables import BlobRow, RoundRow, RunBlobRow, RunRow, TaskRow, VersionRow
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.api.tasks import Failure, Submission, Task, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from tessera.session import Session
 from tessera.shared.api.class_counts import BINS, SCORE_BINS, ClassCounts, ScoreCounts, sum_of
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunPatch
 from tessera.shared.api.tasks import EvaluationResult
 from tessera.shared.client.client import Client
 from tessera.shared.client.run_file import check_spec

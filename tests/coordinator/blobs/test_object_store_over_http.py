@@ -13,7 +13,8 @@ from sqlalchemy import select
 
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.maintenance import backup
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tests.coordinator.maintenance.test_backup import faults
 from tests.coordinator.maintenance.test_retention import HOUR, MODEL, START, exported, play, played, retention

@@ -18,7 +18,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.domain.round_moves import Merge
 from tessera.coordinator.services import assemble
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.tasks import Claim
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import (

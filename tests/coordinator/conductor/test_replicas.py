@@ -14,7 +14,7 @@ import pytest
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db import engine as module
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.tasks import Submission
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, State
 from tessera.shared.methods.registry import methods

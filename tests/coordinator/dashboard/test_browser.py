@@ -15,7 +15,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, Route, expect
 
 from tessera.shared.api.admin import EnrolmentSpec
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation
 from tessera.shared.api.tasks import Failure, LiveValues, LogEvent, Progress
 from tessera.shared.api.token_format import hash_of
 from tessera.shared.client.client import Client

@@ -22,7 +22,8 @@ from tessera.coordinator.db.helper_tasks import _terms_by_count
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, TokenRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK
 from tessera.shared.api.admin import EnrolmentSpec
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
 from tessera.shared.api.token_format import hash_of
 from tessera.shared.client.client import Client

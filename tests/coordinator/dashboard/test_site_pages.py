@@ -15,7 +15,8 @@ from tessera.coordinator.dashboard.security_headers import HEADERS
 from tessera.coordinator.dashboard.templating import NOTHING, size
 from tessera.coordinator.db.tables import TaskRow
 from tessera.shared.api.admin import TokenSpec
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunPatch
 from tessera.shared.api.tasks import Failure, Progress
 from tessera.shared.rounds.outliers import DISTANCE, NORM
 from tests.coordinator.dashboard.conftest import Person

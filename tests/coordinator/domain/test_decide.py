@@ -24,7 +24,7 @@ from tessera.coordinator.domain.snapshot import (
 )
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 from tessera.coordinator.domain.without_rounds import Complete
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.schema import RunState, TaskState
 
 NOW = 1000.0

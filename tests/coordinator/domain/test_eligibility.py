@@ -20,7 +20,8 @@ from tessera.coordinator.domain.eligibility import (
     refused_plans,
     unsuited,
 )
-from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec, Training
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef

@@ -19,8 +19,9 @@ from tessera.coordinator.dossier.contents import documents
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.class_counts import ScoreCounts
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.membership import LOSS_BINS, MembershipCounts
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import Evaluation, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy, EvaluationResult, Failure, ReportResult, Submission, Task
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Gone, NotFound

@@ -28,7 +28,8 @@ from tessera.coordinator.limits.disk import STEP_BYTES, DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MAX_KEYS, Rate
 from tessera.coordinator.services import _bytes_per_day
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tessera.shared.host_memory import groups
 from tessera.shared.problems import Busy, StoreFull

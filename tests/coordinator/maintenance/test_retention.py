@@ -21,7 +21,8 @@ from tessera.coordinator.db.snapshots import MAX_UNEVALUATED
 from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
 from tessera.coordinator.maintenance.garbage_collection import RemovalCounts, Retention
 from tessera.coordinator.services import Services, assemble
-from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.rounds.versions import States

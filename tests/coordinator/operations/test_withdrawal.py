@@ -14,7 +14,8 @@ from tessera.coordinator.db.tables import AUDIT_SINK, NoticeRow, Table
 from tessera.coordinator.operations import withdrawal
 from tessera.shared.api.admin import StudyMember
 from tessera.shared.api.audit_chain import first_broken
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunPatch
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.run_versions import new_run
 from tessera.shared.problems import Invalid

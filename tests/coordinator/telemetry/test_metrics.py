@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.stats import Commits, RoundDurations
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.paths import ROOT

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.class_counts import LabelCounts, LabelScores, NumberSums
-from tessera.shared.api.runs import Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import Claim, EvaluationResult, Submission
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import MethodSpec

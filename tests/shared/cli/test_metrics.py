@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.rows import MetricRow
 from tests.support.cli import process, tessera

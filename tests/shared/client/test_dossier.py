@@ -21,7 +21,8 @@ from safetensors.numpy import load
 
 from tessera.coordinator.dossier import signing_key
 from tessera.coordinator.dossier.archive import archive
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tessera.shared.client.dossier import fetch_dossier, unpacked, verify
 from tessera.shared.client.export import export_folder

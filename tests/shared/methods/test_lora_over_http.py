@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec, State, Update

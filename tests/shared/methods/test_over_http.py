@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Round, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Round, Training
 from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model

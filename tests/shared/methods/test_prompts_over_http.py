@@ -23,7 +23,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client

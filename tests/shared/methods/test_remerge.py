@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.audit_chain import named
-from tessera.shared.api.runs import Cohort, Run, RunPatch, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, RunPatch, Training
 from tessera.shared.client.run_versions import new_run
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import Gone, Invalid

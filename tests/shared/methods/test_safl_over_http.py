@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client

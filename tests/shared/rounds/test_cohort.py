@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.rounds.planning import choose
 from tessera.shared.tensors.hashing import derive_seed
 

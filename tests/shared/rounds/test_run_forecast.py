@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.rehearsals import Rehearsal
-from tessera.shared.api.runs import Cohort, Privacy, RunSpec, SiteReport
+from tessera.shared.api.runs import Privacy, RunSpec, SiteReport
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import OF_WORKERS, WorkerFailed
 from tessera.shared.rounds.run_forecast import RunForecast

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tessera.shared.aggregation.mean import Normalization, average
-from tessera.shared.api.runs import Bounds, Cohort, RunSpec
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.cohort import Cohort
 from tessera.worker.cli.data import app
 from tessera.worker.data.content import digests_of
 from tessera.worker.data.dataset import Dataset

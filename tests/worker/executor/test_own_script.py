@@ -24,7 +24,8 @@ from examples.llm.instructions import word_tokenizer
 from examples.reports.__main__ import BERT
 from examples.reports.notes import DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
 from tessera.coordinator.domain import eligibility
-from tessera.shared.api.runs import Cohort, Evaluation, RunSpec, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, RunSpec, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef

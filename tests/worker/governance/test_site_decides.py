@@ -18,7 +18,8 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from tessera.coordinator.db.tables import WorkerRow
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunPatch, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunPatch, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

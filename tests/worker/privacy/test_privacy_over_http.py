@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec

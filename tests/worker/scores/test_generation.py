@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from tessera.shared.api.runs import Cohort, Evaluation, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Training
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Measurement, Training
 from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.model.preprocessing import FileRef, read_files
 from tessera.worker.agent import Agent

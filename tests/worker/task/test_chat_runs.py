@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.shared.api.runs import Cohort, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileRef, read_files
 from tessera.shared.model.spec import Lora

@@ -18,8 +18,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.framing import MEDIA_TYPE as FRAMED
-from tessera.shared.api.runs import Cohort, Run, Training
+from tessera.shared.api.runs import Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model

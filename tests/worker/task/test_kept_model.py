@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Run
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import LocalResult, Method, MethodSpec, TaskContext, TrainingStats, UnsupportedRun
 from tessera.shared.methods.registry import methods

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tessera.shared.api.runs import Cohort, Evaluation, Privacy, RunPatch, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Privacy, RunPatch, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Head

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tessera.coordinator.operations.remerge import remerge
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Run, RunSpec, Training
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import REFERENCE, MethodSpec, State
 from tessera.shared.model.preprocessing import FileRef, read_files

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.rehearsals import Rehearsal
-from tessera.shared.api.runs import Cohort, Privacy, Training
+from tessera.shared.api.runs import Privacy, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.worker.agent import Agent

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, RunPatch, Training
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.runs import Evaluation, Measurement, Run, RunPatch, Training
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.classification import group_figures
