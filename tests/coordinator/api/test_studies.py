@@ -207,6 +207,7 @@ def every_route(services: Services) -> list[tuple[str, str]]:
     return [(method, path.replace("{path:path}", "nowhere")) for method, path in found]
 
 
+@pytest.mark.both_databases(long="postgresql")
 @pytest.mark.parametrize("role", ROLES)
 def test_another_study_s_rows_are_answered_as_if_they_were_not_there(apart: Apart, role: str) -> None:
     wrong = []
@@ -225,6 +226,7 @@ def test_another_study_s_rows_are_answered_as_if_they_were_not_there(apart: Apar
     assert wrong == []
 
 
+@pytest.mark.both_databases(long="postgresql")
 @pytest.mark.parametrize("role", ROLES)
 def test_no_route_has_a_word_of_another_study(apart: Apart, role: str) -> None:
     told = []

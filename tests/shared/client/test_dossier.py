@@ -392,7 +392,9 @@ main.main()
 """
 
 
-@pytest.mark.parametrize("at", ["documents", "model", "weights", "check", "rename"])
+@pytest.mark.parametrize(
+    "at", ["weights", "rename", *(pytest.param(at, marks=pytest.mark.long) for at in ("documents", "model", "check"))]
+)
 def test_a_command_that_is_killed_leaves_no_dossier(made: Made, tmp_path: Path, at: str) -> None:
     command = [sys.executable, "-c", KILLED, at, "run", "dossier", "first", str(tmp_path / "out")]
     done = subprocess.run(command, env=environment(**made.options), check=False, capture_output=True)

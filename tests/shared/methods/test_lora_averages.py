@@ -327,7 +327,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+SHORT = ("fedfrozen", "stack, private, in few bits", "residual, private")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in OTHERS]
+)
 def test_sites_of_different_ranks_take_part_in_other_methods_and_under_privacy(case: str) -> None:
     config, head = MODELS["bert"]
     wide = {**config, "num_hidden_layers": 2}

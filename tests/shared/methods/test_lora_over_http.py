@@ -120,7 +120,10 @@ def parts_in(names: Any) -> set[str]:
     return {part for part in LORA.parts for name in names if f".{part}." in name}
 
 
-@pytest.mark.parametrize("average", ["factors", "partition", "stack", "residual"])
+@pytest.mark.parametrize(
+    "average",
+    ["factors", "stack", *(pytest.param(name, marks=pytest.mark.long) for name in ("partition", "residual"))],
+)
 def test_each_site_trains_its_rank_and_the_version_is_the_average_of_what_was_sent(
     live: LiveCoordinator, join: Callable[..., Site], average: str
 ) -> None:

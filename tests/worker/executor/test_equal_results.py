@@ -146,11 +146,11 @@ CASES = {
     "slices": Case("fedfrozen", {"warmup_rounds": 0, "scope": "v_only"}, GPT2, "causal-lm"),
     "lora": Case("lora", lora=Lora(rank=2, alpha=4), training={"optimizer": "adamw", "learning_rate": 1e-3}),
     "scaffold": Case("scaffold", sites=2, rounds=2, training={"steps": 5}),
-    "several labels": Case("fedavg", config=SEVERAL, head="text-classification", data=partial(numbers, 3)),
-    "targets": Case("fedavg", config=NUMBER, head="text-classification", data=partial(numbers, 0)),
     "packed texts": Case("fedavg", config=GPT2, head="causal-lm", data=notes),
 }
 FURTHER = {
+    "several labels": Case("fedavg", config=SEVERAL, head="text-classification", data=partial(numbers, 3)),
+    "targets": Case("fedavg", config=NUMBER, head="text-classification", data=partial(numbers, 0)),
     "fewer examples than ranks": Case("fedavg", training={"batch_size": 1}),
     "a term without examples": Case("fedprox", {"mu": 2.0}, GPT2, "causal-lm"),
     "a batch of one text without labels": Case(
@@ -409,8 +409,8 @@ def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
         Case("fedavg", measured=EXAMPLES, config=GPT2, head="causal-lm"),
         Case("fedavg", measured=EXAMPLES, config=BERT, head="token-classification", data=tagged),
         Case("fedavg", measured=EXAMPLES, config=ENTITIES, head="token-classification", data=tagged),
-        replace(CASES["several labels"], measured=EXAMPLES),
-        replace(CASES["targets"], measured=EXAMPLES),
+        replace(FURTHER["several labels"], measured=EXAMPLES),
+        replace(FURTHER["targets"], measured=EXAMPLES),
     ],
     ids=[
         *("images", "none for one rank", "a text without labels", "classes of tokens", "entities"),
