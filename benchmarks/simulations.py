@@ -41,9 +41,9 @@ from tessera.shared.client.round_outcomes import RoundOutcome
 from tessera.shared.methods.base import Plan, RunInfo
 from tessera.shared.methods.fedavg import METHOD
 from tessera.shared.run_settings import Training
+from tessera.simulation import Conditions, VirtualSite, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Conditions, VirtualSite, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from examples.processes import ROOT
-from tessera.worker.simulation.comparison import interval
+from tessera.simulation.comparison import interval
 
 PAGE, DETAILS = ROOT / "docs" / "which-method.md", ROOT / "docs" / "method-table.md"
 BEGIN = "<!-- made by `make bench-methods` from benchmarks/methods/table.json: do not edit -->\n"

@@ -23,7 +23,10 @@ from tests.support.paths import ROOT
 from tests.support.processes import free_port
 
 TOP = "tessera"
-SIDES = ("coordinator", "shared", "worker")
+FOLDERS = {
+    **{side: ROOT / side for side in ("coordinator", "shared", "worker")},
+    "simulation": ROOT / TOP / "simulation",
+}
 READY_SECONDS = 2.0
 IDLE_BYTES = 120 << 20
 """Its own memory: how much of a library is mapped depends on the file cache of the machine."""
@@ -36,9 +39,9 @@ UNBOUNDED = ("shared/methods", "migrations/versions")
 """A method is one file, and so is a step of the schema: their folders may grow."""
 
 MODULES = {
-    ".".join((TOP, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
-    for side in SIDES
-    for path in sorted((ROOT / side).rglob("*.py"))
+    ".".join((TOP, side, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
+    for side, folder in FOLDERS.items()
+    for path in sorted(folder.rglob("*.py"))
 }
 METHODS = f"{TOP}.shared.methods"
 PACKAGES = {module for module, path in MODULES.items() if path.name == "__init__.py"}
@@ -145,9 +148,9 @@ def crossing(inside: str, forbidden: tuple[str, ...], *, typing_too: bool) -> li
 @pytest.mark.parametrize(
     ("inside", "forbidden"),
     [
-        ("coordinator", ("worker",)),
-        ("worker", ("coordinator", "migrations")),
-        ("shared", ("coordinator", "worker", "migrations")),
+        ("coordinator", ("worker", "simulation")),
+        ("worker", ("coordinator", "migrations", "simulation")),
+        ("shared", ("coordinator", "worker", "migrations", "simulation")),
     ],
 )
 def test_imports_point_one_way(inside: str, forbidden: tuple[str, ...]) -> None:
@@ -209,7 +212,7 @@ def test_a_package_imports_what_its_docstring_says(package: str) -> None:
     assert named == used
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", FOLDERS)
 def test_the_packages_of_a_side_form_layers(side: str) -> None:
     layers: dict[str, set[str]] = {}
     for module, names in graph().items():

@@ -19,12 +19,12 @@ from tessera.shared.cli.docs import GENERATED
 from tessera.shared.cli.reference import settings
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import PROBLEMS
+from tessera.simulation.config import SimulationTable
 from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED
 from tessera.worker.data.partition.schemes import Scheme
 from tessera.worker.data.registry import adapters
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, WorkerSettings
-from tessera.worker.simulation.config import SimulationTable
 from tests.support import cli
 from tests.support.paths import ROOT
 from tests.support.shell_blocks import PAGES, blocks, commands, faults

@@ -42,7 +42,7 @@ T = TypeVar("T")
 def apart(work: Callable[..., T], *given: Any) -> T:
     """Call a function in a process of its own, which begins with its imports."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.methods.cells", "tessera.worker.simulation", "peft", "scipy.stats"])
+    context.set_forkserver_preload(["benchmarks.methods.cells", "tessera.simulation", "peft", "scipy.stats"])
     with ProcessPoolExecutor(1, context) as processes:
         return processes.submit(work, *given).result()
 

@@ -20,6 +20,8 @@ from tessera.coordinator.db.tables import AuditKeyRow, AuditRow, EnrolmentRow, S
 from tessera.shared.api.audit_chain import GENESIS, link, mapped
 
 _HEAD = "audit_head"
+UNAUDITED = "unaudited"
+"""The key of `Session.info` that keeps a session from writing entries: a simulation's would have no reader."""
 _ENTER = insert(AuditRow)
 _LAST = select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)
 _KEYS = select(AuditKeyRow.name, AuditKeyRow.key)
@@ -40,6 +42,8 @@ def record(
     Each site's name that stands as a word in the detail is replaced by the site's pseudonym.
     """
     session.flush()
+    if session.info.get(UNAUDITED):
+        return
     detail = _pseudonymous(session, detail)
     last, previous = _head(session)
     entry = {

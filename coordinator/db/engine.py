@@ -154,8 +154,7 @@ class Database:
                     f"{url} is a database in memory, which no other process or restart would see; name a file"
                 )
             _make(Path(self.url.database))
-            self.engine = create_engine(self.url, pool_size=20, max_overflow=40)
-            _tune_sqlite(self.engine)
+            self.engine = self._sqlite()
             _take_turns(self.engine, "BEGIN IMMEDIATE", "BEGIN")
             self._reading = self.engine.execution_options(**{_READING: True})
             # SQLite's clock is this machine's clock; time.time avoids a query.
@@ -175,6 +174,12 @@ class Database:
         self._writing = threading.Lock()
         self._lock: IO[str] | None = None
         self.damage: str | None = None
+
+    def _sqlite(self) -> Engine:
+        """Return an engine on SQLite's file, whose commits survive a power cut."""
+        engine = create_engine(self.url, pool_size=20, max_overflow=40)
+        _tune_sqlite(engine)
+        return engine
 
     def _note_damage(self, context: ExceptionContext) -> DatabaseDamaged | None:
         """Return the error to raise in place of one that means damage, which is remembered."""
@@ -556,10 +561,10 @@ def _tune_sqlite(engine: Engine) -> None:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
             connection.execute(f"PRAGMA {pragma}")
         # SQLite's own changes ASCII letters only, unlike PostgreSQL's. No index has it.
-        connection.create_function("lower", 1, _lower, deterministic=True)
+        connection.create_function("lower", 1, lower, deterministic=True)
 
 
-def _lower(value: object) -> object:
+def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 

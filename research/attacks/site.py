@@ -22,7 +22,7 @@ from tessera.shared.run_settings import Privacy
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, laid_out, read_block, write_block
-from tessera.worker.simulation import Stalled, Weights, simulate
+from tessera.simulation import Stalled, Weights, simulate
 
 SITE = "site"
 RECORDED = "recorded"

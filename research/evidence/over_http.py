@@ -40,7 +40,7 @@ from evidence.sources.prepare import EMOJI
 from evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.normalization import PixelNormalization
-from tessera.worker.simulation import Conditions, Stalled, VirtualSite, simulate
+from tessera.simulation import Conditions, Stalled, VirtualSite, simulate
 
 ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
 """The tables and arms that are repeated, in the setting that claims are about."""

@@ -35,7 +35,7 @@ from tessera.shared.metrics.selections import choices_of
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Conditions, Weights, simulate
+from tessera.simulation import Conditions, Weights, simulate
 
 COMMAND = "python -m evidence.planted"
 SAVED = Path(__file__).parent / "results" / "planted.json"

@@ -30,7 +30,7 @@ from tessera.shared.api.tasks import TaskView
 from evidence.selections import selections
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.simulation import Conditions, Result, Stalled, simulate
+from tessera.simulation import Conditions, Result, Stalled, simulate
 
 DIVERGED = "diverged:"
 """The start of a task's failure that is a result of its learning rate."""

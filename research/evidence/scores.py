@@ -27,7 +27,7 @@ from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import load, write_block
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompts import prompts_of
-from tessera.worker.simulation import Result
+from tessera.simulation import Result
 from tessera.worker.training.optimization.image_features import READ_BY_TOWER, ImageFeatures, images_once
 from tessera.worker.training.optimization.precision import autocast
 

@@ -23,7 +23,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.simulation import Weights, simulate
+from tessera.simulation import Weights, simulate
 
 VIT: dict[str, Any] = {
     "model_type": "vit", "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "hidden_size": 32,

@@ -30,7 +30,7 @@ from common.pooled import pooled
 from tessera.worker.data.partition.division import divide, hold_out, key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet
 from tessera.worker.data.registry import load
-from tessera.worker.simulation import Conditions, Result, simulate
+from tessera.simulation import Conditions, Result, simulate
 
 VIT = Path(__file__).with_name("vit.json")
 """The model of the demo."""

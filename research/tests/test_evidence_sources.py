@@ -36,7 +36,7 @@ from evidence.sources.packages import (
 from evidence.sources.sites import drawn
 from evidence.sources.training import Budget, share_of_rate
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.simulation import Conditions, simulate
+from tessera.simulation import Conditions, simulate
 from tests.test_evidence import write_bert
 
 # ---------------------------------------------------------------- packages

@@ -24,7 +24,7 @@ PUBLIC = {
     "tessera.shared.tensors.lazy",
     # docs/simulating.md and docs/data.md.
     "tessera.worker.data.dataset",
-    "tessera.worker.simulation",
+    "tessera.simulation",
 }
 """Beside the modules of `tessera.shared.api`."""
 INTERNAL = {

@@ -83,7 +83,7 @@ MAX_ELSEWHERE = 3
 WORKER_TOML = Path("worker.toml")
 
 # Packages of this project, each with the extra that it needs.
-PARTS = {"shared": "", "coordinator": "coordinator", "worker": "worker"}
+PARTS = {"shared": "", "coordinator": "coordinator", "worker": "worker", "simulation": "simulation"}
 
 
 class InstalledCommands(TyperGroup):

@@ -21,8 +21,8 @@ COSTS = ("rounds", "seconds", "megabytes down", "megabytes up", "megabytes both 
 """The figures of a score's cost, for people."""
 
 Clock = Literal["wall", "rounds"]
-CLOCKS: Mapping[Clock, str] = {"wall": "wall time since the run's start", "rounds": "this machine's time in rounds"}
-"""The times of a run, and of a simulation, which stops and has no network."""
+CLOCKS: Mapping[Clock, str] = {"wall": "wall time since the run's start", "rounds": "simulated time in rounds"}
+"""The times of a run, and of a simulation."""
 
 
 class RoundCost(NamedTuple):

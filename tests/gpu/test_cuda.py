@@ -17,6 +17,7 @@ from tessera.shared.methods.registry import methods, worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
@@ -27,7 +28,6 @@ from tessera.worker.live_values import LiveMonitor
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.device_memory import free_bytes, use_of_gpus
-from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import PieceSize

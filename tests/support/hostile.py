@@ -20,7 +20,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import CHUNK
 from tessera.shared.updates.update_file import MAX_HEADER_BYTES
-from tessera.worker.simulation.blob_folder import Folder
+from tessera.simulation.blob_folder import Folder
 from tests.support.malformed import wide_window
 from tests.support.updates import container, update_file
 

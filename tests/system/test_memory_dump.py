@@ -26,12 +26,12 @@ from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation.blob_folder import Folder
+from tessera.simulation.virtual_sites import SharedDiskCache
 from tessera.worker.data.registry import load as load_data
 from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.executor.stages.load import load
 from tessera.worker.executor.stages.train import train
-from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.virtual_sites import SharedDiskCache
 from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TRAINING_SEEDS, Journal, TaskEnvironment, TaskRun

@@ -19,9 +19,9 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation import Conditions, VirtualSite, simulate
+from tessera.simulation.virtual_sites import WORKER
 from tessera.worker.data.registry import load as load_data
-from tessera.worker.simulation import Conditions, VirtualSite, simulate
-from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
 from tests.support.cli import tessera
 from tests.support.coordinator import until

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from tessera.shared.api.runs import Measurement, Round, RunSpec
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation import Conditions, VirtualSite, simulate
+from tessera.simulation.virtual_sites import WORKER
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Policy
-from tessera.worker.simulation import Conditions, VirtualSite, simulate
-from tessera.worker.simulation.virtual_sites import WORKER
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, audit_key, worker_process
 from tests.system.conftest import VIT, made

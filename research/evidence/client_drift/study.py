@@ -20,7 +20,7 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import load
 from tessera.worker.model.build import write_block as write_values
-from tessera.worker.simulation import Conditions, Result, simulate
+from tessera.simulation import Conditions, Result, simulate
 
 TABLE = "F-t"
 ALL, EQUAL = "fedavg", "fedavg, equal labels"

@@ -24,7 +24,7 @@ from evidence.sources.prepare import MODEL, PHRASES
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Weights
+from tessera.simulation import Weights
 
 HEAD = ("classifier.weight", "classifier.bias")
 STEP_SECONDS = (4.0, 1.0, 2.0)

@@ -31,7 +31,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.fednova import FedNovaCoordinator
 from tessera.shared.model.selectors import Selector, roles
 from tessera.shared.tensors.lazy import to_array
-from tessera.worker.simulation import Conditions, Result, simulate
+from tessera.simulation import Conditions, Result, simulate
 
 PREFIX = "head-of-"
 LOCAL_STEPS = "local_steps"

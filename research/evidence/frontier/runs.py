@@ -21,7 +21,7 @@ from evidence.pool import Figures
 from evidence.sources.packages import digest_of
 from evidence.sources.phrases import WORDINGS, Encoded, Indices, split
 from evidence.sources.prepare import MODEL, PHRASES
-from tessera.worker.simulation import Conditions, Result, Stalled, simulate
+from tessera.simulation import Conditions, Result, Stalled, simulate
 
 DIVERGED = "diverged:"
 """The start of a task's failure that is a result of its learning rate."""

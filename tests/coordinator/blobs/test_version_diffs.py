@@ -27,11 +27,11 @@ from tessera.worker.task import fetch
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.simulation.test_simulation import images
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, difference_of, small_model, start_run, values
 from tests.support.runner import task_runner
 from tests.support.tasks import CPU, VIT, untrained
-from tests.worker.simulation.test_simulation import images
 
 MODEL = small_model(64)
 WIDE = {**VIT, "hidden_size": 64, "intermediate_size": 256}

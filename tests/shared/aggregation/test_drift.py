@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tessera.shared.aggregation.drift import DRIFT, drift_by_role
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.tensors.lazy import ArrayTensor
-from tessera.worker.simulation import Conditions, Weights, simulate
+from tessera.simulation import Conditions, Weights, simulate
 from tests.support.tasks import DIGITS_VIT, images, untrained
 
 SPEC = {"name": "drift", "method": {"name": "fedavg"}, "dataset": "d", "rounds": 3}

@@ -31,8 +31,8 @@ from tessera.shared.model.blocks import Block, Role
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, to_array
+from tessera.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tests.support.tasks import PLAIN, images, one_task, untrained
 

@@ -16,9 +16,9 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.planning import begun
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.rounds import SGD, Rounds, site_data
 from tests.support.tasks import PLAIN, VIT, images, one_task, untrained
 

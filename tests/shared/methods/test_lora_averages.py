@@ -17,10 +17,10 @@ from tessera.shared.model.spec import Head, Lora, Model
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.planning import begun, run_facts
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, to_array
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import activate_adapters, instantiate, write_block
-from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.task_document import NO_DIGEST
 from tests.support.tasks import untrained
 

@@ -22,10 +22,10 @@ from tessera.shared.model.spec import Lora, Model, Prompts
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.planning import begun, plans_of, run_facts, task_of
 from tessera.shared.tensors.lazy import ArrayTensor
+from tessera.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
-from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.task.environment import facts_of
 from tests.support.task_document import NO_DIGEST
 from tests.support.tasks import (
@@ -81,7 +81,7 @@ def digests(result: Result) -> list[str]:
     return [version.digest for version in result.versions]
 
 
-# In short, tests/worker/simulation/test_simulation.py shows the same of the methods that remember most.
+# In short, tests/simulation/test_simulation.py shows the same of the methods that remember most.
 @pytest.mark.long
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:

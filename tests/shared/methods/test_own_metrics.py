@@ -10,12 +10,12 @@ import pytest
 
 from tessera.shared.api.runs import Evaluation
 from tessera.shared.methods.registry import FOLDERS, methods
+from tessera.simulation import Weights, simulate
 from tessera.worker.data.partition.division import hold_out, key_of_seed
 from tessera.worker.data.partition.schemes import Iid
 from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Weights, simulate
 from tests.support.coordinator import LiveCoordinator
 from tests.support.tasks import DIGITS_VIT, images
 from tests.worker.training.test_site_evaluation import begin, settings, working

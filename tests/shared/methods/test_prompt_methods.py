@@ -18,11 +18,11 @@ from tessera.shared.methods.registry import check, coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
+from tessera.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.prompts import prompts_of
 from tessera.worker.privacy.bounded_figures import disclosed
-from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
 from tests.support.duals import dual, pairs

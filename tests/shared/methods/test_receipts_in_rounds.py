@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tessera.shared.tensors.lazy import Array, to_array
-from tessera.worker.simulation import Conditions, Result, simulate
+from tessera.simulation import Conditions, Result, simulate
 from tests.shared.methods.test_methods_in_rounds import sites_of, start_of
 
 SITES = ("a", "b", "c")

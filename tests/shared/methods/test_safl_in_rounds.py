@@ -15,10 +15,10 @@ from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Lora
 from tessera.shared.problems import Invalid
 from tessera.shared.tensors.lazy import to_array
+from tessera.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.training.progress import rounded
 from tests.support.tasks import VIT, images, untrained

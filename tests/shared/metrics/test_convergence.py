@@ -51,7 +51,7 @@ def test_the_time_of_a_simulation_leaves_out_the_night_between_a_stop_and_its_re
     found = History.of(a_run(), ROUNDS, [scored(3, 0.7)], "rounds").convergence([0.7])
     assert found
     assert found.reached[0].seconds == 8.0
-    assert "this machine's time in rounds" in dict(found.facts())["accuracy 0.7 or more"]
+    assert "simulated time in rounds" in dict(found.facts())["accuracy 0.7 or more"]
 
 
 def test_a_score_that_was_never_reached_is_said_in_every_form() -> None:

@@ -42,8 +42,8 @@ from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import ArrayTensor, ZeroTensor, as_bytes, to_array
 from tessera.shared.updates.update_file import TrainedBlock, longest_update, read_update, write_update
-from tessera.worker.simulation import Stalled, Weights, simulate
-from tessera.worker.simulation.blob_folder import Folder
+from tessera.simulation import Stalled, Weights, simulate
+from tessera.simulation.blob_folder import Folder
 from tessera.worker.task.upload_budget import write_within
 from tests.support.federation import small_model, values
 from tests.support.tasks import VIT, images, untrained

@@ -35,7 +35,7 @@ from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import Array, ArrayTensor, as_bytes, to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
-from tessera.worker.simulation.blob_folder import Folder
+from tessera.simulation.blob_folder import Folder
 from tests.support.federation import small_model, values
 
 VARIANCE = Block(tensor="norm.running_var", role="other", shape=(4,), dtype="F32")

@@ -22,7 +22,7 @@ from tessera.shared.tensors.lazy import as_bytes
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.errors import KINDS, ContentKind, FormKind, HeaderKind
 from tessera.shared.updates.safetensors_file import ContainerError
-from tessera.worker.simulation.blob_folder import Folder
+from tessera.simulation.blob_folder import Folder
 from tests.support.cli import forked
 from tests.support.federation import small_model, values
 from tests.support.malformed import ASKED, CORPUS, MAX_NORM

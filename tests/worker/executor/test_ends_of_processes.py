@@ -17,6 +17,7 @@ import torch
 from structlog.testing import capture_logs
 
 from tessera.shared.api.tasks import Task
+from tessera.simulation import Stalled
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import HiddenFailure
 from tessera.worker.executor import executor as executor_module
@@ -24,7 +25,6 @@ from tessera.worker.executor.executor import FOLDER, ProcessExecutor
 from tessera.worker.executor.folder import RESULT_ARRAYS, UNEXPLAINED, WAKE
 from tessera.worker.executor.launcher import LocalLauncher, RankSettings
 from tessera.worker.executor.rank import _failure
-from tessera.worker.simulation import Stalled
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Check, Report
 from tests.support.coordinator import until

@@ -18,6 +18,7 @@ from tessera.shared.model.dataset_schema import MULTI_LABEL, REGRESSION
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.shared.tensors.lazy import to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.simulation import Result, Stalled, Weights, simulate, virtual_workers
 from tessera.worker.compute import Compute, MicroBatch
 from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.data.groups import Subgroups
@@ -28,7 +29,6 @@ from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED
-from tessera.worker.simulation import Result, Stalled, Weights, simulate, virtual_workers
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Check, Report

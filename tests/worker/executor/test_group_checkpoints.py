@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tessera.shared.api.tasks import Task
-from tessera.worker.simulation import Stalled
+from tessera.simulation import Stalled
 from tessera.worker.state.atomic_files import TEMPORARY
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.privacy_ledger import Ledger

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tessera.shared.methods.base import REFERENCE, Plan
 from tessera.shared.model.spec import Lora
 from tessera.shared.run_settings import Training
+from tessera.simulation import Result, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
 from tessera.worker.errors import TaskFailure
@@ -27,7 +28,6 @@ from tessera.worker.executor.stages.load import preferring
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import Preference, forward
-from tessera.worker.simulation import Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.worker.executor.test_equal_results import Case, distance, divided, model_of

@@ -14,12 +14,12 @@ from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Training
+from tessera.simulation import Stalled
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.inventory import devices_of
 from tessera.worker.settings import SettingsError, WorkerSettings
-from tessera.worker.simulation import Stalled
 from tessera.worker.training.ranks import require_shardable
 from tests.worker.executor.test_equal_results import (
     BERT,

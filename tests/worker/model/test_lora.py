@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from tessera.shared.model.spec import Float32Role, Head, Lora, Model, stored_name
 from tessera.shared.problems import Invalid
 from tessera.shared.version import install_line
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import ConfigError, ModelMismatch
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import check_model, instantiate, merge_adapters
 from tessera.worker.model.forward import forward
 from tessera.worker.model.layouts import MappingFile, TensorPattern
-from tessera.worker.simulation import Conditions, Weights, simulate
 from tests.support.duals import dual, pairs
 
 SIZES = {

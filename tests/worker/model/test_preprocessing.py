@@ -26,9 +26,9 @@ from tessera.shared.problems import Invalid
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation.blob_folder import Folder
 from tessera.worker.cli.model import app
 from tessera.worker.model import build
-from tessera.worker.simulation.blob_folder import Folder
 from tests.support.pretrained import bert_tokenizer, image_processor, picture, plain_tokenizer
 
 BERT = {

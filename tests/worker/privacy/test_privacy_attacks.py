@@ -25,6 +25,7 @@ from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
+from tessera.simulation import Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import DataError
 from tessera.worker.model.block_map import block_table
@@ -35,7 +36,6 @@ from tessera.worker.privacy.known_examples import known_examples
 from tessera.worker.privacy.per_example_grads import Batch, Gradients, HookedGradients, PerExample
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.privacy.sampling import sampling
-from tessera.worker.simulation import Weights, simulate
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.training.batches import Batches, ReadableBatches
 from tessera.worker.training.context import LocalTaskContext

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import NoiseSource
+from tessera.simulation import Weights
 from tessera.worker.data.groups import Groups
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.forward import Preference
@@ -18,7 +19,6 @@ from tessera.worker.privacy.bounded_figures import bounded_sums
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients
 from tessera.worker.privacy.pieces import GroupSampling
 from tessera.worker.privacy.sampling import sampling
-from tessera.worker.simulation import Weights
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.ranks import OneRank

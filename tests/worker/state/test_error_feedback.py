@@ -11,11 +11,11 @@ import pytest
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import ArrayTensor, unpacked
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
+from tessera.simulation import Stalled, Weights, simulate
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Stalled, Weights, simulate
 from tessera.worker.state.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
+from tests.simulation.test_simulation import SITES, spec
 from tests.support.tasks import VIT
-from tests.worker.simulation.test_simulation import SITES, spec
 
 BLOCK = Block(tensor="w", role="mlp", shape=(300, 200), dtype="F32")
 BASE = np.random.default_rng(0).normal(size=BLOCK.shape).astype(np.float32)

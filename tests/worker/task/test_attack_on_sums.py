@@ -30,12 +30,12 @@ from tessera.shared.secure_sums.messages import Agreement, Envelope, RingBlock, 
 from tessera.shared.secure_sums.roster import signed_keys
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.simulation import Weights
+from tessera.simulation.blob_folder import Folder
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Weights
-from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tessera.shared.problems import Invalid
+from tessera.simulation import Result, Stalled, simulate
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.simulation import Result, Stalled, simulate
 from tests.support.tasks import PLAIN, Subject, images
 from tests.worker.training.test_micro_batch import BERT, CASES
 from tests.worker.training.test_training_loss import spec_of, start_of

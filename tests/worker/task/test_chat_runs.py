@@ -15,6 +15,7 @@ from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileRef, read_files
 from tessera.shared.model.spec import Lora
+from tessera.simulation import Weights, simulate
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
@@ -24,7 +25,6 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.privacy.bounded_figures import BoundedSums, bounded_sums
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.simulation import Weights, simulate
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import OneRank

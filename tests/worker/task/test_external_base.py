@@ -27,13 +27,13 @@ from tessera.shared.model.spec import Lora, Model
 from tessera.shared.problems import Invalid
 from tessera.shared.updates.base_folder import BaseFolder
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation import simulate
 from tessera.worker.agent import Agent
 from tessera.worker.cli.model import app as model_app
 from tessera.worker.cli.worker import app as worker_app
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, load
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.simulation import simulate
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until

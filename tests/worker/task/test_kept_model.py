@@ -18,11 +18,11 @@ from tessera.shared.methods.base import LocalResult, Method, MethodSpec, TaskCon
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import roles
 from tessera.shared.tensors.lazy import Array, digest_of
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import read_block
-from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.in_process import in_process

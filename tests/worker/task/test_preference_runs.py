@@ -21,10 +21,10 @@ from tessera.shared.model.spec import Lora
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.planning import begun
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, from_bytes
+from tessera.simulation import Weights
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.simulation import Weights
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, start_run

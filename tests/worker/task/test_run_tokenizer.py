@@ -23,6 +23,7 @@ from tessera.shared.model.preprocessing import FileName, FileRef, read_files, re
 from tessera.shared.problems import DigestMismatch, Invalid
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
+from tessera.simulation import Conditions, Stalled, Weights, simulate
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import hold_out
@@ -37,7 +38,6 @@ from tessera.worker.governance.run_history import TaskStatement
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.simulation import Conditions, Stalled, Weights, simulate
 from tessera.worker.state.blob_cache import BlobTooLarge, Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.stores import inbox_of

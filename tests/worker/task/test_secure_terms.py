@@ -34,6 +34,8 @@ from tessera.shared.secure_sums.messages import Envelope, RingBlock, Terms
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock
+from tessera.simulation import Weights
+from tessera.simulation.blob_folder import Folder
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.stages.direct import Direct
 from tessera.worker.executor.stages.load import load
@@ -41,8 +43,6 @@ from tessera.worker.executor.stages.train import train
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Weights
-from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.site_keys import AgreementLog, Keyring, SumParty
@@ -54,13 +54,13 @@ from tessera.worker.task.secure_sums import admitted_terms, check_values, help_o
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.simulation.test_simulation import DROPOUT
 from tests.support.duals import dual
 from tests.support.federation import small_model
 from tests.support.secure_sums import Federation, ring_of
 from tests.support.tasks import ADAPTED, PLAIN, images, untrained
 from tests.worker.model.test_four_bits import LLAMA
 from tests.worker.model.test_sandbox import BERT
-from tests.worker.simulation.test_simulation import DROPOUT
 
 MODEL = small_model()
 VERSION = digest_of(b"version")

@@ -15,11 +15,11 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.simulation.test_simulation import images
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.runner import task_runner
 from tests.support.tasks import CPU, VIT, untrained
-from tests.worker.simulation.test_simulation import images
 
 WIDE = {**VIT, "hidden_size": 128, "intermediate_size": 768}
 """A model of more than 1 MiB, which is uploaded from a file."""

@@ -11,7 +11,7 @@ import torch
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.problems import Invalid
-from tessera.worker.simulation import simulate
+from tessera.simulation import simulate
 from tests.support.rounds import SGD, Rounds
 from tests.support.tasks import ADAPTED, PLAIN, Subject
 from tests.worker.training.test_micro_batch import CASES

@@ -17,13 +17,13 @@ from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.terminal.metric_tables import figure_tables
+from tessera.simulation import Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Subgroups
 from tessera.worker.governance.departures import departures
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.worker.simulation import Weights, simulate
 from tessera.worker.state.audit import Audit
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault

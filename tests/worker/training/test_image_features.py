@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.selectors import NOTHING
 from tessera.shared.model.spec import Prompts
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompts import TOWERS, VISION_TOWERS
-from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import evaluate

@@ -19,13 +19,13 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, roles
 from tessera.shared.run_settings import Training
+from tessera.simulation import Weights, simulate
 from tessera.worker.compute import MicroBatch
 from tessera.worker.errors import ExampleTooLarge
 from tessera.worker.faults.failures import failure_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits
-from tessera.worker.simulation import Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything

@@ -14,7 +14,7 @@ from tessera.shared.methods.base import Phase
 from tessera.shared.model.selectors import EVERYTHING, Selector, roles
 from tessera.shared.problems import Invalid
 from tessera.shared.run_settings import Training
-from tessera.worker.simulation import Conditions, Result, simulate
+from tessera.simulation import Conditions, Result, simulate
 from tessera.worker.state.vault import Vault
 from tessera.worker.training.optimization.moments import Moments
 from tests.support.tasks import PLAIN

@@ -16,11 +16,11 @@ from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Invalid
 from tessera.shared.run_settings import Training
+from tessera.simulation import Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED, forward, losses, objective_of
-from tessera.worker.simulation import Weights, simulate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import evaluate

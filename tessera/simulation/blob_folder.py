@@ -45,7 +45,6 @@ class Folder:
         self._path = path
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._memory_bytes = 0
-        self._lent: dict[str, bytes] = {}
 
     def path(self, digest: str) -> Path:
         """Return the path of a blob. Raises NotFound."""
@@ -60,7 +59,7 @@ class Folder:
 
     def small(self, digest: str) -> bytes | None:
         """Return a blob if it is small, and None for a large one. Raises NotFound."""
-        data = self._lent.get(digest) or self._memory.get(digest)
+        data = self._memory.get(digest)
         if data is None:
             path = self.path(digest)
             if path.stat().st_size > SMALL_BYTES:
@@ -68,10 +67,6 @@ class Folder:
             data = path.read_bytes()
             self._remember(digest, data)
         return data
-
-    def lend(self, digest: str, data: bytes) -> None:
-        """Hold a blob in memory only, until it is removed."""
-        self._lent[digest] = data
 
     def size(self, digest: str) -> int:
         data = self.small(digest)
@@ -119,8 +114,7 @@ class Folder:
     def remove(self, unwanted: Iterable[str]) -> None:
         """Remove those of these blobs that are present."""
         for digest in unwanted:
-            if self._lent.pop(digest, None) is None:
-                self.place(digest).unlink(missing_ok=True)
+            self.place(digest).unlink(missing_ok=True)
             self._memory_bytes -= len(self._memory.pop(digest, b""))
 
     def _remember(self, digest: str, data: bytes) -> None:
@@ -130,7 +124,10 @@ class Folder:
             _, oldest = self._memory.popitem(last=False)
             self._memory_bytes -= len(oldest)
 
-    # ------------------------------------------------------------ for `upload_model`
+    # ------------------------------------------------------------ for the coordinator and `upload_model`
+
+    def record(self, *about: object) -> None:
+        """Do nothing: files need no rows."""
 
     def has_blob(self, digest: str) -> bool:
         return self.place(digest).is_file()

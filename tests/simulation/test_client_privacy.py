@@ -13,14 +13,14 @@ from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.rounds.client_privacy import CLIP_NORM, EPSILON, simulated_key
+from tessera.simulation import Conditions, Weights, simulate
+from tessera.simulation.virtual_sites import WORKER
 from tessera.worker.agent import Agent
 from tessera.worker.data.registry import load
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.simulation import Conditions, Weights, simulate
-from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.task.heartbeat import Stop
+from tests.simulation.conftest import SITES
 from tests.support.coordinator import LiveCoordinator, until
-from tests.worker.simulation.conftest import SITES
 
 SPEC: dict[str, Any] = {
     "name": "private",

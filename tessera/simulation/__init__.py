@@ -1,8 +1,5 @@
 """A whole federation in one process: the same methods, plans, codecs and merging as over HTTP, bit for bit.
 
-Imports `data`, `errors`, `executor`, `faults`, `governance`, `inventory`, `model`, `settings`, `state`, `stores`,
-`task` and `training`.
-
     result = simulate({"method": {"name": "fedavg"}, "rounds": 3}, model, {"north": data, "south": more})
     result.versions[-1].digest, result.scores()[3]["accuracy"]
 
@@ -13,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tessera.worker.simulation.conditions import Conditions
-    from tessera.worker.simulation.federation import Weights, simulate
-    from tessera.worker.simulation.result import Result
-    from tessera.worker.simulation.round_loop import Stalled
-    from tessera.worker.simulation.virtual_sites import VirtualSite
+    from tessera.simulation.conditions import Conditions
+    from tessera.simulation.engine import Stalled
+    from tessera.simulation.federation import Weights, simulate
+    from tessera.simulation.result import Result
+    from tessera.simulation.virtual_sites import VirtualSite
 
 __all__ = ["Conditions", "Result", "Stalled", "VirtualSite", "Weights", "simulate"]
 
-_MODULES = {"Conditions": "conditions", "Result": "result", "Stalled": "round_loop", "VirtualSite": "virtual_sites"}
+_MODULES = {"Conditions": "conditions", "Result": "result", "Stalled": "engine", "VirtualSite": "virtual_sites"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,22 +15,22 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.tensors.lazy import Array, to_array
+from tessera.simulation import Weights, simulate
+from tessera.simulation.engine import Stalled
+from tessera.simulation.result import Result
+from tessera.simulation.secure_sums import noise_key_of
+from tessera.simulation.virtual_sites import WORKER
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset, Padding, schema_of
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.simulation import Weights, simulate
-from tessera.worker.simulation.result import Result
-from tessera.worker.simulation.round_loop import Stalled
-from tessera.worker.simulation.secure_sums import noise_key_of
-from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
 from tessera.worker.task.heartbeat import Stop
+from tests.simulation.conftest import SITES
+from tests.simulation.test_client_privacy import SUMMED, THREADS, simulated
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.tasks import VIT
-from tests.worker.simulation.conftest import SITES
-from tests.worker.simulation.test_client_privacy import SUMMED, THREADS, simulated
 
 
 def test_a_site_whose_training_fails_sends_noise_alone(

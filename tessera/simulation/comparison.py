@@ -15,8 +15,8 @@ from tessera.shared.metrics.convergence import COSTS, Curve, ScoreCost
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Invalid
-from tessera.worker.simulation.checkpoint import SETTINGS, differences
-from tessera.worker.simulation.summary import SUMMARY, curve_of, figures_of, not_in_all, remarks_on
+from tessera.simulation.checkpoint import SETTINGS, differences
+from tessera.simulation.summary import SUMMARY, curve_of, figures_of, not_in_all, remarks_on
 
 if TYPE_CHECKING:
     from scipy import stats

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tessera.simulation import Weights
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Weights
 from tests.support.tasks import VIT
 
 SITES = ("north", "south", "east")

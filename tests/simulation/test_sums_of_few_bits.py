@@ -17,12 +17,12 @@ from tessera.shared.rounds.secure_sums import Precision, exponent_of
 from tessera.shared.secure_sums.masked_update import write_masked
 from tessera.shared.secure_sums.messages import RingBlock, levels_of
 from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.simulation import Result, Weights, simulate
 from tessera.worker.model.build import instantiate
-from tessera.worker.simulation import Result, Weights, simulate
 from tessera.worker.state.error_feedback import Feedback
+from tests.simulation.test_simulation import SITES, model, spec
 from tests.support.secure_sums import Federation, Steps, ring_of
 from tests.support.tasks import VIT
-from tests.worker.simulation.test_simulation import SITES, model, spec
 
 __all__ = ["model"]
 

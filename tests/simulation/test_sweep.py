@@ -18,8 +18,8 @@ import pytest
 
 from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.simulation import sweep
-from tessera.worker.simulation.config import read_file
+from tessera.simulation.cli import sweep
+from tessera.simulation.config import read_file
 from tests.support.cli import forked, tessera
 from tests.support.paths import ROOT
 from tests.support.tasks import VIT
@@ -79,14 +79,14 @@ def test_a_sweep_pairs_by_seed_resumes_and_refuses_the_folder_of_another(file: P
     # One is half done, and the others are not computed again.
     half, whole = out / "learning_rate=0.5" / "seed-1", out / "learning_rate=0.001" / "seed-0"
     digest = json.loads((half / "summary.json").read_text())["digest"]
-    for lost in (half / "summary.json", *(half / "versions").glob("*1.json")):
+    for lost in (half / "summary.json", *half.glob("coordinator.db*")):
         lost.unlink()
-    before = {path: path.stat().st_mtime_ns for path in (whole / "versions").iterdir()}
+    before = (whole / "coordinator.db").stat().st_mtime_ns
     # What the machine is used for may change, and not what determines results.
     again = swept(file, out, *RATES, "--set", "simulation.loaded=2")
     assert "3 of them finished before" in again.stderr
     assert json.loads((half / "summary.json").read_text())["digest"] == digest
-    assert {path: path.stat().st_mtime_ns for path in (whole / "versions").iterdir()} == before
+    assert (whole / "coordinator.db").stat().st_mtime_ns == before
 
     other = swept(file, out, *RATES, "--set", "training.batch_size=4")
     assert other.returncode == 2

@@ -10,8 +10,8 @@ import typer
 from tessera.shared.problems import Invalid
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson, Reach
-from tessera.worker.simulation.checkpoint import shortened
-from tessera.worker.simulation.comparison import Figure, SimulationComparison
+from tessera.simulation.checkpoint import shortened
+from tessera.simulation.comparison import Figure, SimulationComparison
 
 app = typer.Typer(add_completion=False)
 

@@ -1,6 +1,6 @@
 """The result of a simulation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +13,12 @@ from tessera.shared.client.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import RoundOutcome, outcomes
 from tessera.shared.methods.base import State
 from tessera.shared.metrics.comparison import History
-from tessera.shared.metrics.rows import rows_of, write_csv
+from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.export import Export
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, to_array
-from tessera.worker.simulation.checkpoint import CommittedVersion
-from tessera.worker.simulation.in_process_coordinator import RUN
 from tessera.worker.state.vault import Vault
 
 
@@ -28,11 +26,16 @@ from tessera.worker.state.vault import Vault
 class Result:
     """A run so far. Its tensors are in `folder`."""
 
+    id: str
+    """The run's id, by which sites keep tensors."""
     spec: RunSpec
     bounds: Bounds | None
     """The run's bounds; None before its first round."""
     model: Model
-    committed: tuple[CommittedVersion, ...]
+    versions: tuple[Version, ...]
+    """Every version, from the first, even if its tensors were removed. Its time is simulated."""
+    rounds: tuple[Round, ...]
+    """Every attempt at every round that has ended."""
     measurements: tuple[Measurement, ...]
     unmeasured: tuple[TaskView, ...]
     """The tasks that failed to measure a version, whose number is their `round`, with their problems."""
@@ -42,14 +45,10 @@ class Result:
     folder: Path
 
     @cached_property
-    def versions(self) -> tuple[Version, ...]:
-        """Every version, from the first, even if its tensors were removed."""
-        return tuple(entry.version for entry in self.committed)
-
-    @cached_property
-    def rounds(self) -> tuple[Round, ...]:
-        """Every attempt at every round."""
-        return tuple(attempt for entry in self.committed for attempt in entry.attempts)
+    def simulated_seconds(self) -> dict[int, float]:
+        """The simulated time from the beginning to each version, by its number."""
+        begin = self.versions[0].created_at
+        return {each.number: (each.created_at - begin).total_seconds() for each in self.versions}
 
     @property
     def run(self) -> Run:
@@ -74,7 +73,7 @@ class Result:
 
     @property
     def history(self) -> History:
-        """The run with its costs. Its times are those of this machine."""
+        """The run with its costs. Its times are simulated."""
         return History.of(self.run, self.rounds, self.measurements, "rounds")
 
     def scores(self) -> dict[int, dict[str, float]]:
@@ -92,7 +91,7 @@ class Result:
 
     def kept(self, site: str) -> Mapping[str, Array]:
         """Return the tensors in a site's vault."""
-        return Vault(self.folder / "sites" / site / "vault").load(RUN)
+        return Vault(self.folder / "sites" / site / "vault").load(self.id)
 
     def export(self, out: Path, number: int | None = None, like: Path | None = None) -> None:
         """Write a version (the latest if no number is given) as a model folder, as `tessera run export` does.
@@ -103,11 +102,17 @@ class Result:
 
     def write_measurements(self, out: Path, reach: Sequence[float] = ()) -> None:
         """Write all measurements, one number a row, as `tessera run metrics --csv` does."""
-        rows = rows_of(self.run, self.rounds, self.versions, self.measurements, reach, "rounds")
+        rows = [*rows_of(self.run, self.rounds, self.versions, self.measurements, reach, "rounds"), *self._times()]
         with in_place_of(out) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:
                 write_csv(rows, file)
             partial.replace(out)
+
+    def _times(self) -> Iterator[MetricRow]:
+        """Yield the simulated time from the beginning to each version."""
+        for number, seconds in self.simulated_seconds.items():
+            name = "simulated_seconds"
+            yield MetricRow(self.run.id, number, None, None, "version", None, None, None, name, seconds)
 
 
 @dataclass(frozen=True)

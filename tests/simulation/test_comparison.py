@@ -9,8 +9,8 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from tessera.shared.problems import Invalid
-from tessera.worker.cli.compare import app
-from tessera.worker.simulation.comparison import SimulationComparison, finished, interval, paired
+from tessera.simulation.cli.compare import app
+from tessera.simulation.comparison import SimulationComparison, finished, interval, paired
 
 DIFFERENCES = [0.9, 2.1, -0.4, 1.7, 1.2, 0.3]
 
@@ -27,6 +27,7 @@ def simulated(folder: Path, method: str, accuracies: dict[int, float], *, rounds
             "sites": {"accuracy": {"mean": accuracy - 0.1, "worst": 0.25}},
             "download_bytes": 2_000_000,
             "upload_bytes": 1_000_000,
+            "simulated_seconds": {"0": 0.0, "3": 7200.0},
         }
         spec = {"seed": seed, "rounds": rounds, "method": {"name": method, "settings": {}}}
         (own / "summary.json").write_text(json.dumps(summary))
@@ -53,6 +54,7 @@ def test_simulations_are_compared_on_the_seeds_of_all(tmp_path: Path) -> None:
     # What only one of them measured is not compared.
     assert list(figures) == [
         "accuracy", "accuracy (mean of sites)", "accuracy (worst site)", "megabytes down", "megabytes up",
+        "simulated hours",
     ]  # fmt: skip
     own, other = figures["accuracy"][str(first)], figures["accuracy"][str(second)]
     assert (own.mean, own.difference, own.low) == (pytest.approx(7 / 12), None, None)

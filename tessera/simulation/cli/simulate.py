@@ -28,12 +28,10 @@ from tessera.shared.terminal.failures import MAX_SHOWN, print_failures
 from tessera.shared.terminal.output import AsJson, Reach
 from tessera.shared.terminal.watch import print_ended, print_ended_as_json
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, fail
-from tessera.worker.settings import SettingsError
-from tessera.worker.simulation import sweep
-from tessera.worker.simulation.checkpoint import claim
-from tessera.worker.simulation.config import SimulationFile, SimulationTable, read_file
-from tessera.worker.simulation.summary import (
+from tessera.simulation.checkpoint import claim
+from tessera.simulation.cli import sweep
+from tessera.simulation.config import SimulationFile, SimulationTable, read_file
+from tessera.simulation.summary import (
     MEASUREMENTS,
     MODEL,
     SUMMARY,
@@ -42,12 +40,14 @@ from tessera.worker.simulation.summary import (
     remarks_on,
     summary_of,
 )
+from tessera.worker.cli.exits import BAD_SETTINGS, INTERRUPTED, fail
+from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import alone_or
 
 if TYPE_CHECKING:
-    from tessera.worker import simulation
+    from tessera import simulation
 else:
-    simulation = DeferredModule("tessera.worker.simulation")
+    simulation = DeferredModule("tessera.simulation")
 
 STALLED = 3
 

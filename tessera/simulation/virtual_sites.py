@@ -13,9 +13,9 @@ import numpy as np
 from tessera.shared.client.transfers import Progress
 from tessera.shared.methods.base import Participant
 from tessera.shared.problems import Invalid
+from tessera.simulation.blob_folder import Folder
 from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
 from tessera.worker.state.hash_chain import derived
 from tessera.worker.task.environment import TRAINING_SEEDS
@@ -93,6 +93,10 @@ class VirtualSites:
     def dataset(self, site: str, number: int) -> Dataset:
         """Return a site's data in round `number`."""
         return self._loaded(site, self._sites[site].since(number))
+
+    def since(self, site: str, number: int) -> int:
+        """Return the round from which on a site has its data of round `number`; 0 for its first data."""
+        return self._sites[site].since(number)
 
     def holding(self, site: str, number: int) -> DataSizes:
         return self.holdings[site][self._sites[site].since(number)]

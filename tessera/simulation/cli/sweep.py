@@ -30,15 +30,15 @@ from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.metrics.svg_charts import Panel, Series, lines, svg_file
 from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation.comparison import Figure, SimulationComparison
+from tessera.simulation.config import SimulationFile, SimulationTable, read_file
 from tessera.worker.executor.supervisor import end_with_parent
 from tessera.worker.settings import SettingsError
-from tessera.worker.simulation.comparison import Figure, SimulationComparison
-from tessera.worker.simulation.config import SimulationFile, SimulationTable, read_file
 
 if TYPE_CHECKING:
-    from tessera.worker.simulation import federation
+    from tessera.simulation import federation
 else:
-    federation = DeferredModule("tessera.worker.simulation.federation")
+    federation = DeferredModule("tessera.simulation.federation")
 
 IDENTITY = "sweep.json"
 """The file with the settings that all simulations of a sweep share."""

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from tessera.shared.cli.main import app
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation.config import SimulationFile, read_file
 from tessera.worker.data.registry import load
-from tessera.worker.simulation.config import SimulationFile, read_file
 from tests.support.cli import forked
 from tests.support.coordinator import refusing
 from tests.support.paths import ROOT

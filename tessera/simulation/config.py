@@ -30,22 +30,22 @@ from tessera.shared.client.run_file import Note, check_spec, read_toml
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Label, Resources, Value
+from tessera.simulation.conditions import Conditions, unknown_sites
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
 from tessera.worker.errors import DataError
 from tessera.worker.settings import DataSource
-from tessera.worker.simulation.conditions import Conditions, unknown_sites
 
 if TYPE_CHECKING:
+    from tessera.simulation import virtual_sites
     from tessera.worker import inventory
     from tessera.worker.data import dataset, registry
     from tessera.worker.data.partition import division
-    from tessera.worker.simulation import virtual_sites
 else:
     inventory = DeferredModule("tessera.worker.inventory")
     dataset = DeferredModule("tessera.worker.data.dataset")
     registry = DeferredModule("tessera.worker.data.registry")
     division = DeferredModule("tessera.worker.data.partition.division")
-    virtual_sites = DeferredModule("tessera.worker.simulation.virtual_sites")
+    virtual_sites = DeferredModule("tessera.simulation.virtual_sites")
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -114,7 +114,7 @@ class SimulationTable(Conditions):
             raise ValueError("data.part: choose how the data are divided, as in part = { scheme = 'iid' }")
         elif self.data.part and self.data.part.count != len(self.names):
             raise ValueError(f"data.part.count: there are {len(self.names)} sites; leave it out")
-        named: dict[str, Iterable[str]] = {"away": self.away, "resources": self.resources, "changes": self.changes}
+        named = {**self.named_sites, "resources": self.resources, "changes": self.changes}
         if unknown := [
             said for setting, sites in named.items() for said in unknown_sites(setting, sites, self.names)
         ]:

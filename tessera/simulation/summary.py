@@ -12,7 +12,7 @@ from tessera.shared.metrics.convergence import Curve
 from tessera.shared.metrics.site_spread import PERSONAL, headlines, spreads
 
 if TYPE_CHECKING:
-    from tessera.worker.simulation.result import Result
+    from tessera.simulation.result import Result
 
 MEASUREMENTS = "measurements.csv"
 MODEL = "model"
@@ -39,7 +39,7 @@ def summary_of(result: Result, reach: Sequence[float] = ()) -> dict[str, Any]:
         "unmeasured": [_unmeasured(task) for task in result.unmeasured],
         "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
         "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),
-        "seconds": sum(outcome.seconds() or 0.0 for outcome in outcomes),
+        "simulated_seconds": result.simulated_seconds,
         "model": str(result.folder / MODEL),
         "measurements": str(result.folder / MEASUREMENTS),
     }
@@ -71,6 +71,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
         figures[f"jitter of {named(curve.title)}"] = jitter
     figures["megabytes down"] = summary["download_bytes"] / 1e6
     figures["megabytes up"] = summary["upload_bytes"] / 1e6
+    figures["simulated hours"] = max(summary["simulated_seconds"].values()) / 3600
     return dict(sorted(figures.items(), key=lambda pair: of_version != "" and of_version in pair[0]))
 
 

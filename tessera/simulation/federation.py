@@ -20,30 +20,31 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
-from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.planning import begun, check_method
 from tessera.shared.rounds.validation import HeldUpdates, Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation.blob_folder import Folder
+from tessera.simulation.checkpoint import SETTINGS, claim
+from tessera.simulation.conditions import Conditions, unknown_sites
+from tessera.simulation.coordinator import VirtualCoordinator
+from tessera.simulation.engine import Simulation, Watch
+from tessera.simulation.profiles import Profiles, VirtualClock
+from tessera.simulation.result import Result
+from tessera.simulation.virtual_sites import DataSizes, VirtualSite, VirtualSites
+from tessera.simulation.virtual_workers import Workers
+from tessera.simulation.worker_processes import WorkerProcesses
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.inventory import device_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
-from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import RecordFolder
-from tessera.worker.simulation.conditions import Conditions, unknown_sites
-from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
-from tessera.worker.simulation.result import Result
-from tessera.worker.simulation.round_loop import Simulation, Watch
-from tessera.worker.simulation.virtual_sites import DataSizes, VirtualSite, VirtualSites
-from tessera.worker.simulation.virtual_workers import Workers
-from tessera.worker.simulation.worker_processes import WorkerProcesses
 from tessera.worker.state.atomic_files import alone_or
 from tessera.worker.stores import mappings_of
 
 HELD_BYTES = 64 << 20
 """The limit of checked updates that are held in memory until they are merged."""
+RESULTS_DEPEND_ON = {"dropout", "away", "policy", "speed", "line", "absence", "jitter"}
 TEST = "test"
 """The default name of the central data set."""
 
@@ -99,7 +100,9 @@ def simulate(
             remedy="Create the model folder without --external-base.",
         )
     conditions = conditions or Conditions()
-    if faults := unknown_sites("away", conditions.away, sites):
+    if faults := [
+        said for name, named in conditions.named_sites.items() for said in unknown_sites(name, named, sites)
+    ]:
         raise Invalid("; ".join(faults), remedy="Name a site as `sites` names it.")
     federation = _Federation(spec, start, sites, test, conditions)
     if out is not None:
@@ -126,45 +129,52 @@ class _Federation:
         def refuse(reason: str) -> Invalid:
             return Invalid(reason, remedy="Choose another folder, or wait until this one is free.")
 
-        with alone_or(refuse, folder), _threads(self.conditions.threads):
-            simulation = self._begun(folder)
-            with simulation.processes:
-                over = simulation.run(until, watch)
+        with alone_or(refuse, folder), _threads(self.conditions.threads), self._begun(folder) as simulation:
+            over = simulation.run(until, watch)
             return simulation.result(folder, over=over)
 
-    def _begun(self, folder: Path) -> Simulation:
-        blobs, records, model = Folder(folder / "blobs"), RecordFolder(folder), self.start.model
+    @contextmanager
+    def _begun(self, folder: Path) -> Iterator[Simulation]:
+        blobs, model = Folder(folder / "blobs"), self.start.model
         uploaded = upload_model(blobs, self.start)
         spec = _spec(self.given, uploaded, is_tested=self.test is not None)
         device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
         population = VirtualSites(self.sites, self.conditions.loaded)
-        records.claim(self._identity(spec, population))
-        for held in records.open.all():
-            if held.data:
-                blobs.lend(held.reported.update, held.data)
+        claim(folder / SETTINGS, self._identity(spec, population), "a simulation")
         states = States(blobs)
         inspector = Inspector(blobs, states, HeldUpdates(HELD_BYTES))
-        coordinator = InProcessCoordinator(spec, model, blobs, states, inspector, records.open)
-        coordinator.held |= records.downloads()
-        workers = Workers(population, self.test, coordinator, folder, device, self.conditions.policy, mappings)
-        return Simulation(
-            spec=spec,
-            model=model,
-            population=population,
-            conditions=self.conditions,
-            states=states,
-            blobs=blobs,
-            records=records,
-            aggregation=Aggregation(states, inspector),
-            coordinator=coordinator,
-            workers=workers,
-            processes=WorkerProcesses(workers, self.conditions.processes),
-        )
+        helpers = spec.secure_sums.helpers if spec.secure_sums else ()
+        about = (population, self.test, helpers, blobs, states, folder, device, self.conditions.policy, mappings)
+        workers = Workers(*about)
+        coordinator = VirtualCoordinator(folder, VirtualClock(), blobs, states, inspector)
+        try:
+            with WorkerProcesses(workers, self.conditions.processes) as processes:
+                simulation = Simulation(
+                    spec=spec,
+                    model=model,
+                    population=population,
+                    test_examples=self.test.examples if self.test else 0,
+                    conditions=self.conditions,
+                    profiles=Profiles(self.conditions, tuple(population.holdings), spec.seed),
+                    blobs=blobs,
+                    inspector=inspector,
+                    coordinator=coordinator,
+                    workers=workers,
+                    processes=processes,
+                )
+                if not coordinator.run_id:
+                    manifest = states.manifest(uploaded.version)
+                    files = (ref.digest for ref in states.model(uploaded.model).preprocessing.values())
+                    start = {uploaded.model, uploaded.version, *manifest.digests, *files}
+                    coordinator.begin(spec, [*population.holdings, simulation.evaluator], start)
+                yield simulation
+        finally:
+            coordinator.close()
 
     def _identity(self, spec: RunSpec, population: VirtualSites) -> dict[str, Any]:
         """Return the inputs that determine the results. Modules that a method's file imports are not among them."""
         sites, test = population.identity(), asdict(DataSizes.of(self.test)) if self.test else None
-        said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
+        said = self.conditions.model_dump(mode="json", include=RESULTS_DEPEND_ON)
         # Without it, a changed method would seem to have the results of the former method.
         code = own_file_digest(spec.method.name)
         return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, "method_file": code, **said}
@@ -204,11 +214,6 @@ def _spec(given: Mapping[str, Any], uploaded: ModelUpload, *, is_tested: bool) -
         raise Invalid(
             "a simulation trains; it describes, attacks and rehearses nothing",
             remedy="Leave describe, membership_attack and rehearsal out.",
-        )
-    if spec.cohort.buffers:
-        raise Invalid(
-            "a simulation has no clock by which one site is slower than another, so that nothing is buffered",
-            remedy="Set cohort.mode to barrier, or run it at a coordinator.",
         )
     if spec.evaluation and spec.evaluation.dataset and not is_tested:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
