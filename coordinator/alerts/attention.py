@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.alerts.audit_sink import backlog
 from tessera.coordinator.alerts.certificate import outdated
+from tessera.coordinator.db.coverage import behind
 from tessera.coordinator.db.snapshots import candidates, has_quorum, live_workers, terms_of
 from tessera.coordinator.db.studies import is_present, reads_all
 from tessera.coordinator.db.tables import (
@@ -171,6 +172,13 @@ def _of_runs(session: Session, now: float, live: Sequence[LiveWorker]) -> Iterat
             title, remedy = f"{run.name} waits for workers", "See which sites are silent."
             yield Alert("run-waiting", title, detail, remedy, link, key=run.id, lasting_seconds=AWAY_SECONDS)
         yield from _low_coverage(run)
+        if invited.spec.cohort.buffers and (names := behind(session, session.get_one(RunRow, run.id))):
+            title = f"{run.name} counts {counted(len(names), 'site')} too little"
+            detail = (
+                f"The share of {listed(names)} in its latest versions is below half of their share of the examples."
+            )
+            remedy = "Its page shows the part of each site; a larger target_updates waits for slower ones."
+            yield Alert("run-behind", title, detail, remedy, link, key=run.id)
         for warning in run.warnings:
             yield Alert("run-warning", f"{run.name} warns", warning, link=link, key=run.id)
 

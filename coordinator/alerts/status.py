@@ -103,6 +103,12 @@ def _open_rounds(session: Session, runs: list[str]) -> dict[str, OpenRound]:
     )
     for round_id, state, count in session.execute(counts):
         tasks[round_id][state] = count
+    of_run = {row.run_id: row.id for row in rounds}
+    # Of runs that buffer updates: what earlier rounds asked for, and goes on.
+    others = views.GOES_ON & TaskRow.run_id.in_(of_run) & TaskRow.round_id.not_in(of_run.values())
+    goes_on = select(TaskRow.run_id, TaskRow.state, func.count()).where(others)
+    for run_id, state, count in session.execute(goes_on.group_by(TaskRow.run_id, TaskRow.state)):
+        tasks[of_run[run_id]][state] = tasks[of_run[run_id]].get(state, 0) + count
     return {row.run_id: views.view_of(OpenRound, row, tasks=tasks[row.id]) for row in rounds}
 
 

@@ -24,6 +24,7 @@ from tessera.coordinator.api.dependencies import (
 )
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import coverage, views
+from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
@@ -131,7 +132,8 @@ def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer
         row = session.scalars(query.limit(1)).first()
         if row is None:
             raise NotFound(f"run {run_id} has no round {number}")
-        return views.round_view(row)
+        run = views.find_run(session, run_id)
+        return views.open_round_view(session, row, terms_of(session, run_id, run.changes).spec.cohort)
 
 
 @router.get("/{run_id}/versions", operation_id="listVersions")

@@ -23,7 +23,6 @@ from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import chooses_blocks
-from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.versions import States
 
@@ -57,9 +56,13 @@ class RoundActions:
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
         willing = [worker for worker in willing if worker.site not in at_work]
         require(not spec.cohort.lack(sites_of(willing) | at_work.keys()), "too few sites are live")
-        plans = self._plans(spec, model, state, willing, at_work)
-        if again and not plans:
-            raise TooFewWilling("no site that is idle would do what the round asks")
+        try:
+            plans = self._plans(spec, state, willing, at_work, again=again)
+        except TooFewWilling as refusal:
+            if round_:
+                with self.database.transaction() as session:
+                    round_tasks.note_refusal(session, round_.id, str(refusal))
+            raise
         terms = self.secure.terms(run_id, spec, model, state, base, manifest.values, willing, plans)
         with self.database.transaction() as session:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
@@ -87,19 +90,20 @@ class RoundActions:
         return sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
 
     def _plans(
-        self, spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker], at_work: Collection[str]
+        self, spec: RunSpec, state: State, willing: Sequence[LiveWorker], at_work: Collection[str], *, again: bool
     ) -> Mapping[str, Plan]:
         """Plan for the workers whose sites would do what is planned, beside these sites that are at work. Raises
-        TooFewWilling."""
+        TooFewWilling; with `again` also if there is no such worker."""
         if not (cohort := spec.cohort.beside(at_work)):
+            require(not again, "the cohort has as many sites at work as its size")
             return {}
-        spec = spec.model_copy(update={"cohort": cohort})
+        spec, model = spec.model_copy(update={"cohort": cohort}), self.states.model(spec.model)
         refused = {w.name: no for w in willing if (no := unsuited(spec, w.declared, model, self.states.vocabulary))}
         suited = [worker for worker in willing if worker.name not in refused]
         plans, more = plan_willing(spec, model, state, suited, max(spec.cohort.quorum, 1))
         refused |= more
         sites = sites_of(worker for worker in willing if worker.name not in refused)
-        if spec.cohort.lack(sites):
+        if spec.cohort.lack(sites) or (again and not plans):
             said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
             raise TooFewWilling(f"{len(sites)} sites would do what the round asks: {said}")
         return plans

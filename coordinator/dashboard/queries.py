@@ -107,6 +107,7 @@ class RoundSum:
     round: RoundRow
     asked: int
     accepted: int
+    """The updates of its version, whichever rounds asked for them."""
     up: int
     down: int
     moved: TrafficTotals
@@ -125,12 +126,10 @@ def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | 
     if before is not None:
         latest = latest.where(tuple_(RoundRow.number, RoundRow.attempt) < tuple_(*before))
     rounds = session.scalars(latest.order_by(RoundRow.number.desc(), RoundRow.attempt.desc()).limit(most)).all()
-    accepted = TaskRow.state.in_(ACCEPTED)
     sums = session.execute(
         select(
             TaskRow.round_id,
             func.count(),
-            func.sum(case((accepted, 1), else_=0)),
             func.sum(TaskRow.upload_bytes),
             views.total(TaskRow.download_bytes),
         )
@@ -138,16 +137,18 @@ def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | 
         .group_by(TaskRow.round_id)
     )
     by_round = {round_id: map(int, counts) for round_id, *counts in sums}
+    counted = select(RoundRow.id, RoundRow.updates).where(RoundRow.id.in_(list(by_round)))
+    updates: dict[str, int] = dict(session.execute(counted).all())
     moved = moved_by_round(session, run, rounds[-1].number, rounds[0].number) if rounds else {}
     numbers = [row.number for row in rounds if row.state == "committed"]
     made = select(VersionRow.number, VersionRow.scalars).where(VersionRow.run_id == run.id)
     covered = {number: Coverage.of(of) for number, of in session.execute(made.where(VersionRow.number.in_(numbers)))}
     found = []
     for row in rounds:
-        asked, taken, up, down = by_round.get(row.id, (0, 0, 0, 0))
+        asked, up, down = by_round.get(row.id, (0, 0, 0))
         evaluated = moved[row.number].evaluated if row.attempt == 1 else 0
         coverage = covered.get(row.number) if row.state == "committed" else None
-        found.append(RoundSum(row, asked, taken, up, down + evaluated, moved[row.number], coverage))
+        found.append(RoundSum(row, asked, updates.get(row.id, 0), up, down + evaluated, moved[row.number], coverage))
     return found
 
 
@@ -190,6 +191,13 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
     )
     stages = ((stage, [row.number for row in group]) for stage, group in groupby(rows, attrgetter("stage")))
     return [Band(stage, numbers[0], numbers[-1]) for stage, numbers in stages]
+
+
+def version_times(session: Session, run: Run) -> dict[int, float]:
+    """Return when versions were made, in seconds since the run was created."""
+    made = select(VersionRow.number, VersionRow.created_at).where(VersionRow.run_id == run.id)
+    rows = session.execute(made.where(_is_shown(VersionRow.number, run)).order_by(VersionRow.number))
+    return {number: at - run.created_at.timestamp() for number, at in rows}
 
 
 def thinned(run: Run) -> int:

@@ -207,6 +207,8 @@ def show_run(
         converged = figures.curve.convergence(reach or ()) if figures.curve and run.spec.rounds else None
         facts = facts_of(run.spec, run)
         counted = _counted_figures(session, serving, run, of_latest)
+        shows_sites = run.coverage is not None or run.spec.cohort.buffers
+        covered = by_site(session, row, now - serving.settings.liveness_seconds) if shows_sites else []
         until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(
             request,
@@ -240,7 +242,8 @@ def show_run(
             rounds=figures.sums[:SHOWN_ROUNDS],
             answers=_answers(session, serving, run) if run.spec.describe else None,
             attack=AttackResult.of(run, views.site_reports(session, run_id)) if run.spec.membership_attack else None,
-            covered=by_site(session, row, now - serving.settings.liveness_seconds) if run.coverage else (),
+            covered=covered,
+            parts=[one for one in covered if one.buffered],
             live_settings=_live_settings(run.spec),
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
         )
@@ -348,7 +351,8 @@ def show_round(
         row = session.scalars(select(RoundRow).options(views.WITH_TASKS).where(chosen)).one_or_none()
         if row is None:
             raise NotFound(f"run {run_id} has no round {number}" + (f", try {attempt}" if attempt else ""))
-        view = views.round_view(row)
+        view = views.open_round_view(session, row, run.spec.cohort)
+        earlier = views.earlier_tasks(session, row) if run.spec.cohort.buffers and view.version else []
         latest = session.scalar(select(func.max(RoundRow.number)).where(RoundRow.run_id == run_id))
         evaluated = moved_by_round(session, run, number, number)[number].evaluated if view.attempt == 1 else 0
         return render(
@@ -359,7 +363,7 @@ def show_round(
             round=view,
             attempts=attempts,
             latest=latest,
-            accepted=sum(task.is_accepted for task in view.tasks),
+            asked=sum(task.round == number for task in view.tasks),
             judges=JUDGES,
             up=sum(task.upload_bytes for task in view.tasks),
             down=sum(task.download_bytes for task in view.tasks) + evaluated,
@@ -369,7 +373,7 @@ def show_round(
             picture=_timeline(session, now, view, row.id),
             rows=[
                 (task, is_unusual(task.metrics), short_layers(task.layers))
-                for task in sorting.sorted(view.tasks, OF_TASKS)
+                for task in sorting.sorted([*view.tasks, *earlier], OF_TASKS)
             ],
             sorting=sorting,
         )
@@ -387,7 +391,7 @@ def _owns(session: Session, who: Visitor, run: Run) -> bool:
 def _open_round(session: Session, run: Run) -> Round | None:
     live = (RoundRow.run_id == run.id) & one_of(RoundRow.state, *LIVE_ROUND)
     row = session.scalars(select(RoundRow).options(views.WITH_TASKS).where(live)).one_or_none()
-    return views.round_view(row) if row else None
+    return views.open_round_view(session, row, run.spec.cohort) if row else None
 
 
 def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> float | None:

@@ -6,15 +6,16 @@ site that has left for good is to be suspended, or left out of `cohort.sites`.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from statistics import median
 
-from sqlalchemy import func, select
+from sqlalchemy import Float, case, cast, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers, terms_of
-from tessera.coordinator.db.tables import IS_LEASED, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, select_tasks
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, select_tasks
 from tessera.coordinator.domain.eligibility import RunTerms, objections
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
-from tessera.shared.api.runs import Coverage, SiteCoverage
+from tessera.shared.api.runs import BufferedPart, Coverage, SiteCoverage
 from tessera.shared.rounds.planning import largest_weights
 
 MAX_LARGEST = 20
@@ -22,6 +23,9 @@ MAX_LARGEST = 20
 
 WINDOW = 100
 """Latest rounds in which a site's last update is looked for."""
+
+MIN_VERSIONS, MIN_UPDATES = 10, 3
+"""Versions, and updates for each site, from which on a site's part is compared with its weight."""
 
 
 def of_version(session: Session, run: RunRow, number: int, merged: Iterable[str]) -> dict[str, float]:
@@ -53,18 +57,74 @@ def by_site(session: Session, run: RunRow, live_since: float) -> list[SiteCovera
         ).all()
     )
     before, causes = _rounds_before(session, run, workers), left_out(session, run, number).get(number, {})
-    began: dict[str, int] = {}
-    if terms.spec.cohort.buffers:
-        at_work = (TaskRow.run_id == run.id) & (TaskRow.kind == "train") & IS_LEASED
-        began = dict(session.execute(select_tasks(SiteRow.name, TaskRow.version_number).where(at_work)).all())
+    examples = _examples(terms, workers)
+    parts = _buffered_parts(session, run, examples, before) if terms.spec.cohort.buffers else {}
     found = []
-    for site, examples in sorted(_examples(terms, workers).items(), key=lambda item: (-item[1], item[0])):
+    for site, count in sorted(examples.items(), key=lambda item: (-item[1], item[0])):
         missed = min(WINDOW, number - last.get(site, before.get(site, 0)))
-        own = [worker for worker in workers if worker.site == site]
-        late = f"it is at work, from version {began[site]} on" if site in began else ""
+        own, part = [worker for worker in workers if worker.site == site], parts.get(site)
+        late = (
+            f"it is at work, from version {part.base} on" if part and part.base is not None and not part.waits else ""
+        )
         reason = (causes.get(site) or late or _unasked(terms, own, live)) if missed else ""
-        found.append(SiteCoverage(site=site, examples=examples, missed=missed, reason=reason))
+        found.append(SiteCoverage(site=site, examples=count, missed=missed, reason=reason, buffered=part))
     return found
+
+
+def behind(session: Session, run: RunRow) -> list[str]:
+    """Return the sites whose part in a run that buffers updates is below half of their weight, those with the most
+    examples first."""
+    terms = terms_of(session, run.id, run.changes)
+    workers = _holders(session, terms)
+    examples = _examples(terms, workers)
+    parts = _buffered_parts(session, run, examples, _rounds_before(session, run, workers))
+    return sorted((site for site, part in parts.items() if part.is_behind), key=lambda site: (-examples[site], site))
+
+
+def _buffered_parts(
+    session: Session, run: RunRow, examples: Mapping[str, int], before: Mapping[str, int]
+) -> dict[str, BufferedPart]:
+    """Return each site's part in the latest versions, summed in the database by site and staleness."""
+    number = run.version_number
+    first = max(1, number - WINDOW + 1)
+    most = (run.bounds or {}).get("max_examples")
+    counted = TaskRow.examples if most is None else case((TaskRow.examples > most, most), else_=TaskRow.examples)
+    merged = (TaskRow.run_id == run.id) & TaskRow.merged_in.between(first, number) & (TaskRow.state == "merged")
+    of_version = select(TaskRow.merged_in, cast(func.sum(counted), Float).label("examples")).where(merged)
+    whole = of_version.group_by(TaskRow.merged_in).subquery()
+    stale = TaskRow.merged_in - 1 - TaskRow.version_number
+    sums = select_tasks(SiteRow.name, stale, func.count(), func.sum(counted / func.nullif(whole.c.examples, 0)))
+    rows = sums.join(whole, whole.c.merged_in == TaskRow.merged_in).where(merged).group_by(SiteRow.name, stale)
+    found = defaultdict[str, list[tuple[int, int, float]]](list)
+    for site, staleness, count, share in session.execute(rows.order_by(SiteRow.name, stale)):
+        found[site].append((staleness, count, share or 0.0))
+    updates = sum(count for rows_of_site in found.values() for _, count, _ in rows_of_site)
+    goes_on = (TaskRow.run_id == run.id) & (TaskRow.kind == "train") & TaskRow.merged_in.is_(None)
+    goes_on &= TaskRow.state.in_(("leased", "accepted"))
+    began = {
+        site: {"base": base, "waits": state == "accepted"}
+        for site, base, state in session.execute(
+            select_tasks(SiteRow.name, TaskRow.version_number, TaskRow.state).where(goes_on)
+        )
+    }
+    parts = {}
+    for site, count in examples.items():
+        of_site, weight = found[site], count / (sum(examples.values()) or 1)
+        # A site that came later can have no part in the versions before.
+        versions = number - max(first - 1, before.get(site, 0))
+        share = sum(part for _, _, part in of_site) / max(1, versions)
+        stales = [staleness for staleness, times, _ in of_site for _ in range(times)]
+        judged = versions >= MIN_VERSIONS and updates >= MIN_UPDATES * len(examples)
+        parts[site] = BufferedPart(
+            updates=len(stales),
+            staleness=median(stales) if stales else 0.0,
+            most_stale=max(stales, default=0),
+            share=share,
+            weight=weight,
+            is_behind=judged and 2 * share < weight,
+            **began.get(site, {}),
+        )
+    return parts
 
 
 def _holders(session: Session, terms: RunTerms) -> list[LiveWorker]:
@@ -149,4 +209,6 @@ def _unasked(terms: RunTerms, workers: Iterable[LiveWorker], live: set[str]) -> 
     said = [objections(terms, worker.site, worker.declared) for worker in here]
     if all(said):
         return f"{said[0][0].rule}: {said[0][0].detail}"
+    if terms.spec.cohort.buffers:
+        return "it has begun no task"
     return "it was not drawn, or joined later" if terms.spec.cohort.size else "it joined later"

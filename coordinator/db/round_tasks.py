@@ -25,8 +25,10 @@ _OF_SITES = _OF_RUN & TaskRow.worker_id.in_(
     select(WorkerRow.id).join(SiteRow).where(SiteRow.name.in_(given("sites", expanding=True)))
 )
 _SPENT = _OF_RUN & (TaskRow.state == "expired") & (TaskRow.attempts >= given("most_attempts"))
+_NOTE = update(RoundRow).where(RoundRow.id == given("round"), RoundRow.state == "open")
 # To cancel a task that no worker began loses no work.
-_OBSOLETE = _SPENT | _OF_RUN & ((TaskRow.version_number < given("oldest")) | (TaskRow.token == 0))
+_IDLE = _SPENT | _OF_RUN & (TaskRow.token == 0)
+_OLD = _OF_RUN & (TaskRow.version_number < given("oldest"))
 
 
 def live_round(session: Session, run_id: str) -> RoundRow | None:
@@ -63,21 +65,25 @@ def ask_again(
 ) -> list[str]:
     """Add a task of an open round for each planned worker; return the workers' ids."""
     planned = [worker for worker in willing if worker.name in plans]
+    round_.reason = None
     about = {"number": round_.number, "cohort": [worker.name for worker in planned]}
     audit.record(session, now, ACTOR, "round.ask", round_.id, run_id=run.id, **about)
     return offer(session, now, run, round_, planned, plans)
+
+
+def note_refusal(session: Session, round_id: str, reason: str) -> None:
+    """Note on an open round, for people, why no idle site was asked."""
+    session.connection().execute(_NOTE, {"round": round_id, "reason": reason})
 
 
 def cancel_obsolete(session: Session, now: float, round_: RoundRow, cohort: Cohort, number: int) -> None:
     """Cancel the open tasks whose updates version `number` could not take, and those that no worker began."""
     because = None
     if cohort.buffers:
-        because = TaskCancelled(
-            f"no worker began it, or more than {cohort.max_staleness} versions were made since its own "
-            "(cohort.max_staleness)"
-        )
-    about = {"run": round_.run_id, "oldest": cohort.oldest_base(number), "most_attempts": cohort.max_task_attempts}
-    cancel_tasks(session, now, _OBSOLETE, about, because)
+        most = cohort.max_staleness
+        because = TaskCancelled(f"more than {most} versions were made since its own (cohort.max_staleness)")
+        cancel_tasks(session, now, _IDLE, {"run": round_.run_id, "most_attempts": cohort.max_task_attempts})
+    cancel_tasks(session, now, _OLD, {"run": round_.run_id, "oldest": cohort.oldest_base(number)}, because)
 
 
 def end_training(session: Session, now: float, run_id: str) -> None:

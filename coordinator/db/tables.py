@@ -6,7 +6,7 @@ added later has a default in the schema, so that the previous version can still 
 
 import json
 import uuid
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -16,12 +16,15 @@ from sqlalchemy import (
     Index,
     LargeBinary,
     MetaData,
+    ScalarSelect,
     Select,
     String,
     UniqueConstraint,
     bindparam,
+    case,
     exists,
     false,
+    func,
     select,
     text,
 )
@@ -37,7 +40,7 @@ from sqlalchemy.orm import (
 )
 
 from tessera.shared.problems import NotFound
-from tessera.shared.schema import DEFAULT_STUDY
+from tessera.shared.schema import ACCEPTED, DEFAULT_STUDY
 from tessera.shared.tensors.lazy import digest_of
 
 
@@ -327,6 +330,9 @@ class RoundRow(Table):
     sum_values: Mapped[str | None] = mapped_column(index=True)
     # Loaded by `views.WITH_TASKS` alone.
     task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
+    if TYPE_CHECKING:
+        # Accepted updates of its version, whichever rounds asked for them; read by `views.WITH_TASKS` alone.
+        updates: Mapped[int]
 
 
 EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'accepted')"
@@ -431,6 +437,21 @@ class TaskRow(Table):
         .scalar_subquery(),
         deferred=True,
     )
+
+
+def _updates(*which: ColumnElement[bool]) -> ScalarSelect[int]:
+    found = select(func.count()).select_from(TaskRow).where(TaskRow.kind == "train", *which)
+    return found.correlate(RoundRow).scalar_subquery()
+
+
+_SAME_RUN, _ACCEPTED = TaskRow.run_id == RoundRow.run_id, TaskRow.state.in_(ACCEPTED)
+_WAITS = _updates(_SAME_RUN, TaskRow.state == "accepted", TaskRow.merged_in.is_(None))
+_LOST = _updates(TaskRow.round_id == RoundRow.id, _ACCEPTED, TaskRow.merged_in.is_(None))
+_TAKEN = _updates(_SAME_RUN, TaskRow.merged_in == RoundRow.number, _ACCEPTED)
+# A case for each state: an index serves each.
+RoundRow.updates = column_property(
+    case((RoundRow.state == "open", _WAITS), (RoundRow.state == "abandoned", _LOST), else_=_TAKEN), deferred=True
+)
 
 
 def select_tasks(*columns: Any) -> Select[Any]:

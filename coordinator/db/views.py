@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from sqlalchemy import ColumnElement, Float, Row, Select, cast, func, select, tuple_
-from sqlalchemy.orm import InstrumentedAttribute, Session, load_only, selectinload, undefer
+from sqlalchemy.orm import InstrumentedAttribute, Load, Session, load_only, selectinload, undefer
 
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -30,6 +30,7 @@ from tessera.coordinator.db.tables import (
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
 from tessera.shared.api.class_counts import Counts, counts_of
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import Coverage, Measurement, Round, Run, RunSpec, SiteReport
 from tessera.shared.api.tasks import REPORTS, Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
@@ -140,7 +141,9 @@ def find_run(session: Session, run_id: str) -> RunRow:
     return row
 
 
-WITH_TASKS = selectinload(RoundRow.task_rows).options(undefer(TaskRow.worker_name))
+WITH_TASKS = Load(RoundRow).options(
+    undefer(RoundRow.updates), selectinload(RoundRow.task_rows).options(undefer(TaskRow.worker_name))
+)
 """The option of a query whose rounds are for `round_view`: it reads the tasks of all of them in one statement."""
 
 
@@ -154,6 +157,32 @@ def round_view(row: RoundRow) -> Round:
         version=row.number if row.state == "committed" else None,
         tasks=sorted(tasks, key=lambda task: task.worker),
     )
+
+
+GOES_ON = (TaskRow.kind == "train") & TaskRow.state.in_(("offered", "leased", "expired", "accepted"))
+GOES_ON &= TaskRow.merged_in.is_(None)
+"""Tasks whose update the next version of a run that buffers updates may take."""
+
+
+def open_round_view(session: Session, row: RoundRow, cohort: Cohort) -> Round:
+    """Return the view of a live round that was read `WITH_TASKS`; of a run that buffers updates, with the tasks of
+    earlier rounds that go on."""
+    view = round_view(row)
+    if not cohort.buffers or row.state not in LIVE_ROUND:
+        return view
+    others = (TaskRow.run_id == row.run_id) & (TaskRow.round_id != row.id) & GOES_ON
+    tasks = session.scalars(select(TaskRow).options(undefer(TaskRow.worker_name)).where(others))
+    more = [task_view(task, task.worker_name, task.version_number + 1) for task in tasks]
+    return view.model_copy(update={"tasks": tuple(sorted((*view.tasks, *more), key=lambda task: task.worker))})
+
+
+def earlier_tasks(session: Session, row: RoundRow) -> list[TaskView]:
+    """Return the tasks of earlier rounds whose updates were assigned to a round's version."""
+    late = (
+        (TaskRow.run_id == row.run_id) & (TaskRow.merged_in == row.number) & (TaskRow.version_number < row.number - 1)
+    )
+    tasks = session.scalars(select(TaskRow).options(undefer(TaskRow.worker_name)).where(late))
+    return [task_view(task, task.worker_name, task.version_number + 1) for task in tasks]
 
 
 def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
@@ -173,7 +202,7 @@ def task_for_site(view: TaskView) -> TaskView:
     Outlier scores are hidden, so that an attacker cannot tune an update against them. An accepted task stays
     `accepted`: a repeated report gets the first answer.
     """
-    shown: dict[str, Any] = {"metrics": without_scores(view.metrics)}
+    shown: dict[str, Any] = {"metrics": without_scores(view.metrics), "merged_in": None}
     if view.is_accepted:
         shown |= {"state": "accepted", "unmerged": ()}
     if view.is_accepted and view.kind == "train":

@@ -468,6 +468,33 @@ class Coverage(Message):
         return f"{self.examples:.0%} of the examples, {self.sites:.0%} of the sites"
 
 
+class BufferedPart(Message):
+    """A site's part in the latest versions, at most 100, of a run that buffers updates."""
+
+    updates: int = 0
+    """Its updates that were merged into them."""
+    staleness: float = 0.0
+    """The median number of versions made between the start of an update and its merge."""
+    most_stale: int = 0
+    share: float = 0.0
+    """Its mean share of the examples of the updates that a version was made of. It leaves out that stale updates
+    count less, which differs by block."""
+    weight: float
+    """Its share of the examples of all sites that may take part."""
+    is_behind: bool = False
+    """Its share is below half of its weight, over enough versions to judge."""
+    base: int | None = None
+    """The version from which its present work started, or its update that waits."""
+    waits: bool = False
+    """Its update waits for the next version."""
+
+    @property
+    def doing(self) -> str:
+        if self.base is None:
+            return ""
+        return f"{'its update waits' if self.waits else 'at work'}, from version {self.base}"
+
+
 class SiteCoverage(Message):
     """A site's part in the latest rounds of a run."""
 
@@ -478,6 +505,8 @@ class SiteCoverage(Message):
     """Rounds in a row, up to the latest, that were merged without an update of it; at most 100."""
     reason: str = ""
     """The reason for the latest of them, in words."""
+    buffered: BufferedPart | None = None
+    """For a run that buffers updates."""
 
 
 class Run(Message):
@@ -618,7 +647,16 @@ class Round(Message):
     closed_at: datetime | None = None
     reason: str | None = None
     version: int | None = None
+    updates: int | None = None
+    """Accepted updates for its version, whichever rounds asked for them; of an abandoned attempt, its own that no
+    version took. None if they are those of its tasks."""
     tasks: tuple[TaskView, ...] = ()
+    """That it asked for; of the open round of a run that buffers updates, read alone, also those that go on."""
+
+    @property
+    def accepted(self) -> int:
+        """The number of accepted updates."""
+        return sum(task.is_accepted for task in self.tasks) if self.updates is None else self.updates
 
 
 class SiteReport(Message):

@@ -187,6 +187,8 @@ class TaskView(Message):
     """Of which layers the accepted update holds blocks."""
     update: str | None = None
     """The digest of the submitted update."""
+    merged_in: int | None = None
+    """The version to which its update was assigned, once that version's round has closed; hidden from its site."""
     unmerged: tuple[str, ...] = ()
     """The blocks of a merged update that stayed as they were in the version."""
     receipt: Receipt | None = None

@@ -14,7 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from tessera.shared import units
-from tessera.shared.api.runs import Coverage, Measurement, Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
+from tessera.shared.api.runs import (
+    Coverage,
+    Measurement,
+    Preview,
+    Round,
+    Run,
+    RunPatch,
+    RunSpec,
+    SiteCoverage,
+    WorkerPreview,
+)
 from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import RunNamed, client_of, connect
 from tessera.shared.cli.dossier import dossier
@@ -380,6 +390,7 @@ def show(
     if found.coverage and (left_out := [one for one in covered if one.missed]):
         rows = [(one.site, one.examples, one.missed, one.reason) for one in left_out]
         tables.append(output.table(("left out", "examples", "rounds in a row", "because"), rows, right=("examples",)))
+    tables += _buffer_tables(covered)
     if at_sites:
         tables.append(spread_table(at_sites))
     column = found.spec.evaluation.subgroups if found.spec.evaluation else None
@@ -395,6 +406,26 @@ def show(
         console.print()
         console.print(table)
     print_failures(console, rounds)
+
+
+def _buffer_tables(covered: Iterable[SiteCoverage]) -> list[Table]:
+    """Return a table of each site's part in the latest versions, of a run that buffers updates."""
+    columns = ("site", "now", "updates", "staleness", "largest", "share", "of all examples", "")
+    rows = [
+        (
+            site,
+            part.doing,
+            part.updates,
+            f"{part.staleness:g}",
+            part.most_stale,
+            f"{part.share:.1%}",
+            f"{part.weight:.1%}",
+            "below half" if part.is_behind else "",
+        )
+        for site, part in ((one.site, one.buffered) for one in covered)
+        if part
+    ]
+    return [output.table(columns, rows, right=columns[2:-1])] if rows else []
 
 
 def _figures(client: Client, run: Run, measurements: Sequence[Measurement]) -> list[GroupFigures]:
@@ -456,8 +487,11 @@ def _held(rounds: Iterable[Round]) -> Iterator[tuple[str, str]]:
 
 
 def _reasons(run: Run, rounds: Sequence[Round]) -> list[tuple[str, str]]:
-    """Return the distinct reasons of the abandoned attempts at a paused run's next round."""
+    """Return the distinct reasons of the abandoned attempts at a paused run's next round, or the reason why the open
+    round asks no idle site."""
     last = [round_ for round_ in rounds if round_.number == run.version.number + 1]
+    if last and last[-1].state == "open" and last[-1].reason:
+        return [("no site asked", last[-1].reason)]
     reasons = dict.fromkeys(round_.reason for round_ in last if round_.state == "abandoned" and round_.reason)
     return [("reason", reason) for reason in reasons] if run.state == "paused" else []
 
@@ -498,7 +532,7 @@ def _row(outcome: RoundOutcome, scores: Iterable[float | None], best: BestVersio
         made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",
         made.stage,
         made.state + (f": {made.reason}" if made.state == "abandoned" and made.reason else ""),
-        f"{outcome.accepted}/{outcome.asked}",
+        str(outcome.accepted) if outcome.buffers else f"{outcome.accepted}/{outcome.asked}",
         f"{covered.examples:.0%}" if covered else None,
         *map(output.share, scores),
         units.size(outcome.download_bytes),

@@ -34,10 +34,12 @@ class RoundOutcome:
     """The method's warnings that the previous version did not have."""
     evaluation_bytes: int = 0
     """Fetched for evaluations that count in this round."""
+    buffers: bool = False
+    """Its version may take updates that earlier rounds asked for."""
 
     @property
     def accepted(self) -> int:
-        return sum(task.is_accepted for task in self.round.tasks)
+        return self.round.accepted
 
     @property
     def asked(self) -> int:
@@ -84,7 +86,7 @@ def outcomes(
     def outcome(round_: Round) -> RoundOutcome:
         number, fetched = round_.version, evaluated[round_.number, round_.attempt]
         if number is None:
-            return RoundOutcome(round_, evaluation_bytes=fetched)
+            return RoundOutcome(round_, evaluation_bytes=fetched, buffers=spec.cohort.buffers)
         version, previous = by_number.get(number), by_number.get(number - 1)
         old = previous.warnings if previous else ()
         return RoundOutcome(
@@ -95,6 +97,7 @@ def outcomes(
             version.scalars if version else {},
             tuple(warning for warning in version.warnings if warning not in old) if version else (),
             fetched,
+            spec.cohort.buffers,
         )
 
     return [outcome(round_) for round_ in rounds]

@@ -78,11 +78,13 @@ def _round(run: Run, round_: Round, evaluation_bytes: int, chosen: Collection[in
     for task in round_.tasks:
         site, _, worker = task.worker.partition("/")
         picks = {f"picked.{layer}": 1.0 for layer in task.layers} if round_.version in chosen else {}
+        if run.spec.cohort.buffers and task.merged_in is not None:
+            picks["staleness"] = float(task.merged_in - task.round)
         for name, value in (_task(task) | picks).items():
             yield MetricRow(*where, site, worker, name, value)
     totals = {
         "asked": float(len(round_.tasks)),
-        "accepted": float(sum(task.is_accepted for task in round_.tasks)),
+        "accepted": float(round_.accepted),
         "upload_bytes": float(sum(task.upload_bytes for task in round_.tasks)),
         "download_bytes": float(sum(task.download_bytes for task in round_.tasks) + evaluation_bytes),
     }

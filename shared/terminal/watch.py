@@ -125,7 +125,8 @@ def _live(console: Console) -> Iterator[Live | None]:
 def _line(outcome: RoundOutcome) -> str:
     ended = outcome.round
     attempt = f" (try {ended.attempt})" if ended.attempt > 1 else ""
-    begin = f"round {ended.number}{attempt} {ended.stage}: {outcome.accepted} of {outcome.asked} updates"
+    begin = f"round {ended.number}{attempt} {ended.stage}: {outcome.accepted}"
+    begin += " updates" if outcome.buffers else f" of {outcome.asked} updates"
     if ended.state != "committed":
         return f"{begin}; {ended.state}: {ended.reason}"
     # The last is that of the sites' own models, if they have any.
@@ -222,7 +223,11 @@ def _headline(glimpse: RunProgress) -> str:
     if (now := glimpse.open) is None:
         return f"{glimpse.run.spec.name}: waiting for {'the next round' if glimpse.run.spec.rounds else 'answers'}"
     state = "merging" if now.state == "merging" else now.stage
-    return f"round {now.number} of {glimpse.run.spec.rounds}, {state}"
+    cohort, buffered = glimpse.run.spec.cohort, ""
+    if cohort.buffers and now.state == "open":
+        buffered = f", {now.accepted} of {cohort.target_updates or cohort.quorum} updates"
+        buffered += f", no idle site is asked: {now.reason[:MAX_REASON]}" if now.reason else ""
+    return f"round {now.number} of {glimpse.run.spec.rounds}, {state}{buffered}"
 
 
 def _shown(round_: Round) -> list[TaskView]:

@@ -1,6 +1,7 @@
 """Federations on one seed after the other; lists the seeds that break an invariant.
 
 python -m tests.model_checking --seed 0 --federations 1000
+python -m tests.model_checking --federations 2000 --buffered --done seeds.txt   # goes on where it ended
 python -m tests.model_checking --hours 3
 python -m tests.model_checking --crash-points
 python -m tests.model_checking --rules --steps 100000000
@@ -13,9 +14,10 @@ import itertools
 import sys
 import time
 import traceback
+from pathlib import Path
 
-from tests.model_checking.crash_points import SHAPES, killed, undisturbed
-from tests.model_checking.federation import simulate
+from tests.model_checking.crash_points import DIFFER, SHAPES, killed, undisturbed
+from tests.model_checking.federation import Shape, simulate
 from tests.model_checking.invariants import Violated
 from tests.model_checking.rules import rehearse
 
@@ -23,24 +25,32 @@ RULES_STEPS = 125_000
 """Events of the rules on one seed."""
 
 
-def federations(seed: int, count: int | None, steps: int | None, hours: float | None) -> int:
+def federations(wanted: argparse.Namespace) -> int:
     began_at, done, broken = time.monotonic(), 0, []
-    for number in itertools.count():
-        over = hours is not None and time.monotonic() - began_at > hours * 3600
-        if number == count or (steps is not None and done >= steps) or over:
+    clean = set(wanted.done.read_text().split()) if wanted.done and wanted.done.exists() else set()
+    count = itertools.count() if wanted.federations is None else range(wanted.federations)
+    ran, seeds = 0, (seed for seed in (wanted.seed + number for number in count) if str(seed) not in clean)
+    for seed in seeds:
+        over = wanted.hours is not None and time.monotonic() - began_at > wanted.hours * 3600
+        if over or (wanted.steps is not None and done >= wanted.steps):
             break
+        ran += 1
         try:
-            outcome = simulate(seed + number)
+            outcome = simulate(seed, shape=Shape.buffered(seed) if wanted.buffered else None)
         except Exception:  # noqa: BLE001  (a handler that raises is a find like any other; the hunt goes on)
             traceback.print_exc()
-            broken.append(seed + number)
+            broken.append(seed)
             continue
         done += outcome.steps
         print(f"seed {outcome.seed}: {outcome.steps} steps, {outcome.changes} changes, {outcome.versions} versions, "
               f"{outcome.state}, trace {outcome.trace}", flush=True)  # fmt: skip
+        if wanted.done:
+            with wanted.done.open("a") as file:
+                file.write(f"{seed}\n")
     seconds = time.monotonic() - began_at
     found = f"seeds that broke an invariant: {broken}" if broken else "no invariant was broken"
-    print(f"{number} federations, {done} steps, {done / seconds:.0f} a second: {found}")
+    before = f", {len(clean)} before" if clean else ""
+    print(f"{ran} federations{before}, {done} steps, {done / seconds:.0f} a second: {found}")
     return 1 if broken else 0
 
 
@@ -51,7 +61,8 @@ def crash_points(every: int) -> int:
         for point in points[::every]:
             for power_cut in (False, True):
                 count += 1
-                if (found := killed(shape, point, power_cut=power_cut)).digest != calm.digest:
+                found = killed(shape, point, power_cut=power_cut)
+                if name not in DIFFER and found.digest != calm.digest:
                     print(f"{name}: killed at point {point}, the round ended with {found.digest}, not {calm.digest}")
                     return 1
         print(
@@ -84,6 +95,8 @@ if __name__ == "__main__":
     parser.add_argument("--federations", type=int, help="how many seeds")
     parser.add_argument("--steps", type=int, help="ends after so many steps")
     parser.add_argument("--hours", type=float, help="ends after so long")
+    parser.add_argument("--buffered", action="store_true", help="runs that buffer updates")
+    parser.add_argument("--done", type=Path, help="a file of seeds that broke nothing, which are left out")
     parser.add_argument("--crash-points", action="store_true", help="kills one round at every point instead")
     parser.add_argument("--every", type=int, default=1, help="of the crash points, every n-th")
     parser.add_argument("--rules", action="store_true", help="the pure rules alone, on records in memory")
@@ -92,4 +105,4 @@ if __name__ == "__main__":
         sys.exit(rules(wanted.seed, wanted.steps or RULES_STEPS))
     if wanted.crash_points:
         sys.exit(crash_points(wanted.every))
-    sys.exit(federations(wanted.seed, wanted.federations, wanted.steps, wanted.hours))
+    sys.exit(federations(wanted))

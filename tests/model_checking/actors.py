@@ -50,8 +50,12 @@ def site(name: str) -> Principal:
 ORCHESTRATOR = Principal(token_id="orchestrator", name="orchestrator", role="orchestrator", site_id=None)
 
 
-def step_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """How far a worker moves a block: it follows from the task's seed alone, so that it is the same at every try."""
+def step_of(seed: int, shape: tuple[int, ...], *, rests: bool = False) -> np.ndarray:
+    """How far a worker moves a block: it follows from the task's seed alone, so that it is the same at every try.
+
+    With `rests`, every fourth seed leaves a block as it is, so that some versions do not change it."""
+    if rests and seed % 4 == 0:
+        return np.zeros(shape, np.float32)
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
@@ -99,6 +103,12 @@ class Worker:
     manners: Manners
     evaluates: bool = False
     vaults: list[Vault] = field(default_factory=list)
+    has_left: bool = False
+    queue_seconds: float = 0.0
+    """How long each task waits on its machine before it begins."""
+    rests: bool = False
+    """Whether it leaves some blocks as they are."""
+    _processes: list[Process] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -111,9 +121,19 @@ class Worker:
         self._begin(vault, after)
 
     def _begin(self, vault: Vault, after: float = 0.0) -> None:
+        if self.has_left:
+            return
         process = Process(self.name, revive=lambda: self._begin(vault))
+        self._processes.append(process)
         instance = uuid.uuid4().hex
         self.world.schedule.spawn(process, "worker", lambda: self._live(process, vault, instance), after)
+
+    def leave(self) -> None:
+        """Its processes end, and none follows."""
+        self.has_left = True
+        for process in self._processes:
+            if process.alive:
+                self.world.schedule.kill(process)
 
     def _live(self, process: Process, vault: Vault, instance: str) -> None:
         schedule = self.world.schedule
@@ -174,7 +194,7 @@ class Worker:
             kinds=("train", "evaluate") if self.evaluates else ("train",),
             datasets={"data": self.examples},
             held_out={"data": 5} if self.evaluates else {},
-            methods=("fedavg",),
+            methods=("fedavg", "fedfrozen"),
         )
 
         def request(serving: Services) -> Task | None:
@@ -190,6 +210,10 @@ class Worker:
 
     def _do(self, task: Task, vault: Vault) -> None:
         schedule, dice, manners = self.world.schedule, self.world.schedule.dice, self.manners
+        begins_at = schedule.at + self.queue_seconds
+        while schedule.at < begins_at:
+            schedule.sleep(dice.uniform(0, manners.longest_silence))
+            self._call("heartbeat", self._heartbeat(task))
         for _ in range(dice.randrange(4)):
             schedule.sleep(dice.uniform(0, manners.longest_silence))
             try:
@@ -220,13 +244,19 @@ class Worker:
             self._train(task, vault)
 
     def _heartbeat(self, task: Task) -> Callable[[Services], Any]:
-        return lambda serving: tasks.heartbeat(serving, self._me, task.id, Heartbeat(token=task.token))
+        def beat(serving: Services) -> Any:
+            over = self.world.is_over(task.id)
+            answer = tasks.heartbeat(serving, self._me, task.id, Heartbeat(token=task.token))
+            self.world.after_heartbeat(task.id, over)
+            return answer
+
+        return beat
 
     def _train(self, task: Task, vault: Vault) -> None:
         dice, manners = self.world.schedule.dice, self.manners
         base = self._patiently("fetch", lambda serving: fetched(serving, task.version.digest))
         spoilt = dice.random() < manners.spoils
-        data = written(task, base, spoilt=spoilt)
+        data = written(task, base, spoilt=spoilt, rests=self.rests)
         digest = digest_of(data)
         vault.settle_run(task.run, task.receipt, self._fate)
         staged = vault.stage(task.run, task.id, task.token, kept_of(task.id, task.token))
@@ -260,10 +290,11 @@ class Worker:
         report = (task.id, task.token, about.get("update"))
 
         def watched(serving: Services) -> Any:
+            held = self.world.holds(task.id, task.token)
             try:
                 answer = request(serving)
             except Problem as problem:
-                self.world.after_report(*report, problem, garbled=garbled)
+                self.world.after_report(*report, problem, garbled=garbled, held=held)
                 raise
             self.world.after_report(*report, None, garbled=garbled)
             return answer
@@ -321,11 +352,11 @@ def fetched(serving: Services, version: str) -> dict[str, np.ndarray]:
     return {name: to_array(tensor) for name, tensor in state.model.items()}
 
 
-def written(task: Task, base: dict[str, np.ndarray], *, spoilt: bool = False) -> bytes:
+def written(task: Task, base: dict[str, np.ndarray], *, spoilt: bool = False, rests: bool = False) -> bytes:
     """The update file of a worker that moves every block that is asked for by `step_of`."""
     changes = []
     for number, block in enumerate(task.plan.upload.resolve(MODEL.blocks)):
-        moved = base[block.name] + step_of(task.seed + number, block.shape)
+        moved = base[block.name] + step_of(task.seed + number, block.shape, rests=rests)
         if spoilt:
             moved.flat[0] = np.nan
         changes.append(TrainedBlock(block, ArrayTensor(moved, block.dtype), ArrayTensor(base[block.name])))

@@ -28,9 +28,16 @@ SHAPES = {
     "three workers, updates with their submissions": Shape(workers=3, rounds=1, inline_updates=(True,) * 3),
     "two workers, momentum, two rounds": Shape(workers=2, rounds=2, server_optimizer=MOMENTUM, inline_bytes=8),
     "two workers, no rounds": Shape(workers=2, rounds=0, evaluates=True),
+    "two workers, a buffer of both": Shape(workers=2, rounds=2, mode="buffer", target_updates=2, inline_bytes=8),
+    "three workers, a buffer of two": Shape(
+        workers=3, rounds=3, mode="buffer", quorum=2, target_updates=2, inline_bytes=8, replicas=2
+    ),
     "two workers, two coordinators": Shape(workers=2, replicas=2, rounds=1, inline_bytes=8),
 }
 """Each worker is asked again until it has done its task, so that the same updates are merged in the end."""
+
+DIFFER = {"three workers, a buffer of two"}
+"""Shapes whose versions depend on who comes first: killed anywhere, they end, and no invariant is broken."""
 
 
 def undisturbed(shape: Shape) -> tuple[Outcome, list[int]]:

@@ -30,6 +30,7 @@ SITES = ("a", "b", "c", "d")
 STORM_STEPS = 1500
 CALM_STEPS = 12_000
 """Within which every run must end once nothing goes wrong any more."""
+FEDAVG = MethodSpec(name="fedavg")
 
 # In memory where there is such a folder: nothing here outlives a power cut that is not simulated.
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -88,6 +89,10 @@ class Shape:
     target_updates: int | None = None
     mode: str = "barrier"
     max_staleness: int = 10
+    method: MethodSpec = FEDAVG
+    away: int = 0
+    """How many workers leave for good once nothing goes wrong any more."""
+    keep_versions: int | None = None
     tries: int = 20
     max_task_attempts: int = 100
     evaluates: bool = False
@@ -133,8 +138,19 @@ class Shape:
         dice = Random(seed)
         drawn = cls.drawn(dice)
         rounds, most = dice.randint(3, 8), dice.choice((1, 2, 10))
+        quorum = drawn.quorum or drawn.workers
+        target = dice.choice((quorum, quorum, dice.randint(quorum, drawn.workers)))
+        freezes = MethodSpec(name="fedfrozen", settings={"warmup_rounds": dice.randint(1, 2), "scope": "v_head"})
         return replace(
-            drawn, mode="buffer", rounds=rounds, max_staleness=most, target_updates=drawn.quorum, size=None
+            drawn,
+            mode="buffer",
+            rounds=rounds,
+            max_staleness=most,
+            target_updates=target,
+            size=None,
+            method=dice.choice((FEDAVG, freezes)),
+            away=dice.choice((0, drawn.workers - quorum)),
+            keep_versions=dice.choice((None, 1)),
         )
 
     @property
@@ -146,12 +162,15 @@ class Shape:
             "cohort_wait_seconds": self.cohort_wait_seconds,
             "tick_seconds": self.tick_seconds,
             "evaluation_seconds": 100.0,
+            "keep_versions": self.keep_versions,
+            # Files have the machine's time, and not the virtual one.
+            "keep_unused_seconds": 1e9,
         }
 
     def spec(self, seed: int) -> dict[str, Any]:
         return {
             "name": "simulated",
-            "method": MethodSpec(name="fedavg"),
+            "method": self.method,
             "dataset": "data",
             "rounds": self.rounds,
             "seed": seed,
@@ -182,14 +201,24 @@ class Federation:
         self.log = Log(clock=lambda: self.schedule.at)
         examples = {site: 10 + 7 * place for place, site in enumerate(SITES)}
         self.workers = [
-            Worker(self.world, site, examples[site], self.log, inline, manners, shape.evaluates)
+            Worker(
+                self.world,
+                site,
+                examples[site],
+                self.log,
+                inline,
+                manners,
+                shape.evaluates,
+                rests=shape.mode == "buffer",
+            )
             for site, inline in zip(SITES[: shape.workers], shape.inline_updates, strict=False)
         ]
         spec = shape.spec(dice.randrange(1 << 30))
         self.orchestrator = Orchestrator(self.world, spec, self.log, shape.whims, cancels=0.15)
         self.watch = Watch(self.world, examples)
         self.intruder = Intruder(self.world, self._known)
-        for name in ("after_request", "after_report", "after_step", "after_start"):
+        hooks = ("after_request", "after_report", "after_step", "after_start", "after_heartbeat", "is_over", "holds")
+        for name in hooks:
             setattr(self.world, name, getattr(self.watch, name))
 
     def _known(self) -> list[tuple[str, int]]:
@@ -206,7 +235,8 @@ class Federation:
                 self._weather(calm_steps, self._over)
             self._judge(calm_steps)
         except Violated as fault:
-            again = f"python -m tests.model_checking --seed {self.seed} --federations 1"
+            buffered = " --buffered" if self.shape.mode == "buffer" else ""
+            again = f"python -m tests.model_checking --seed {self.seed} --federations 1{buffered}"
             fault.add_note(f"seed {self.seed}, step {self.schedule.steps}; again: {again}")
             raise
         run = next(iter(self.watch.rows("runs").values()))
@@ -254,10 +284,14 @@ class Federation:
 
     def _calm(self) -> None:
         self.schedule.faults = NONE
+        self.watch.is_calm = True
         self.world.cut_off.clear()
-        for worker in self.workers:
+        for place, worker in enumerate(self.workers):
             worker.manners = POLITE
-            worker.start()
+            if place < len(self.workers) - self.shape.away:
+                worker.start()
+            else:
+                worker.leave()
 
     def _state(self) -> str:
         return next((row["state"] for row in self.watch.rows("runs").values()), "not there")

@@ -18,6 +18,7 @@ import numpy as np
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
+from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Problem
 from tessera.shared.rounds.outliers import PREFIX
 from tessera.shared.rounds.versions import States
@@ -53,6 +54,14 @@ LEGAL = {
     },
 }
 ACCEPTED = ("accepted", "merged", "left_out")
+WAITS = ("train", "accepted", None)
+"""Of an update that is in the buffer."""
+OVER = (*ACCEPTED, "rejected", "failed", "cancelled")
+TRAINED_LATER = {"layer.0.qkv.weight#value", "head.weight"}
+"""What FedFrozen still trains, with the scope of these runs, once its warm-up is over."""
+STANDSTILL_SECONDS = 600.0
+"""Longest time without a version while enough sites live and none misbehaves: a deadline, a lease and its repetition,
+and the waits between attempts at a round."""
 FIRST = {"run.create": "running", "round.open": "open", "round.ask": "open", "task.evaluate": "offered"}
 
 Rows = dict[str, sqlite3.Row]
@@ -89,6 +98,10 @@ class Watch:
     _blobs: set[str] = field(default_factory=set)
     promised: dict[str, tuple[int, str | None]] = field(default_factory=dict)
     """What was told 'accepted': token and update, by task."""
+    is_calm: bool = False
+    longest_standstill: float = 0.0
+    _moved: tuple[int, float] = (-1, 0.0)
+    """The version of a run that buffers updates, and since when it could have made the next one."""
 
     def __post_init__(self) -> None:
         self._db = sqlite3.connect(self.world.folder / "tessera.db", isolation_level=None)
@@ -184,6 +197,8 @@ class Watch:
                 "I4",
                 f"{action} of {subject} under token {token}, not {self._tokens[subject]}",
             )
+        if action == "task.cancel":
+            self._cancelled(subject, entry["run_id"], now, before)
         if action == "task.expire":
             expires_at = before["tasks"][subject]["lease_expires_at"]
             _hold(
@@ -191,6 +206,17 @@ class Watch:
                 "I12",
                 f"task {subject} expired {expires_at - entry['at']:.3f} s too early",
             )
+
+    def _cancelled(self, task: str, run_id: str, now: dict[str, Rows], before: dict[str, Rows]) -> None:
+        """A run that buffers updates and goes on ends no work that a worker is at, unless it is too old."""
+        run, row = now["runs"][run_id], now["tasks"][task]
+        spec = json.loads(run["spec"])
+        goes_on = self._states[run_id] in ("running", "paused") and run["version_number"] < spec["rounds"]
+        is_work = row["kind"] == "train" and before["tasks"][task]["state"] == "leased"
+        old = row["version_number"] < run["version_number"] + 1 - spec["cohort"].get("max_staleness", 10)
+        withheld = json.loads(row["problem"] or "{}").get("code") == "withheld"
+        ends = buffers(spec) and goes_on and is_work and not (old or withheld)
+        _hold(not ends, "work", f"task {task} was cancelled at work")
 
     def _first(self, action: str, subject: str, run: str | None, now: dict[str, Rows]) -> None:
         """What begins: also the tasks of a round, which has no entry for each."""
@@ -204,6 +230,9 @@ class Watch:
         for key, task in now["tasks"].items():
             if task["round_id"] == subject and key not in self._states:
                 self._states[key], self._tokens[key] = "offered", 0
+                made = max(v["number"] for v in now["versions"].values() if v["run_id"] == task["run_id"])
+                starts = task["version_number"]
+                _hold(starts == made, "base", f"task {key} starts from version {starts}; the latest is {made}")
 
     def _receipts(self, action: str, entry: dict[str, Any], now: dict[str, Rows]) -> None:
         """What the end of a round, or of a run, makes of accepted updates."""
@@ -283,6 +312,10 @@ class Watch:
             closed = ("merging", "committed")
             if row["state"] in closed and before["rounds"].get(key, row)["state"] not in closed:
                 quorum = agreed["cohort"]["quorum"]
+                left = [
+                    t["id"] for t in now["tasks"].values() if (t["run_id"], *_place(t)) == (row["run_id"], *WAITS)
+                ]
+                _hold(not left, "lost", f"round {key} closed without the accepted updates {left}")
                 _hold(
                     len(accepted) >= quorum,
                     "quorum",
@@ -290,15 +323,10 @@ class Watch:
                 )
             workers = [task["worker_id"] for task in tasks]
             _hold(len(set(workers)) == len(workers), "I1", f"a worker has several tasks in round {key}")
-            if key not in before["rounds"]:
-                live_since = row["opened_at"] - self.world.settings["liveness_seconds"]
-                for task in tasks:
-                    seen = now["workers"][task["worker_id"]]["last_seen_at"]
-                    _hold(
-                        seen >= live_since,
-                        "presence",
-                        f"a worker was asked that was last heard of {row['opened_at'] - seen:.0f} s ago",
-                    )
+            for task in (task for task in tasks if task["id"] not in before["tasks"]):
+                silent = task["created_at"] - now["workers"][task["worker_id"]]["last_seen_at"]
+                is_here = silent <= self.world.settings["liveness_seconds"]
+                _hold(is_here, "presence", f"a worker was asked that was last heard of {silent:.0f} s ago")
 
     def _tasks(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         at_work = [
@@ -311,16 +339,21 @@ class Watch:
             )
         ]
         _hold(len(set(at_work)) == len(at_work), "I1", "a worker has two tasks of a run that may still count")
+        retired = {(v["run_id"], v["number"]) for v in now["versions"].values() if v["retired_at"] is not None}
+        for key, task in now["tasks"].items():
+            counts = task["state"] in ("offered", "leased", "expired", "accepted") and task["kind"] == "train"
+            gone = counts and (task["run_id"], task["version_number"]) in retired
+            _hold(not gone, "base", f"version {task['version_number']} is removed, and task {key} starts from it")
         for key, old in before["tasks"].items():
             new = now["tasks"][key]
             if new == old:
                 continue
-            if old["state"] in (*ACCEPTED, "rejected", "failed", "cancelled"):
+            if old["state"] in OVER:
                 # How an update compares with the others of its round is noted when they are all there.
                 if _unscored(new) == _unscored(old):
                     continue
                 # What becomes of an accepted update, with the end of its round.
-                became = {"state": new["state"], "merged_in": new["merged_in"]}
+                became = {name: new[name] for name in ("state", "merged_in", "unmerged")}
                 if _unscored(new) == {**_unscored(old), **became} and old["state"] == "accepted":
                     continue
                 _hold(False, "states", f"task {key}, which was {old['state']}, changed")
@@ -350,7 +383,8 @@ class Watch:
                 f"run {run} at {row['version_number']} has committed rounds {committed}",
             )
         for key, old in before["versions"].items():
-            _hold(now["versions"].get(key) == old, "I2", f"version {old['number']} changed")
+            same = now["versions"].get(key)
+            _hold(same is not None and _unretired(same) == _unretired(old), "I2", f"version {old['number']} changed")
         for key, row in now["rounds"].items():
             if row["state"] == "committed" and before["rounds"][key]["state"] != "committed":
                 self._merged(key, now)
@@ -366,25 +400,34 @@ class Watch:
         tasks = [t for t in now["tasks"].values() if (t["run_id"], t["merged_in"], t["state"]) == of_version]
         if json.loads(now["runs"][round_["run_id"]]["spec"])["server_optimizer"]["kind"] != "none":
             return
-        weight = float(sum(task["examples"] for task in tasks))
-        old, new = (self._blocks(round_["run_id"], n, now) for n in (round_["number"] - 1, round_["number"]))
+        rests = buffers(json.loads(now["runs"][round_["run_id"]]["spec"]))
+        number, first = round_["number"], min((task["version_number"] for task in tasks), default=0)
+        names = {n: self._manifest(round_["run_id"], n, now) for n in range(min(first, number - 1), number + 1)}
         for block in MODEL.blocks:
-            mean = np.zeros(block.shape)
-            for task in tasks:
-                # Every version changes every block.
-                late = sqrt(round_["number"] - task["version_number"])
-                step = step_of(task["seed"] + MODEL.blocks.index(block), block.shape)
-                mean += task["examples"] / weight / late * step
-            found = from_bytes(new[block.name], block.dtype).reshape(block.shape)
-            start = from_bytes(old[block.name], block.dtype).reshape(block.shape)
-            _hold(bool(np.isfinite(found).all()), "I10", f"version {round_['number']} is not finite")
-            close = np.allclose(found - start.astype(float), mean, atol=1e-5)
-            _hold(close, "I1", f"{block.name} of version {round_['number']} is not the mean of what was accepted")
+            mean, weight = np.zeros(block.shape), 0.0
+            digests = {n: blocks[block.name] for n, blocks in names.items()}
+            for task in () if self._is_frozen(block.name, number, now["runs"][round_["run_id"]]) else tasks:
+                sent = Plan.model_validate_json(task["plan"]).upload.resolve(MODEL.blocks)
+                if block not in sent:
+                    continue
+                since = range(task["version_number"] + 1, number)
+                late = sqrt(1 + sum(digests[n] != digests[n - 1] for n in since))
+                step = step_of(task["seed"] + [*sent].index(block), block.shape, rests=rests)
+                mean += task["examples"] / late * step
+                weight += task["examples"]
+            old, new = (from_bytes(self._store.read(digests[n]), block.dtype) for n in (number - 1, number))
+            moved = (new - old.astype(float)).reshape(block.shape)
+            _hold(bool(np.isfinite(moved).all()), "I10", f"version {number} is not finite")
+            close = np.allclose(moved, mean / (weight or 1.0), atol=1e-5) and (weight > 0 or not moved.any())
+            _hold(close, "I1", f"{block.name} of version {number} is not the mean of what was accepted")
 
-    def _blocks(self, run: str, number: int, now: dict[str, Rows]) -> dict[str, bytes]:
+    def _is_frozen(self, block: str, number: int, run: sqlite3.Row) -> bool:
+        method = json.loads(run["spec"])["method"]
+        return number > method["settings"].get("warmup_rounds", number) and block not in TRAINED_LATER
+
+    def _manifest(self, run: str, number: int, now: dict[str, Rows]) -> Mapping[str, str]:
         row = next(v for v in now["versions"].values() if (v["run_id"], v["number"]) == (run, number))
-        manifest = States(self._store).manifest(row["digest"])
-        return {name: self._store.read(digest) for name, digest in manifest.blocks.items()}
+        return States(self._store).manifest(row["digest"]).blocks
 
     # ------------------------------------------------------------ blobs
 
@@ -405,7 +448,8 @@ class Watch:
             self._blobs.add(digest)
 
     def findings(self, log: Log) -> list[Finding]:
-        return check(log.lines, self._database, self._store)
+        kept = all(row["retired_at"] is None for row in self._tables["versions"].values())
+        return check(log.lines, self._database, self._store, merges_again=kept)
 
     def after_start(self, power_cut: bool) -> None:
         """Nothing that was entered is gone."""
@@ -420,13 +464,24 @@ class Watch:
             _hold(not touched, "refusals", f"{label} was refused ({problem.code}) and changed {sorted(touched)}")
 
     def after_report(
-        self, task: str, token: int, update: str | None, problem: Problem | None, *, garbled: bool = False
+        self,
+        task: str,
+        token: int,
+        update: str | None,
+        problem: Problem | None,
+        *,
+        garbled: bool = False,
+        held: bool = False,
     ) -> None:
         """An accepted report is there from now on, and what repeats it gets the same answer.
 
         A copy whose bytes were garbled repeats nothing that was accepted.
         """
         if problem:
+            refused = (
+                held and self.holds(task, token) and problem.code in ("lease-lost", "round-closed", "task-cancelled")
+            )
+            _hold(not refused, "work", f"a report on {task} was refused, and its lease holds: {problem.code}")
             same = self.promised.get(task) == (token, update) and not garbled
             _hold(not same, "I13", f"a repeated report on {task} was refused: {problem.code}")
             return
@@ -437,6 +492,19 @@ class Watch:
             f"task {task} was accepted for two reports: {before} and {(token, update)}",
         )
         self._kept(self._tables, task, token, update)
+
+    def holds(self, task: str, token: int) -> bool:
+        """Whether a token holds a task."""
+        row = self._tables["tasks"].get(task)
+        return row is not None and (row["state"], row["token"]) == ("leased", token)
+
+    def is_over(self, task: str) -> bool:
+        """Whether nothing more may become of a task's work."""
+        return task in self._tables["tasks"] and self._tables["tasks"][task]["state"] in OVER
+
+    def after_heartbeat(self, task: str, over: bool) -> None:
+        """A worker learns at its next heartbeat that its task is over."""
+        _hold(not over, "told", f"a heartbeat on task {task} was answered, and it was over before")
 
     def _kept(self, now: dict[str, Rows], task: str, token: int, update: str | None) -> None:
         row = now["tasks"][task]
@@ -458,10 +526,33 @@ class Watch:
             )
         for row in self._db.execute(LEFT_OVER, (began_at,)):
             _hold(False, "I14", f"round {row['id']} lives, and its run is {row['state']}")
+        self._stands_still()
+
+    def _stands_still(self) -> None:
+        """A run that buffers updates makes a version in time, once nothing goes wrong and enough sites live."""
+        for run in self._tables["runs"].values():
+            at, number = self.world.schedule.at, run["version_number"]
+            spec = json.loads(run["spec"])
+            due = self.is_calm and buffers(spec) and run["state"] == "running" and number < spec["rounds"]
+            if not due or self._moved[0] != number:
+                self._moved = number, at
+            stood = at - self._moved[1]
+            self.longest_standstill = max(self.longest_standstill, stood)
+            _hold(
+                stood < STANDSTILL_SECONDS, "buffer", f"version {number} is {stood:.0f} s old, and no other follows"
+            )
 
 
 def buffers(spec: Mapping[str, Any]) -> bool:
     return bool(spec["cohort"].get("mode") == "buffer")
+
+
+def _place(task: sqlite3.Row) -> tuple[str, str, int | None]:
+    return task["kind"], task["state"], task["merged_in"]
+
+
+def _unretired(version: sqlite3.Row) -> dict[str, Any]:
+    return {name: value for name, value in dict(version).items() if name != "retired_at"}
 
 
 def _unscored(task: sqlite3.Row) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from tests.model_checking.schedule import NONE, Crash, Process, Schedule
 from tests.support.coordinator import ROOMY
 
 RESTART_SECONDS = 3.0
+COLLECT_SECONDS = 20.0
 ANSWER_SECONDS = 5.0
 """How long a caller waits for an answer."""
 
@@ -162,7 +163,10 @@ class World:
     after_request: Callable[[str, Problem | None, set[str]], None] = lambda label, problem, wrote: None
     after_step: Callable[[float], None] = lambda began_at: None
     after_start: Callable[[bool], None] = lambda power_cut: None
-    after_report: Callable[..., None] = lambda *report, garbled: None
+    after_report: Callable[..., None] = lambda *report, **about: None
+    holds: Callable[[str, int], bool] = lambda task, token: False
+    is_over: Callable[[str], bool] = lambda task: False
+    after_heartbeat: Callable[[str, bool], None] = lambda task, over: None
 
     def __post_init__(self) -> None:
         for name in ("blobs", "staging"):
@@ -194,6 +198,13 @@ class World:
         self._instrument(services)
         services.blobs.sweep()
         self.schedule.spawn(replica.process, "conductor", lambda: self._conduct(replica))
+        if settings.keep_versions:
+            self.schedule.spawn(replica.process, "retention", lambda: self._collect(services))
+
+    def _collect(self, services: Services) -> None:
+        while True:
+            self.schedule.sleep(COLLECT_SECONDS)
+            services.retention.collect()
 
     def _conduct(self, replica: Replica) -> None:
         services = replica.services

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -14,14 +16,20 @@ from sqlalchemy import select, update
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
 from tessera.coordinator.conductor import actions, liveness, round_actions
-from tessera.coordinator.db import rounds, snapshots, tasks, transitions, versions
-from tessera.coordinator.db.tables import AuditRow, TaskRow
+from tessera.coordinator.db import round_tasks, rounds, snapshots, tasks, transitions, versions
+from tessera.coordinator.db.tables import AuditRow, RoundRow, SiteRow, TaskRow, select_tasks
 from tessera.coordinator.domain import acceptance, decide, lifecycle
 from tessera.coordinator.domain.lifecycle import Move
+from tessera.coordinator.domain.round_moves import Close
+from tessera.coordinator.maintenance import garbage_collection
 from tessera.coordinator.operations import runs as run_operations
 from tessera.coordinator.operations import tasks as task_operations
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.tasks import Lease
+from tessera.shared.problems import RoundClosed, TaskCancelled
 from tessera.shared.rounds import aggregate as aggregation
 from tessera.shared.rounds import validation as inspection
+from tessera.shared.tensors.lazy import itself
 from tessera.worker.state import vault
 from tests.model_checking import rules
 from tests.model_checking.federation import Shape, Violated, simulate
@@ -44,6 +52,14 @@ RECORD = transitions.audit.record
 SETTLE = tasks.settle
 STAGE = vault.Vault.stage
 FIND = tasks.find_task
+AT_WORK = snapshots.sites_at_work
+COMMIT = rounds.commit_round
+UPDATE = aggregation.Aggregation._update
+HEARTBEAT = task_operations.heartbeat
+NEW_TASK = round_tasks.new_task
+BUFFERED = decide.buffered
+OLDEST = Cohort.oldest_base
+OF_ROUND = TaskRow.round_id.in_(select(RoundRow.id).where(RoundRow.state == "merging"))
 
 
 def no_token(state: str, round_state: str | None, shown: int, token: int, *because: Any) -> Any:
@@ -178,6 +194,67 @@ def counted_again(session: Any, now: float, round_: Any, *about: Any) -> None:
     CLOSE(session, now, round_, *about)
     before = (TaskRow.run_id == round_.run_id) & (TaskRow.merged_in == round_.number - 1)
     session.execute(update(TaskRow).where(before).values(merged_in=round_.number, state="accepted"))
+
+
+def weighed_by_arrival(session: Any, run_id: str, number: int) -> Any:
+    """Gives the first to come the weight of the first by name."""
+    found = by_arrival(session, run_id, number)
+    weights = [one.examples for one in sorted(found, key=lambda one: one.worker)]
+    return [replace(one, examples=weight) for one, weight in zip(found, weights, strict=True)]
+
+
+def forgets_sent(session: Any, run_id: str, *about: Any) -> Any:
+    """Takes a site whose update waits for idle."""
+    waits = (TaskRow.run_id == run_id) & (TaskRow.state == "accepted") & TaskRow.merged_in.is_(None)
+    sent = set(session.scalars(select_tasks(SiteRow.name).where(waits)))
+    return {site: counts for site, counts in AT_WORK(session, run_id, *about).items() if site not in sent}
+
+
+def of_latest_alone(self: Any, session: Any, run: Any, keep: int) -> set[int]:
+    return set(range(run.version_number - keep + 1, run.version_number + 1))
+
+
+def joins_late(session: Any, now: float, run: Any, *about: Any) -> Any:
+    """Counts what came during the merge as merged."""
+    news = COMMIT(session, now, run, *about)
+    waits = (TaskRow.run_id == run.id) & (TaskRow.state == "accepted") & TaskRow.merged_in.is_(None)
+    session.execute(update(TaskRow).where(waits).values(merged_in=run.version_number, state="merged"))
+    return news
+
+
+def normalised(self: Any, entry: Any, *about: Any) -> Any:
+    """Lets a late update weigh less, so that the sum of weights is smaller too."""
+    made = UPDATE(self, replace(entry, since=()), *about)
+    return replace(made, examples=made.examples / sqrt(1 + len(entry.since)))
+
+
+def by_version(self: Any, entry: Any) -> Any:
+    return Counter({name: len(entry.since) for name in self.states.manifest(entry.base.digest).blocks})
+
+
+def all_cancelled(session: Any, now: float, round_: Any, *about: Any) -> None:
+    round_tasks.cancel_tasks(session, now, round_tasks._OF_RUN, {"run": round_.run_id})
+
+
+def untold(serving: Any, caller: Any, task_id: str, request: Any) -> Any:
+    try:
+        return HEARTBEAT(serving, caller, task_id, request)
+    except (TaskCancelled, RoundClosed):
+        return Lease(lease_seconds=serving.settings.lease_seconds)
+
+
+def of_version_before(session: Any, now: float, run: Any, *about: Any, **columns: Any) -> Any:
+    return NEW_TASK(session, now, run, *about, **columns, version_number=max(0, run.version_number - 1))
+
+
+def too_few(round_: Any, run: Any, now: float, *sites: Any) -> Any:
+    found = BUFFERED(round_, run, now, *sites)
+    return [Close(round_.id, "the deadline came")] if now >= round_.deadline_at else found
+
+
+def of_open_rounds(state: str, round_state: str | None, *about: Any) -> Any:
+    is_over = state == "leased" and round_state in ("merging", "committed", "abandoned")
+    return RoundClosed("the round that asked for it is over") if is_over else REFUSAL(state, round_state, *about)
 
 
 def emptied(session: Any, now: float, round_: Any, reason: str, *cohort: Any) -> None:
@@ -336,7 +413,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a lapse is not audited": Fault(((transitions.audit, "record", unaudited),), seed=1, planted_in="make test-long"),
     "the tasks of a closed round live on": Fault(
-        ((rounds, "cancel_tasks", lambda *arguments: None),),
+        ((round_tasks, "cancel_tasks", lambda *arguments: None),),
         in_rules=(rules, "TASK", WITHOUT_CANCELLING),
         seed=2,
         planted_in="make test-long",
@@ -373,6 +450,76 @@ FAULTS: dict[str, Fault] = {
     ),
     "a buffer without enough updates stands still": Fault(
         ((decide, "buffered", lambda *arguments: iter(())),), buffered=True, planted_in="make test-long"
+    ),
+    "a site whose update waits is asked again, and no index prevents it": Fault(
+        ((round_actions, "sites_at_work", forgets_sent), (snapshots, "sites_at_work", forgets_sent)),
+        without=("uq_tasks_update",),
+        buffered=True,
+        planted_in="make test-long",
+    ),
+    "updates weigh by who came first": Fault(
+        ((versions, "assigned_updates", weighed_by_arrival),), buffered=True, planted_in="make test-long"
+    ),
+    "a version is removed that a task starts from": Fault(
+        ((garbage_collection.Retention, "_needed", of_latest_alone),), buffered=True, planted_in="make test-long"
+    ),
+    "a late update is never assigned": Fault(
+        ((rounds, "ASSIGN", round_tasks.ASSIGN.where(OF_ROUND)),), buffered=True, planted_in="make test"
+    ),
+    "an update that comes during a merge counts as merged": Fault(
+        ((rounds, "commit_round", joins_late),), buffered=True, planted_in="make test-long"
+    ),
+    "normalisation cancels staleness": Fault(
+        ((aggregation.Aggregation, "_update", normalised),), buffered=True, planted_in="make test-long"
+    ),
+    "a late update brings back what it started from": Fault(
+        ((aggregation, "RebasedTensor", lambda present, sent: itself(sent)),),
+        buffered=True,
+        planted_in="make test-long",
+    ),
+    "a late update moves a frozen block": Fault(
+        ((aggregation, "_without", lambda late, frozen: late),), buffered=True, planted_in="make test"
+    ),
+    "staleness counts versions that left a block alone": Fault(
+        ((aggregation.Aggregation, "_changes", by_version),), seed=7, buffered=True, planted_in="make test-long"
+    ),
+    "a late update weighs too little": Fault(
+        ((Cohort, "staleness_weight", lambda self, changes: 1 / (1 + changes)),),
+        buffered=True,
+        planted_in="make test-long",
+    ),
+    "each version ends the work that goes on": Fault(
+        ((rounds, "cancel_obsolete", all_cancelled),), buffered=True, planted_in="make test-long"
+    ),
+    "a worker is not told that its task is over": Fault(
+        ((task_operations, "heartbeat", untold),), buffered=True, planted_in="make test-long"
+    ),
+    "a site is asked from the version before the latest": Fault(
+        ((round_tasks, "new_task", of_version_before),), buffered=True, planted_in="make test-long"
+    ),
+    "the limit of staleness is off by one": Fault(
+        ((Cohort, "oldest_base", lambda self, number: OLDEST(self, number) - 1),),
+        buffered=True,
+        planted_in="make test-long",
+    ),
+    "the end of a run leaves updates without an outcome": Fault(
+        (
+            (rounds, "end_training", lambda *arguments: None),
+            (round_tasks, "end_training", lambda *arguments: None),
+        ),
+        buffered=True,
+        planted_in="make test-long",
+    ),
+    "a deadline closes a buffer without a quorum": Fault(
+        ((decide, "buffered", too_few),), buffered=True, planted_in="make test-long"
+    ),
+    "a silent site is asked in an open round": Fault(
+        ((liveness, "live_workers", lambda session, since: LIVE(session, 0)),),
+        buffered=True,
+        planted_in="make test-long",
+    ),
+    "an update is refused once the round that asked for it is over": Fault(
+        ((tasks, "refusal", of_open_rounds),), buffered=True, planted_in="make test"
     ),
 }
 

@@ -171,7 +171,9 @@ class Finding:
     detail: str
 
 
-def check(lines: Iterable[Mapping[str, Any]], database: Database, blobs: Blobs) -> list[Finding]:
+def check(
+    lines: Iterable[Mapping[str, Any]], database: Database, blobs: Blobs, *, merges_again: bool = True
+) -> list[Finding]:
     """Everything in which histories and database disagree, or the database with itself.
 
     lost           an update, evaluation, run or cancellation that was acknowledged is not there
@@ -179,7 +181,8 @@ def check(lines: Iterable[Mapping[str, Any]], database: Database, blobs: Blobs) 
     wrong-round    what was accepted was made for another round or from another version
     never-sent     an update is accepted that nobody in these histories sent; only if they hold any submission
     contradiction  what was told 'accepted' was refused afterwards to the same asker
-    wrong-version  a version is not the merge of exactly the updates that its round accepted
+    wrong-version  a version is not the merge of exactly the updates that its round accepted; only with
+                   `merges_again`, which reads all versions
     broken-chain   the audit chain does not hold
     """
     asked, told = _joined(lines)
@@ -187,7 +190,7 @@ def check(lines: Iterable[Mapping[str, Any]], database: Database, blobs: Blobs) 
         return [
             *_acknowledged(session, asked, told),
             *_counted(session, asked, told),
-            *_merged(session, blobs),
+            *(_merged(session, blobs) if merges_again else ()),
             *_chain(session),
         ]
 

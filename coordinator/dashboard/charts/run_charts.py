@@ -24,6 +24,7 @@ from tessera.coordinator.dashboard.queries import (
     stage_bands,
     thinned,
     version_numbers,
+    version_times,
 )
 from tessera.coordinator.dashboard.templating import first_up, metric_name, number, percent, size
 from tessera.shared.aggregation.drift import DISAGREEMENT, MOVEMENT
@@ -136,7 +137,7 @@ def panels(session: Session, figures: ChartFigures, metric: str | None, along: A
     first = figures.chosen(metric)
     second = next((name for name in ("loss", TRAINING_LOSS) if name in figures.metrics and name != first), "")
     shown = [_metric(session, figures, name, bands, every, along, axis) for name in (first, second) if name]
-    shown += [_bytes_by_round(figures.sums), *_layers(session, run)]
+    shown += [_versions_by_time(session, run, every), _bytes_by_round(figures.sums), *_layers(session, run)]
     declared = _charts(run)
     metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
     shown += [_declared(chart, metrics, bands, every) for chart in declared]
@@ -273,6 +274,16 @@ def moved_to(line: Series, axis: Mapping[int, float]) -> Series:
     """Return a line by version as one along another axis, by version too."""
     points: Points = {axis[int(at)]: value for at, value in line.ordered if int(at) in axis}
     return Series(line.name, points, line.main, axis.get(int(line.best)) if line.best is not None else None)
+
+
+def _versions_by_time(session: Session, run: Run, note: str) -> Panel:
+    """Chart when versions were made; no picture before there are two beside the first."""
+    times = version_times(session, run) if run.version.number > 1 else {}
+    line = Series("version", {at: float(number) for number, at in times.items()}, main=True)
+    title, label = "Versions by time", AXES["time"]
+    picture = svg_charts.lines("versions-chart", title, [line], along="time", label=label)
+    rows = [[str(number), label(at)] for number, at in sorted(times.items(), reverse=True)]
+    return Panel("versions", title, picture, ("version", "made after"), rows, (), note)
 
 
 def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:

@@ -11,9 +11,10 @@ from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.records import SEARCHED
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import AuditRow
+from tessera.shared.api.cohort import Cohort
 from tessera.shared.schema import TokenRole
 from tests.coordinator.dashboard.conftest import Person, signed_in
-from tests.support.coordinator import LiveCoordinator
+from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import Evaluation, ScriptedWorker, small_model, start_run, values
 from tests.support.storage import statements
 
@@ -35,6 +36,8 @@ def test_no_page_or_scrape_scans_a_table_that_grows_with_every_round(
     worker = ScriptedWorker(coordinator.client("site", "a")).enrol()
     mine = start_run(coordinator.client(), model, values(model), evaluation=Evaluation(sites=True))
     worker.take()
+    late = start_run(coordinator.client(), model, values(model), cohort=Cohort(mode="buffer", quorum=1)).id
+    until(lambda: list(coordinator.client().rounds(late)))
     asked: dict[str, Any] = {}
 
     @event.listens_for(coordinator.services.database.engine, "before_cursor_execute")
@@ -42,6 +45,7 @@ def test_no_page_or_scrape_scans_a_table_that_grows_with_every_round(
         asked[statement] = parameters
 
     for path in (
+        f"/runs/{late}", f"/runs/{late}/rounds/1",
         "/", "/runs", "/runs?state=paused&q=a", f"/runs/{run}", f"/runs/{run}/rounds", "/sites", "/approvals",
         "/failures", "/failures?what=failed", f"/failures?run={run}", "/failures?since=2026-01-01T00:00", "/storage",
         "/audit", "/audit?who=a&what=b", f"/audit?run={run}&what=b", "/audit?since=2026-01-01T00:00",
@@ -50,7 +54,8 @@ def test_no_page_or_scrape_scans_a_table_that_grows_with_every_round(
         admitted = role == "admin" or not path.startswith("/audit")
         assert person.http.get(f"/page{path}").status_code == (200 if admitted else 403), path
     http = coordinator.http(role)
-    for path in ("/metrics", "/v1/admin/status", "/v1/runs", "/v1/workers", f"/v1/runs/{run}/rounds"):
+    of_late = (f"/v1/runs/{late}/rounds/1", f"/v1/runs/{late}/coverage")
+    for path in ("/metrics", "/v1/admin/status", "/v1/runs", "/v1/workers", f"/v1/runs/{run}/rounds", *of_late):
         http.get(path).raise_for_status()
     site = Person(coordinator)
     site.sign_in(coordinator.token("site", "a"))
