@@ -1,4 +1,8 @@
-"""The tables of the figures: a short one in docs/which-method.md, and all in docs/method-table.md."""
+"""The tables of the figures: a short one in docs/which-method.md, and all in docs/method-table.md; and of the modes
+of cohorts with which methods and settings go, as their classes declare.
+
+`python -m docs.method_table` writes the latter into docs/which-method.md.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,23 @@ from statistics import fmean, stdev
 from typing import Any
 
 from examples.processes import ROOT
+from tessera.shared.aggregation.robust import Guard, Mean
+from tessera.shared.aggregation.server_optimizer import AdaptiveOptimizer, Momentum, NoOptimizer
+from tessera.shared.api.secure_sums import SecureSums
+from tessera.shared.methods.registry import methods
+from tessera.shared.run_settings import ClientPrivacy, Privacy
+from tessera.shared.schema import Compatibility
+from tessera.shared.updates.codecs.pipeline import STAGES
 from tessera.simulation.comparison import interval
 
 PAGE, DETAILS = ROOT / "docs" / "which-method.md", ROOT / "docs" / "method-table.md"
 BEGIN = "<!-- made by `make bench-methods` from benchmarks/methods/table.json: do not edit -->\n"
 END = "<!-- end of what is made -->\n"
 BASELINE = "fedavg"
+BEGIN_MODES = "<!-- made by `python -m docs.method_table` from the classes' declarations: do not edit -->\n"
+MODES = {"buffered": "buffering"}
+"""The columns of the table of modes, which are attributes of settings' classes: for each, the class method of a
+method's coordinator half that returns the same."""
 COLUMNS = f"""\
 - **sites**: the mean score of the sites on their held-out examples, in percent, and its standard deviation
   over seeds. A method with models of the sites' own is measured by these.
@@ -55,6 +70,41 @@ def write(found: Mapping[str, Any]) -> None:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{short(found)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     DETAILS.write_text(details(found), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- the table of modes
+
+
+def modes() -> str:
+    """Return a row for each method and for each setting of a kind, with the modes of cohorts that it goes with."""
+    rows = [
+        [name, *(_compatible(getattr(method.coordinator, of_method)()) for of_method in MODES.values())]
+        for name, method in sorted(methods().items())
+    ]
+    kinds: dict[str, Any] = {
+        "`robust`: mean": Mean,
+        "`robust`: all others": Guard,
+        "`server_optimizer`: none": NoOptimizer,
+        "`server_optimizer`: sgd": Momentum,
+        "`server_optimizer`: adam, yogi, adagrad": AdaptiveOptimizer,
+        **{f"`codec`: {name}": stage for name, stage in sorted(STAGES.items())},
+        "`privacy`: each unit": Privacy,
+        "`client_privacy`": ClientPrivacy,
+        "`secure_sums`": SecureSums,
+    }
+    rows += [[name, *(_compatible(getattr(kind, mode)) for mode in MODES)] for name, kind in kinds.items()]
+    return _table(["method or setting", *MODES], rows, "---")
+
+
+def _compatible(declared: Compatibility) -> str:
+    if not declared.fault:
+        return "yes"
+    return f"with {declared.settings}" if declared.settings else f"no: {declared.fault}"
+
+
+def write_modes() -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN_MODES)
+    PAGE.write_text(f"{before}{BEGIN_MODES}\n{modes()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- the page of all figures
@@ -175,6 +225,10 @@ def _shares(cells: Cells, name: str) -> list[str]:
     return [f"{parts[0]:.2g}", f"{parts[1]:.2g}"]
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], align: str = "--:") -> str:
+    lines = [columns, ["---", *[align] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    write_modes()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from tessera.shared.schema import Condition, Value
+from tessera.shared.schema import Compatibility, Condition, Value
 
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
@@ -324,6 +324,9 @@ class Privacy(UnitBudget):
     of one worker's data set. It does not cover whole sites, nor evaluations.
     """
 
+    # A site trains at most once from each version, and its ledger counts each training.
+    buffered: ClassVar[Compatibility] = Compatibility()
+
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("selection_share", "selections"), lambda privacy: privacy.selection == "noisy", 'selection to "noisy"'
@@ -396,6 +399,8 @@ class ClientPrivacy(Budget):
     it protects nothing from the coordinator, which reads each update and adds the noise. With them the sites clip and
     add the noise, and it holds against the coordinator too.
     """
+
+    buffered: ClassVar[Compatibility] = Compatibility("its noise is computed for updates of one version")
 
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of sites")
     clip_norm: float = Field(

@@ -30,6 +30,24 @@ class Condition(NamedTuple):
     """The setting that makes them act, with its value."""
 
 
+class Compatibility(NamedTuple):
+    """The declaration by a method, rule, codec or protection whether it goes with a mode of cohorts."""
+
+    fault: str = ""
+    """The reason why it does not; empty if it does with all settings."""
+    settings: str = ""
+    """Its settings with which it does all the same, in words."""
+    holds: Callable[[Any], bool] = lambda _: False
+    """Returns True for settings like that."""
+
+    def allows(self, settings: Any) -> bool:
+        return not self.fault or self.holds(settings)
+
+    @property
+    def remedy(self) -> str:
+        return f"set {self.settings}, or " if self.settings else ""
+
+
 class Value(BaseModel):
     """An immutable record, with no unknown fields, and no number that JSON cannot carry."""
 

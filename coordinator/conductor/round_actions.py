@@ -125,14 +125,17 @@ class RoundActions:
             accepted = versions.assigned_updates(session, run_id, round_.number)
             # The sites' selections for the versions before.
             earlier = versions.earlier_choices(session, run_id, round_.number) if chooses_blocks(spec.method) else []
+            latest = versions.latest_updates(session, run_id, round_.number) if spec.cohort.memory else []
             bounds, noise_key = versions.bounds_in_force(run), round_.noise_key or b""
         sums = self.secure.sums(run_id, round_id)
         self.room.require(self.states.model(spec.model).stored_bytes)
-        made = self.aggregation.merge(spec, bounds, base, accepted, sums, noise_key, earlier)
+        made = self.aggregation.merge(spec, bounds, base, accepted, sums, noise_key, earlier, latest)
         with self.database.transaction() as session:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
             require(run.version_number == base.number, "the round was merged already")
             require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
+            still = versions.latest_updates(session, run_id, made.ref.number) if spec.cohort.memory else []
+            require(still == latest, "a site of the run's memory has withdrawn")
             if absent := spec.cohort.absent(worker.partition("/")[0] for worker in made.merged):
                 reason = f"cohort.require names {', '.join(absent)}, whose update was left out: its norm is too large"
                 rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason, spec.cohort)

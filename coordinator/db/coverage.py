@@ -11,7 +11,7 @@ from statistics import median
 from sqlalchemy import Float, case, cast, func, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.db.snapshots import live_workers, terms_of
+from tessera.coordinator.db.snapshots import live_workers, sites_done, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow, select_tasks
 from tessera.coordinator.domain.eligibility import RunTerms, objections
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study
@@ -59,14 +59,15 @@ def by_site(session: Session, run: RunRow, live_since: float) -> list[SiteCovera
     before, causes = _rounds_before(session, run, workers), left_out(session, run, number).get(number, {})
     examples = _examples(terms, workers)
     parts = _buffered_parts(session, run, examples, before) if terms.spec.cohort.buffers else {}
-    found = []
+    found, done, cap = [], sites_done(session, terms), terms.spec.cohort.max_updates_per_site
     for site, count in sorted(examples.items(), key=lambda item: (-item[1], item[0])):
         missed = min(WINDOW, number - last.get(site, before.get(site, 0)))
         own, part = [worker for worker in workers if worker.site == site], parts.get(site)
         late = (
             f"it is at work, from version {part.base} on" if part and part.base is not None and not part.waits else ""
         )
-        reason = (causes.get(site) or late or _unasked(terms, own, live)) if missed else ""
+        most = f"it has trained as often as cohort.max_updates_per_site allows, {cap} times" if site in done else ""
+        reason = (causes.get(site) or late or most or _unasked(terms, own, live)) if missed else ""
         found.append(SiteCoverage(site=site, examples=count, missed=missed, reason=reason, buffered=part))
     return found
 

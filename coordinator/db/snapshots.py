@@ -139,6 +139,11 @@ _BUSY = select(TaskRow.worker_id).where(
     one_of(TaskRow.state, "offered", "leased"),
     (TaskRow.kind == "train") | TaskRow.held_out,
 )
+# A task that its site gave back until a person there decides has read nothing.
+_BEGUN = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train") & (TaskRow.token > 0)
+_BEGUN &= func.coalesce(TaskRow.problem["code"].as_string(), "") != Withheld.code
+_DONE = select_tasks(SiteRow.name).where(_BEGUN).group_by(SiteRow.name)
+_DONE = _DONE.having(func.count(TaskRow.version_number.distinct()) >= given("most"))
 _BUFFERED_TASKS = _TASKS.where(_PENDING | _BUFFERED)
 _AT_WORK = select_tasks(SiteRow.name, TaskRow.state, TaskRow.worker_id, TaskRow.round_id)
 _AT_WORK = _AT_WORK.where(_BUFFERED | (TaskRow.round_id == given("round")))
@@ -186,15 +191,23 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
     """Return the workers that may take part in the run's next round; with a sticky method, none as a replacement for
     another."""
     took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
-    return [worker for worker in eligible(invited, live) if took_part.get(worker.site, worker.id) == worker.id]
+    done = sites_done(session, invited)
+    able = (worker for worker in eligible(invited, live) if worker.site not in done)
+    return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
+
+
+def sites_done(session: Session, invited: RunTerms) -> set[str]:
+    """Return the sites that have begun to train from as many versions as the run allows (`max_updates_per_site`)."""
+    most = invited.spec.cohort.max_updates_per_site
+    return set(session.scalars(_DONE, {"run": invited.run, "most": most})) if most else set()
 
 
 def has_quorum(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) -> bool:
     """Return True if `candidates` are of the sites that a round needs, from as few of them as possible."""
     took_part = _took_part(session, invited) if sticky(invited.spec.method) else {}
-    sites: set[str] = set()
+    sites, done = set[str](), sites_done(session, invited)
     for worker in in_study(invited.spec.study, live):
-        if took_part.get(worker.site, worker.id) == worker.id and worker.site not in sites:
+        if took_part.get(worker.site, worker.id) == worker.id and worker.site not in sites | done:
             if not objections(invited, worker.site, worker.declared):
                 sites.add(worker.site)
             if not invited.spec.cohort.lack(sites):
@@ -318,6 +331,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         # An attempt that does not count as abandoned has a reason all the same.
         goes_on=ended is not None and ended > run.resumed_at and not because,
         eligible=0 if not round_ and spec.cohort.absent(able) else len(able),
+        done=len(sites_done(session, invited)),
         idle_since=max(run.resumed_at, ended or 0.0, round_.opened_at if round_ else 0.0),
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),

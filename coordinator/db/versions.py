@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
-from sqlalchemy import Row, select
+from sqlalchemy import Row, func, select
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
@@ -19,6 +20,7 @@ from tessera.coordinator.db.tables import (
     SiteRow,
     TaskRow,
     VersionRow,
+    WorkerRow,
     select_tasks,
 )
 from tessera.coordinator.db.transitions import ACTOR, move_tasks
@@ -33,10 +35,27 @@ ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("numbe
 
 _LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
 _ANY_OF = TaskRow.id.in_(given("ids", expanding=True))
-_UPDATES = (
-    select_tasks(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
-    .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
-    .where(ASSIGNED)
+_SENT = select_tasks(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest).join(
+    VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number)
+)
+_UPDATES = _SENT.where(ASSIGNED)
+# Withdrawal erases the number of examples.
+_MERGED = (TaskRow.run_id == given("run")) & (TaskRow.state == "merged") & TaskRow.examples.is_not(None)
+_MERGED &= TaskRow.merged_in < given("number")
+_LATEST_OF_SITES = (
+    select(WorkerRow.site_id, func.max(TaskRow.merged_in).label("merged_in"))
+    .join_from(TaskRow, WorkerRow)
+    .where(_MERGED)
+    .group_by(WorkerRow.site_id)
+    .subquery()
+)
+_LATEST_UPDATES = (
+    _SENT.join(
+        _LATEST_OF_SITES,
+        (_LATEST_OF_SITES.c.site_id == WorkerRow.site_id) & (_LATEST_OF_SITES.c.merged_in == TaskRow.merged_in),
+    )
+    .where(_MERGED)
+    .order_by(SiteRow.name)
 )
 _BETWEEN = select(VersionRow.number, VersionRow.digest).where(
     VersionRow.run_id == given("run"), VersionRow.number.between(given("first"), given("last"))
@@ -88,21 +107,30 @@ def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepte
     rows = session.execute(_UPDATES, {"run": run_id, "number": number}).all()
     oldest = min((task.version_number for task, *_ in rows), default=number)
     since = dict(iter(session.execute(_BETWEEN, {"run": run_id, "first": oldest + 1, "last": number - 1})))
-    # An accepted task has a digest and a count: they are written together with that state.
     return [
-        AcceptedUpdate(
-            site=site,
-            worker=worker,
-            digest=task.update_digest or "",
-            examples=task.examples or 0,
-            metrics=task.metrics,
-            plan=Plan.model_validate(task.plan),
-            base=VersionRef(number=task.version_number, digest=base),
-            since=[since[later] for later in range(task.version_number + 1, number)],
-            layers=task.layers,
-        )
-        for task, worker, site, base in rows
+        replace(_accepted(*row), since=[since[later] for later in range(row[0].version_number + 1, number)])
+        for row in rows
     ]
+
+
+def _accepted(task: TaskRow, worker: str, site: str, base: str) -> AcceptedUpdate:
+    # An accepted task has a digest and a count: they are written together with that state.
+    return AcceptedUpdate(
+        site=site,
+        worker=worker,
+        digest=task.update_digest or "",
+        examples=task.examples or 0,
+        metrics=task.metrics,
+        plan=Plan.model_validate(task.plan),
+        base=VersionRef(number=task.version_number, digest=base),
+        layers=task.layers,
+    )
+
+
+def latest_updates(session: Session, run_id: str, number: int) -> list[AcceptedUpdate]:
+    """Return each site's latest update that was merged before this version, but for sites that have withdrawn."""
+    rows = session.execute(_LATEST_UPDATES, {"run": run_id, "number": number}).all()
+    return [_accepted(*row) for row in rows]
 
 
 def earlier_choices(session: Session, run_id: str, number: int) -> list[Choices]:

@@ -1,4 +1,4 @@
-"""Decisions on the open round of a run that buffers updates (`cohort.mode`)."""
+"""Decisions on the open round of a run that buffers updates (`cohort.mode`), and on runs with a cap of updates."""
 
 from collections.abc import Iterator
 
@@ -20,3 +20,13 @@ def buffered(
         yield Abandon(
             round_.id, f"updates came from {len(came)} of the sites, and {len(waiting)} more may send one; {lack}"
         )
+
+
+def sites_are_done(run: RunSnapshot) -> str:
+    """Return the reason to pause a run whose sites have trained as often as it allows, but for fewer than its
+    quorum."""
+    return (
+        f"{run.done} sites have trained from {run.cohort.max_updates_per_site} versions, as many as "
+        f"cohort.max_updates_per_site allows, and {run.eligible} others can take part, while the quorum is "
+        f"{run.cohort.quorum}: resume the run when other sites are here, or cancel it, and its versions stay"
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from tessera.coordinator.domain.buffered import buffered
+from tessera.coordinator.domain.buffered import buffered, sites_are_done
 from tessera.coordinator.domain.leases import LeaseAction, MoveBack, lease_actions, may_report
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.round_moves import Abandon, Close, Merge, Open, RoundAction
@@ -113,6 +113,8 @@ def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator
         last_due = any(_evaluations(run))
         if not (coming or last_due) or waited > timeouts.evaluation_seconds:
             yield Complete()
+    elif run.done and run.eligible < run.cohort.quorum and waited >= timeouts.cohort_wait_seconds:
+        yield Pause(sites_are_done(run))
     elif run.abandoned >= run.cohort.max_attempts:
         yield Pause(f"round {run.version + 1} was abandoned {run.abandoned} times, at last because {because}")
     elif run.abandoned and 0 <= waited < min(

@@ -98,6 +98,8 @@ class RunSnapshot:
     """The reason of the last abandoned attempt at the next round, with the workers that failed; empty without one."""
     goes_on: bool = False
     """Its last change was the commit of a round, whose cohort was here a moment ago."""
+    done: int = 0
+    """Sites that have begun to train from as many versions as the run allows a site."""
     answers: Answers | None = None
     """For a run without rounds."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 from sqlalchemy import ColumnElement, delete, exists, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Uploads
@@ -28,6 +28,7 @@ from tessera.coordinator.db.tables import (
     TaskRow,
     UploadRow,
     VersionRow,
+    WorkerRow,
 )
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.shared.api.runs import RunSpec
@@ -49,6 +50,26 @@ _KEPT = TaskRow.state.in_(("merged", "left_out")) & exists().where(
     RunRow.id == TaskRow.run_id, RunRow.spec["keep_updates"].as_string() == "run"
 )
 """Updates that a run keeps for merging again."""
+
+_LATER = aliased(TaskRow)
+_HERE, _THERE = aliased(WorkerRow), aliased(WorkerRow)
+_REMEMBERED = (
+    (TaskRow.state == "merged")
+    & exists().where(
+        RunRow.id == TaskRow.run_id,
+        RunRow.state.in_(LIVE_RUN),
+        RunRow.spec[("cohort", "memory")].as_boolean(),
+    )
+    & ~exists().where(
+        _LATER.run_id == TaskRow.run_id,
+        _LATER.state == "merged",
+        _LATER.merged_in > TaskRow.merged_in,
+        _HERE.id == TaskRow.worker_id,
+        _THERE.id == _LATER.worker_id,
+        _HERE.site_id == _THERE.site_id,
+    )
+)
+"""The latest merged update of each site of a live run with `cohort.memory`."""
 
 log = structlog.get_logger()
 
@@ -220,8 +241,9 @@ class Retention:
         return {blob for version in versions for blob in self.states.manifest(version.digest).digests}
 
     def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """Return the first version, the latest, those of open tasks or unmerged updates, and those to evaluate."""
-        live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
+        """Return the first version, the latest, those of open tasks, of unmerged or remembered updates, and those to
+        evaluate."""
+        live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED | _REMEMBERED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         spec = RunSpec.model_validate(run.spec)
         # However many: the evaluators may be away. Versions of an ended run are not evaluated any more.
@@ -265,4 +287,4 @@ def _over(before: float) -> ColumnElement[bool]:
     # An update that started from an earlier version is merged by a later round than its own.
     is_merged = exists().where(merging, ended) & ~exists().where(merging, ~ended)
     asked = TaskRow.merged_in.is_(None) & exists().where(RoundRow.id == TaskRow.round_id, ended)
-    return ~UNMERGED & ~_KEPT & (is_merged | asked | opened)
+    return ~UNMERGED & ~_KEPT & ~_REMEMBERED & (is_merged | asked | opened)

@@ -57,7 +57,7 @@ def remerge(services: Services, run_id: str, *without: str) -> RemergedRun:
     """
     with services.database.snapshot() as session:
         merged = _read(session, run_id)
-        first = _require_possible(session, merged, without)
+        first, latest = _require_possible(session, merged, without)
     aggregation, made = Aggregation(services.states, services.inspector), list[NextVersion]()
     current, bounds = _ref(merged.stored[first - 1]), _bounds_before(services, merged, first)
     refs = list[VersionRef]()
@@ -65,7 +65,8 @@ def remerge(services: Services, run_id: str, *without: str) -> RemergedRun:
         updates = [update for update in merged.updates[number] if update.site not in without]
         current = VersionRef(number=number - 1, digest=current.digest)
         if updates:
-            made.append(aggregation.merge(merged.spec, bounds, current, updates))
+            made.append(aggregation.merge(merged.spec, bounds, current, updates, latest=list(latest.values())))
+            latest |= {update.site: update for update in updates if update.worker in made[-1].merged}
             with services.database.transaction() as session:
                 services.blobs.record(session, services.database.now(), made[-1].blobs)
             current, bounds = made[-1].ref, made[-1].bounds
@@ -87,9 +88,11 @@ def _read(session: Session, run_id: str) -> MergedRun:
     return MergedRun(row, RunSpec.model_validate(row.spec), stored, updates)
 
 
-def _require_possible(session: Session, merged: MergedRun, without: Sequence[str]) -> int:
-    """Return the first version to merge again. Raises Invalid for a run that does not allow it, and Gone if updates
-    or versions are no longer kept."""
+def _require_possible(
+    session: Session, merged: MergedRun, without: Sequence[str]
+) -> tuple[int, dict[str, AcceptedUpdate]]:
+    """Return the first version to merge again, and the updates in the run's memory before it, by site. Raises Invalid
+    for a run that does not allow it, and Gone if updates or versions are no longer kept."""
     spec = merged.spec
     if hidden := "secure_sums" if spec.secure_sums else "client_privacy" if spec.client_privacy else None:
         reason = "single updates are hidden in sums" if spec.secure_sums else "the key of a round's noise is erased"
@@ -111,6 +114,8 @@ def _require_possible(session: Session, merged: MergedRun, without: Sequence[str
             f"{spec.method.name} sends sites the server's memory of all sites, which their updates then rest on",
             remedy=_ANEW,
         )
+    latest = versions.latest_updates(session, merged.row.id, first) if spec.cohort.memory else []
+    needed += latest
     left = {number: names.difference(without) for number, names in sites.items() if number >= first}
     if without and (few := [number for number, names in left.items() if 0 < len(names) < spec.cohort.quorum]):
         # A version of too few sites would show their updates.
@@ -127,7 +132,7 @@ def _require_possible(session: Session, merged: MergedRun, without: Sequence[str
             f"{len(lost)} of {len(digests)} updates are no longer kept",
             remedy=f'{_ANEW} Runs with keep_updates = "run" keep theirs.',
         )
-    return first
+    return first, {update.site: update for update in latest}
 
 
 _ANEW = "Start from before the site: `tessera run create --from RUN --without SITE`."

@@ -16,13 +16,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from tessera.shared.aggregation.mean import Normalization
-from tessera.shared.schema import Value
+from tessera.shared.schema import Compatibility, Value
 from tessera.shared.tensors.lazy import (
     PIECE,
     Array,
@@ -40,6 +40,9 @@ FEW_SENDERS = "blocks_with_few_senders"
 
 class RobustRule(Value):
     """One way to make a step of many."""
+
+    buffered: ClassVar[Compatibility]
+    """Says whether it takes steps from different versions."""
 
     @property
     def neutral(self) -> bool:
@@ -59,6 +62,7 @@ class RobustRule(Value):
 class Mean(RobustRule):
     """The mean by examples. Breakdown point 0: a single worker moves it anywhere."""
 
+    buffered = Compatibility()
     rule: Literal["mean"] = "mean"
 
     @property
@@ -71,6 +75,9 @@ class Mean(RobustRule):
 
 class Guard(RobustRule):
     """A rule that tolerates attackers."""
+
+    # It compares steps, each from the version of its own.
+    buffered = Compatibility()
 
     attackers: PositiveInt = Field(default=1, le=1000, description="malicious workers that a round must tolerate")
 

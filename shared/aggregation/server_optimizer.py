@@ -12,12 +12,12 @@ block keeps its moments until it is trained again.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from tessera.shared.schema import Value
+from tessera.shared.schema import Compatibility, Value
 from tessera.shared.tensors.lazy import Array
 
 PREFIX = "server/"
@@ -34,6 +34,11 @@ class OptimizerMoment:
 
 class OptimizerRule(Value):
     """One kind of server optimizer. Its arithmetic is on flat float64 chunks."""
+
+    buffered: ClassVar[Compatibility] = Compatibility(
+        "its memory would add to steps that come late", 'kind = "none"', lambda optimizer: optimizer.neutral
+    )
+    """Says whether it takes steps from different versions."""
 
     @property
     def neutral(self) -> bool:
@@ -52,6 +57,7 @@ class OptimizerRule(Value):
 class NoOptimizer(OptimizerRule):
     """The merged blocks are the next version."""
 
+    buffered = Compatibility()
     kind: Literal["none"] = "none"
 
     @property

@@ -1,20 +1,18 @@
 """The sites of a run's rounds, and how long a round waits for them."""
 
+import operator
 from collections.abc import Collection, Iterable
 from math import inf, sqrt
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tessera.shared.api.tasks import CohortTerms
+from tessera.shared.api.tasks import MAX_STALENESS, CohortTerms
 from tessera.shared.problems import Invalid
 from tessera.shared.schema import Condition, Label, Value
 from tessera.shared.tensors.lazy import digest_of
 
 DeadlineSeconds = Annotated[float, Field(gt=0, le=30 * 86400)]
-
-MAX_STALENESS = 10
-"""Default limit on the versions made since the base version of a buffered update."""
 
 
 class Cohort(Value):
@@ -27,7 +25,11 @@ class Cohort(Value):
             lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
             "it below size and the number of sites",
         ),
-        Condition(("max_staleness", "staleness"), lambda cohort: cohort.mode == "buffer", 'mode to "buffer"'),
+        Condition(
+            ("max_staleness", "staleness", "memory", "mixing"),
+            lambda cohort: cohort.mode == "buffer",
+            'mode to "buffer"',
+        ),
     )
 
     mode: Literal["barrier", "buffer"] = Field(
@@ -49,6 +51,28 @@ class Cohort(Value):
         exclude_if="sqrt".__eq__,
         description="mode buffer: what a block's step is multiplied by: sqrt: 1 / sqrt(1 + t), if the block has "
         "changed t times since the version that the update started from; none: 1",
+    )
+
+    memory: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="mode buffer: add to each version's mean step the latest steps of the sites that sent none for "
+        "it, so that fast sites do not decide where the model goes (CA2FL)",
+    )
+    mixing: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        exclude_if=operator.not_,
+        description="mode buffer, for versions of one update: the share by which a version moves to the values that "
+        "the site sent, times its weight by staleness (FedAsync)",
+    )
+
+    max_updates_per_site: PositiveInt | None = Field(
+        default=None,
+        exclude_if=operator.not_,
+        description="versions from which a site trains in the run at most; with `privacy`, the noise is computed for "
+        "this many rounds if there are more",
     )
 
     size: PositiveInt | None = Field(default=None, description="sites chosen per round; every live site if left out")
@@ -93,6 +117,21 @@ class Cohort(Value):
             raise ValueError(f"require names {len(self.require)} sites, and a cohort has {self.size}: raise size")
         if self.sites is not None and (absent := sorted(set(self.require) - set(self.sites))):
             raise ValueError(f"require names {', '.join(absent)}: add {'them' if absent[1:] else 'it'} to sites too")
+        return self
+
+    @model_validator(mode="after")
+    def _merges_once(self) -> Self:
+        if self.memory and self.staleness != "none":
+            raise ValueError(
+                "memory corrects for late updates itself, and a lower weight would favour fast sites again: set "
+                'staleness to "none"'
+            )
+        if self.memory and self.mixing is not None:
+            raise ValueError("memory and mixing are two ways to merge late updates: leave one out")
+        if self.mixing is not None and (self.target_updates, self.quorum) != (1, 1):
+            raise ValueError(
+                "mixing makes a version of one update: set target_updates and quorum to 1, or leave mixing out"
+            )
         return self
 
     def absent(self, sites: Iterable[str]) -> list[str]:

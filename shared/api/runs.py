@@ -309,20 +309,38 @@ class RunSpec(Value):
 
     @model_validator(mode="after")
     def _can_be_buffered(self) -> Self:
-        """Refuse settings that act on updates of one version alone."""
+        """Refuse settings that act on updates of one version alone. Methods are asked when the run is created."""
+        if not self.cohort.buffers:
+            return self
+        codec = pipeline.parse(self.codec)
+        declaring = {
+            "secure_sums": (self.secure_sums,),
+            "client_privacy": (self.client_privacy,),
+            "privacy": (self.privacy,),
+            "server_optimizer": (self.server_optimizer,),
+            "robust": (self.robust,),
+            "codec": (*codec.line, codec.lowrank),
+        }
         unfit = {
-            "secure_sums": (self.secure_sums is not None, "the terms of a sum name one version for all"),
-            "client_privacy": (self.client_privacy is not None, "its noise is computed for updates of one version"),
-            "server_optimizer": (not self.server_optimizer.neutral, "its memory would add to steps that come late"),
+            name: one.buffered.fault
+            for name, ones in declaring.items()
+            for one in ones
+            if one is not None and not one.buffered.allows(one)
+        }
+        others = {
             "normalization": (
                 self.normalization == "inverse-probability",
                 "a site is chosen by when it is idle, with no known probability",
             ),
             "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "updates of one site would come apart"),
             "rounds": (not self.rounds and not self.rehearsal, "the run has no versions to make"),
+            "robust": (
+                self.cohort.memory and not self.robust.neutral,
+                "cohort.memory would bring back the steps that the rule left out",
+            ),
         }
-        if self.cohort.buffers and (found := {name: why for name, (is_set, why) in unfit.items() if is_set}):
-            said = "; ".join(f"{name}: {why}" for name, why in found.items())
+        if unfit := unfit | {name: why for name, (is_set, why) in others.items() if is_set}:
+            said = "; ".join(f"{name}: {why}" for name, why in unfit.items())
             raise ValueError(f"cohort.mode 'buffer' does not go with {said}. Leave it out, or set mode to 'barrier'")
         return self
 

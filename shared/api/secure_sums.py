@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from tessera.shared.schema import AuditHead, Digest, Label, Message, Value
+from tessera.shared.schema import AuditHead, Compatibility, Digest, Label, Message, Value
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, MAX_HELPERS, MAX_SENDERS, Agreement
 
 HelperKind = Literal["agree", "open", "abandon"]
@@ -24,6 +24,8 @@ MAX_DOCUMENT_BYTES = MAX_SENDERS * MAX_STATEMENT_BYTES
 class SecureSums(Value):
     """Secure aggregation: the coordinator learns the sum of the sites' updates, and none of the updates. Without
     privacy beside it, the sum itself is exact."""
+
+    buffered: ClassVar[Compatibility] = Compatibility("the terms of a sum name one version for all")
 
     helpers: tuple[Label, ...] = Field(
         min_length=3,

@@ -373,9 +373,19 @@ class Claim(Message):
 Unlimited = Literal["unlimited"]
 
 
+MAX_STALENESS = 10
+"""Default limit on the versions made since the base version of a buffered update."""
+
+
 class CohortTerms(Message):
     """A run's rules of cohorts (`shared.api.runs.Cohort`), without the names of other sites."""
 
+    mode: Literal["barrier", "buffer"] = Field(default="barrier", exclude_if="barrier".__eq__)
+    max_staleness: PositiveInt = Field(default=MAX_STALENESS, exclude_if=MAX_STALENESS.__eq__)
+    staleness: Literal["sqrt", "none"] = Field(default="sqrt", exclude_if="sqrt".__eq__)
+    memory: bool = Field(default=False, exclude_if=operator.not_)
+    mixing: PositiveFloat | None = Field(default=None, exclude_if=operator.not_)
+    max_updates_per_site: PositiveInt | None = Field(default=None, exclude_if=operator.not_)
     size: PositiveInt | None = None
     workers_per_site: PositiveInt = 1
     target_updates: PositiveInt | None = None
@@ -490,6 +500,11 @@ class Task(Message):
     def trains(self) -> bool:
         """True if it trains by its plan, or rehearses that."""
         return self.kind in ("train", "rehearse") and not self.describe
+
+    @property
+    def trainings(self) -> int:
+        """The most versions from which a site trains in the run."""
+        return min(self.rounds, self.cohort.max_updates_per_site or self.rounds)
 
     @property
     def describes(self) -> bool:

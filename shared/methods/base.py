@@ -25,7 +25,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Match, Selector, trainable_blocks
 from tessera.shared.model.spec import Head, Lora, Modality
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
-from tessera.shared.schema import Value
+from tessera.shared.schema import Compatibility, Value
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Tensor
 
@@ -201,6 +201,8 @@ class RunInfo:
     client_privacy: ClientPrivacy | None = None
     buffered: bool = False
     """True if `merge` gets updates of different versions."""
+    memory: bool = False
+    """True if the mean that `merge` computes is corrected by each site's latest update."""
     secure_sums: bool = False
     """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
     lossy_settings: tuple[str, ...] = ()
@@ -259,6 +261,10 @@ class CoordinatorHalf(Generic[C]):
     """True if `merge` averages each block over the sites that sent it, as the default does, so that sites may train
     adapters of different ranks."""
 
+    buffered: ClassVar[Compatibility] = Compatibility()
+    """Says whether `merge` takes updates that started from earlier versions (`cohort.mode = "buffer"`). A class that
+    overrides `plan` or `merge` says it again: a memory of its sites may assume that they hold the present version."""
+
     covers_extra: ClassVar[bool] = False
     """True if, in a run with `privacy`, the extra arrays follow from results of training with noise, and from no
     example otherwise; for instance a trained model's logits on public data."""
@@ -267,12 +273,42 @@ class CoordinatorHalf(Generic[C]):
         self.settings = settings
         self.run = run
 
+    @classmethod
+    def buffering(cls) -> Compatibility:
+        """Return the declaration in `buffered`, unless a later class overrides `plan` or `merge`."""
+        names = ("buffered", "plan", "merge")
+        declaring, *acting = (next(each for each in cls.__mro__ if name in vars(each)) for name in names)
+        if any(declaring in each.__mro__[1:] for each in acting):
+            return Compatibility("the method does not say that it merges updates of earlier versions")
+        return cls.buffered
+
     @property
     def merges_earlier_updates(self) -> bool:
-        """True if the method can merge an update that started from an earlier version. A class that overrides `plan`
-        or `merge` says so itself: a memory of its sites may assume that they hold the present version."""
-        own = type(self)
-        return own.plan is CoordinatorHalf.plan and own.merge is CoordinatorHalf.merge
+        """True if the method, with its settings, can merge an update that started from an earlier version."""
+        return self.buffering().allows(self.settings)
+
+    def check_buffered(self) -> None:
+        """Raise UnsupportedRun if updates of a run in mode `buffer` may be of versions that `merge` does not take."""
+        if not self.merges_earlier_updates:
+            declared = self.buffering()
+            raise UnsupportedRun(
+                f"{declared.fault}: {declared.remedy}set cohort.mode to barrier, or choose a method such as fedavg"
+            )
+
+    def check_memory(self) -> None:
+        """Raise UnsupportedRun for a memory of updates, unless all sites send the same blocks in all rounds and
+        `merge` is their mean."""
+        own, remedy = type(self), "leave out cohort.memory"
+        if any(getattr(own, name) is not getattr(CoordinatorHalf, name) for name in ("plan", "plan_for", "merge")):
+            raise UnsupportedRun(
+                "cohort.memory needs a mean of the same blocks of all sites, which the method does not promise: "
+                f"{remedy}, or choose a method such as fedavg"
+            )
+        if self.run.lora and self.run.lora.ranks:
+            raise UnsupportedRun(
+                "cohort.memory needs the same blocks of all sites, and the model has adapters of several ranks: "
+                f"{remedy}, or create the model with one rank (--lora-rank 8)"
+            )
 
     def open_blocks(self, state: State) -> Selector:
         """Return the blocks that this state's updates may change: what an update of an earlier version says of others

@@ -44,7 +44,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.fedprox import overshoots
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
 from tessera.shared.model.selectors import Selector
-from tessera.shared.schema import Condition
+from tessera.shared.schema import Compatibility, Condition
 from tessera.shared.tensors.lazy import Array, ComputedTensor, DerivedTensor
 from tessera.shared.tensors.statistics import is_statistic
 
@@ -66,6 +66,7 @@ class FedDynSettings(PopulationSettings):
 
 
 class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
+    buffered = Compatibility("the sum of all sites' drifts takes each update at its own version")
     _keeps = "a gradient"
 
     def start(self, state: State) -> State:

@@ -55,7 +55,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.model.blocks import Block, Role, layer_labels, layers_of
 from tessera.shared.model.selectors import Match, Selector
-from tessera.shared.schema import Condition
+from tessera.shared.schema import Compatibility, Condition
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 
 if TYPE_CHECKING:
@@ -190,6 +190,11 @@ class FedFrozenSettings(MethodSettings):
 
 
 class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
+    buffered = Compatibility(
+        "signals and an automatic warm-up compare updates of one version",
+        "warmup_rounds of a number and signals = false",
+        lambda settings: settings.warmup_rounds != "auto" and not settings.signals,
+    )
     averages_parts = True
 
     def start(self, state: State) -> State:
@@ -244,11 +249,6 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             warmup = self.settings.warmup_rounds
             scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if warmup == "auto" else warmup)
         return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
-
-    @property
-    def merges_earlier_updates(self) -> bool:
-        """True for a warm-up of fixed length: the signals compare updates of one version."""
-        return self.settings.warmup_rounds != "auto" and not self.settings.signals
 
     def open_blocks(self, state: State) -> Selector:
         return self.plan_for(state, Participant("any", 1)).upload

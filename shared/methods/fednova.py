@@ -39,6 +39,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import local_steps, rate_factors, require_summable
+from tessera.shared.schema import Compatibility
 from tessera.shared.tensors.lazy import StretchedStep
 from tessera.shared.tensors.statistics import is_statistic
 
@@ -81,6 +82,9 @@ def _planned_steps(steps: int, plan: Plan, run: RunInfo) -> float:
 
 
 class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
+    # A step is scaled from where it started.
+    buffered = Compatibility()
+
     def start(self, state: State) -> State:
         if self.run.training.keep_moments and self.run.training.optimizer == "sgd":
             raise UnsupportedRun(
@@ -88,11 +92,6 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
                 "with adamw"
             )
         return super().start(state)
-
-    @property
-    def merges_earlier_updates(self) -> bool:
-        """True: a step is scaled from where it started."""
-        return True
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(scalars={ROUND: state.round + 1} if self.run.training.scheduled else {})

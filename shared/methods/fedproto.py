@@ -39,6 +39,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import NOTHING, Selector
+from tessera.shared.schema import Compatibility
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def _shape(run: RunInfo) -> tuple[int, int]:
 
 
 class FedProtoCoordinator(CoordinatorHalf[FedProtoSettings]):
+    buffered = Compatibility("prototypes of different versions cannot be averaged")
+
     def start(self, state: State) -> State:
         if not _matrices(self.run) or self.run.head not in (None, "image-classification", "text-classification"):
             raise UnsupportedRun("fedproto needs a model that gives each example one class: choose such a head")

@@ -42,7 +42,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import NOTHING, Match, Selector, named
 from tessera.shared.model.spec import Lora
-from tessera.shared.schema import Condition
+from tessera.shared.schema import Compatibility, Condition
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Tensor
 
@@ -113,6 +113,11 @@ def adapters_of(blocks: Sequence[Block], lora: Lora | None) -> list[Adapter]:
 
 
 class LoraCoordinator(CoordinatorHalf[LoraSettings]):
+    buffered = Compatibility(
+        "a product of adapters takes both factors of one version",
+        'average = "factors"',
+        lambda settings: settings.average == "factors",
+    )
     averages_parts = True
 
     def start(self, state: State) -> State:
@@ -147,11 +152,6 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
         for name, (is_set, reason) in unfit.items():
             if is_set:
                 raise UnsupportedRun(f'{name} {reason}: leave it out, or set average to "factors"')
-
-    @property
-    def merges_earlier_updates(self) -> bool:
-        """True for the mean of each factor: a product takes both factors of one version."""
-        return self.settings.average == "factors"
 
     @property
     def _heads(self) -> list[Block]:

@@ -50,6 +50,7 @@ from tessera.shared.methods.promptfl import (
 )
 from tessera.shared.model.selectors import NOTHING, Selector, named
 from tessera.shared.model.spec import MODALITIES, Fusion, Modality
+from tessera.shared.schema import Compatibility
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,9 @@ def trained_prompts(settings: PFedDCSettings, run: RunInfo) -> dict[Modality, st
 
 
 class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
+    # `merge` adds metrics of each update by itself.
+    buffered = Compatibility()
+
     def start(self, state: State) -> State:
         fusion = self.settings.fusion
         names = trained_prompts(self.settings, self.run).values()
@@ -117,11 +121,6 @@ class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         plan = super().plan_for(state, worker)
         return plan.model_copy(update={"upload": NOTHING}) if self.settings.share == "nothing" else plan
-
-    @property
-    def merges_earlier_updates(self) -> bool:
-        """True: `merge` adds metrics of each update by itself."""
-        return True
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)

@@ -61,6 +61,7 @@ from tessera.shared.model.attention_stats import ByHead, LayerAttention
 from tessera.shared.model.blocks import Block, Layer
 from tessera.shared.model.selectors import NOTHING, Selector
 from tessera.shared.run_settings import Training
+from tessera.shared.schema import Compatibility
 from tessera.shared.tensors.lazy import Array
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ DRAWN = "drawn"
 
 
 class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
+    buffered = Compatibility(
+        "the method compares the sites' scores of one version",
+        'chooser = "worker" or a score that reads no data',
+        lambda settings: settings.chooser == "worker" or not settings.looks_at_data,
+    )
     averages_parts = True
 
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
@@ -228,11 +234,6 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         return Plan(train=selector, upload=selector, scalars=scalars)
 
     # ------------------------------------------------------------ merging
-
-    @property
-    def merges_earlier_updates(self) -> bool:
-        """True unless the sites' scores of one version are compared."""
-        return self.settings.chooser == "worker" or not self.settings.looks_at_data
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         labels = self._candidates.labels

@@ -35,7 +35,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings
 from tessera.shared.model.selectors import Selector
 from tessera.shared.schedule import full_rate_steps, local_steps, require_summable
-from tessera.shared.schema import Condition
+from tessera.shared.schema import Compatibility, Condition
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array
 
@@ -51,6 +51,7 @@ class ScaffoldSettings(PopulationSettings):
 
 
 class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
+    buffered = Compatibility("the control variates of all sites are of one version")
     _keeps = "a control"
     _replaces = True
 

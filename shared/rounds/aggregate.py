@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,7 @@ from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, UnsupportedRun, Update
+from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half
 from tessera.shared.metrics.selections import Choices, choices, selection_scalars
 from tessera.shared.model.spec import Model
@@ -30,6 +31,7 @@ from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative
 from tessera.shared.rounds.planning import run_facts, warnings_of
 from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.server_step import merge
+from tessera.shared.rounds.update_memory import LatestUpdate, calibrated
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.hashing import derive_seed
@@ -98,13 +100,15 @@ class Aggregation:
         sums: Sums | None = None,
         noise_key: bytes = b"",
         earlier: Sequence[Choices] = (),
+        latest: Sequence[AcceptedUpdate] = (),
     ) -> NextVersion:
-        """Compute and store the next version. `earlier` has the sites' selections for the versions before.
+        """Compute and store the next version. `earlier` has the sites' selections for the versions before, and
+        `latest`, for a run with `cohort.memory`, each site's latest merged update.
 
         Raises ValueError for a run with client-level privacy without the round's key.
         """
         with self.inspector.blobs.reading_ahead([entry.digest for entry in accepted]):
-            state, merged = self.next_state(spec, bounds, current, accepted, sums, noise_key)
+            state, merged = self.next_state(spec, bounds, current, accepted, sums, noise_key, latest)
             manifest, blobs = self.states.store(state, current.digest)
         model, ref = self.states.model(spec.model), VersionRef(number=current.number + 1, digest=blobs[-1].digest)
         half = coordinator_half(spec.method, run_facts(spec, model))
@@ -132,6 +136,7 @@ class Aggregation:
         accepted: Sequence[AcceptedUpdate],
         sums: Sums | None = None,
         noise_key: bytes = b"",
+        latest: Sequence[AcceptedUpdate] = (),
     ) -> tuple[State, Merged]:
         """Return the next version, nothing of it computed yet, and what was merged. Raises as `merge` does."""
         if sums:
@@ -149,6 +154,9 @@ class Aggregation:
             release = NoisyMean(spec.client_privacy, spec.sites_per_round, blocks, plans, updates, noise_key)
             updates = anonymous(updates)
         after = merge(half, spec.server_optimizer, state, updates, release)
+        if spec.cohort.memory:
+            senders = {update.site: half.weight(update) for update in updates}
+            after = calibrated(state, after, senders, self._latest(spec, half, bounds, latest))
         if spec.signals.drift:
             after = replace(after, scalars=_with_drift(spec, half, state, updates, after.scalars))
         if spec.download_codec == "int8":
@@ -188,13 +196,30 @@ class Aggregation:
         frozen = {block.name for block in model.blocks if not open_.holds(block)}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
             sent = [self._update(entry, spec.cohort, model, state) for entry in entries]
-            if not half.merges_earlier_updates and any(update.staleness for update in sent):
-                raise UnsupportedRun("the method merges only updates that started from the present version")
+            if any(update.staleness for update in sent):
+                half.check_buffered()
             blocks |= {update.worker: set(update.blocks) for update in sent}
             sent = [_without(one, frozen) if one.staleness else one for one in sent]
             update = pooled(state.model, sent, spec.normalization)
-            updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
+            updates.append(replace(update, examples=_limited(update.examples, bounds)))
         return half, state, updates, blocks
+
+    def _latest(
+        self, spec: RunSpec, half: CoordinatorHalf[Any], bounds: Bounds, latest: Sequence[AcceptedUpdate]
+    ) -> list[LatestUpdate]:
+        """Return each site's latest update, with the weight with which it was merged."""
+        model = self.states.model(spec.model)
+
+        def opened(entry: AcceptedUpdate) -> Mapping[str, UpdateTensor]:
+            base = self.states.manifest(entry.base.digest)
+            return self.inspector.reopen(entry.digest, model, base, entry.plan)
+
+        def weight(entry: AcceptedUpdate) -> float:
+            examples = _limited(entry.examples, bounds)
+            return half.weight(Update(entry.worker, examples, {}, entry.metrics, entry.site, entry.plan))
+
+        in_order = sorted(latest, key=lambda entry: entry.worker)
+        return [LatestUpdate(entry.site, weight(entry), partial(opened, entry)) for entry in in_order]
 
     def _summed(
         self, spec: RunSpec, current: VersionRef, accepted: Sequence[AcceptedUpdate], sums: Sums
@@ -218,10 +243,11 @@ class Aggregation:
         def moved(name: str, sent: UpdateTensor) -> Tensor:
             present = state.model[name]
             if sent.base == present:
-                return sent
+                return StretchedStep(present, sent, cohort.mixing) if cohort.mixing else sent
             # By steps from another base, a variance can become negative: the value is averaged.
-            own = itself(sent) if is_statistic(name) else RebasedTensor(present, sent)
-            return StretchedStep(present, own, cohort.staleness_weight(changes[name]))
+            by_value = cohort.mixing is not None or is_statistic(name)
+            own = itself(sent) if by_value else RebasedTensor(present, sent)
+            return StretchedStep(present, own, cohort.staleness_weight(changes[name]) * (cohort.mixing or 1.0))
 
         sent = dict(self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan))
         extra: dict[str, Tensor] = {each.name: sent.pop(each.block.name) for each in entry.plan.extra}
@@ -241,6 +267,10 @@ class Aggregation:
         blocks = [self.states.manifest(digest).blocks for digest in (entry.base.digest, *entry.since)]
         pairs = pairwise(blocks)
         return Counter(name for before, after in pairs for name in after if after[name] != before.get(name))
+
+
+def _limited(examples: int, bounds: Bounds) -> int:
+    return min(examples, bounds.max_examples or examples)
 
 
 def _without(update: Update, frozen: AbstractSet[str]) -> Update:

@@ -49,6 +49,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy, preferences
+from tessera.shared.rounds.update_memory import forgotten
 from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.schema import without_effect
 from tessera.shared.secure_sums.messages import NOISE_BITS
@@ -89,6 +90,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         max_update_norm=spec.max_update_norm,
         client_privacy=spec.client_privacy,
         buffered=spec.cohort.buffers,
+        memory=spec.cohort.memory,
         secure_sums=spec.secure_sums is not None,
         lossy_settings=spec.lossy_settings,
         server_optimizer=spec.server_optimizer,
@@ -130,7 +132,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     _check_effect(spec, half.settings)
     _check_ranks(spec, model)
     try:
-        state = preferences.begun(spec, model, half, initial_state(half, first))
+        state = preferences.begun(spec, model, half, initial_state(half, forgotten(first)))
         if not spec.rounds:
             return state
         plans = _first_plans(half, model, state)
@@ -379,11 +381,10 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
     for guard, is_set in guards.items():
         if is_set:
             check_merge(half, guard)
-    if half.run.buffered and not half.merges_earlier_updates:
-        raise UnsupportedRun(
-            "with these settings the method merges only updates that started from the present version: set "
-            "cohort.mode to barrier, or choose a method such as fedavg"
-        )
+    if half.run.buffered:
+        half.check_buffered()
+    if half.run.memory:
+        half.check_memory()
     if half.run.lora and half.run.lora.ranks:
         _check_parts(half)
 

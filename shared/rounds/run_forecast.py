@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar, Self
 
 from tessera.shared import units
@@ -100,8 +101,9 @@ class RunForecast:
             slowest = last.worker
             seconds = spec.rounds * min(last.round_seconds, cohort.deadline_seconds) + last.first_seconds
         share = min(1.0, cohort.size / len(sites)) if cohort.size and sites else 1.0
-        down = sum(one.report.version_bytes + share * (spec.rounds - 1) * one.report.sent_bytes for one in sites)
-        up = sum(share * spec.rounds * one.report.update_bytes for one in sites)
+        updates = min(share * spec.rounds, cohort.max_updates_per_site or inf)
+        down = sum(one.report.version_bytes + (updates - share) * one.report.sent_bytes for one in sites)
+        up = sum(updates * one.report.update_bytes for one in sites)
         spent = [one.report.epsilon for one in sites if one.report.epsilon is not None]
         return cls(spec, workers, slowest, seconds, round(down), round(up), max(spent, default=None))
 

@@ -12,7 +12,10 @@ from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, ComputedTensor, DerivedTensor, SteppedTensor, Tensor
 from tessera.shared.tensors.statistics import is_statistic
 
-KEPT = (PREFIX, REFERENCE)
+MEMORY = "memory/"
+"""The prefix of the names of a run's memory of updates in its server state (`shared.rounds.update_memory`)."""
+
+KEPT = (PREFIX, REFERENCE, MEMORY)
 """The prefixes of the server state that methods do not see."""
 
 
@@ -26,7 +29,8 @@ def merge(
     """Return a method's next state, with each block that its merge changed stepped by the optimizer instead, but for
     running statistics.
 
-    The method sees nothing of the optimizer's memory, nor of the run's first adapters, which stay. Raises ValueError
+    The method sees nothing of the optimizer's memory, nor of a memory of updates and the run's first adapters, which
+    stay. Raises ValueError
     if its own has names like that. `release` returns the state that the optimizer gets, from the last one and the
     method's.
     """
@@ -50,23 +54,23 @@ def _step(
     optimizer: OptimizerRule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a block's next value, and its moments by their names in memory."""
-    gradient = _gradient(base, merged)
+    g = gradient(base, merged)
     entered = {
-        letter: _entered(moment, moments.get(f"{PREFIX}{letter}/{name}"), gradient, base.dtype)
+        letter: _entered(moment, moments.get(f"{PREFIX}{letter}/{name}"), g, base.dtype)
         for letter, moment in optimizer.moments().items()
     }
 
     def stepped(parts: Sequence[Array]) -> Array:
-        start, g, *rest = map(_wide, parts)
+        start, now, *rest = map(_wide, parts)
         # Subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
-        moved: Array = start - optimizer.step(g, dict(zip(entered, rest, strict=True)))
+        moved: Array = start - optimizer.step(now, dict(zip(entered, rest, strict=True)))
         return moved
 
-    new = ComputedTensor(base.shape, base.dtype, (base, gradient, *entered.values()), stepped)
+    new = ComputedTensor(base.shape, base.dtype, (base, g, *entered.values()), stepped)
     return new, {f"{PREFIX}{letter}/{name}": tensor for letter, tensor in entered.items()}
 
 
-def _gradient(base: Tensor, merged: Tensor) -> Tensor:
+def gradient(base: Tensor, merged: Tensor) -> Tensor:
     """Return base - merged, before `merged` is rounded: in 16 bits the rounding can be as large as the step."""
     if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step

@@ -21,7 +21,7 @@ from tessera.coordinator.conductor.actions import Actions
 from tessera.coordinator.conductor.liveness import Liveness
 from tessera.coordinator.conductor.round_actions import RoundActions
 from tessera.coordinator.conductor.secure_sums import SecureRounds
-from tessera.coordinator.db import helper_tasks, tasks, views
+from tessera.coordinator.db import helper_tasks, tasks, versions, views
 from tessera.coordinator.db.audit import UNAUDITED
 from tessera.coordinator.db.engine import Database, insert_missing, insert_or_update, lower
 from tessera.coordinator.db.snapshots import live_workers, run_snapshot
@@ -144,10 +144,9 @@ class SeededAggregation(Aggregation):
     """An aggregation whose noise follows from the run's seed, so that a simulation is reproducible."""
 
     def merge(self, spec: RunSpec, bounds: Bounds, current: Any, *rest: Any) -> NextVersion:
-        accepted, sums, _, earlier = rest
-        return super().merge(
-            spec, bounds, current, accepted, sums, simulated_key(spec.seed, current.number + 1), earlier
-        )
+        accepted, sums, _, *more = rest
+        key = simulated_key(spec.seed, current.number + 1)
+        return super().merge(spec, bounds, current, accepted, sums, key, *more)
 
 
 class _Uploads:
@@ -493,6 +492,9 @@ class VirtualCoordinator:
             RoundRow.run_id == self.run_id, RoundRow.state.in_(("open", "merging"))
         )
         with self.database.snapshot() as session:
-            rows = session.execute(query).all()
+            rows = [(digest, number) for digest, number in session.execute(query)]
+            if self.spec and self.spec.cohort.memory:
+                latest = versions.latest_updates(session, self.run_id, self.spec.rounds + 1)
+                rows += [(update.digest, update.base.number) for update in latest]
             used = {digest for digest, _ in rows if digest} | {digest for digest in session.scalars(terms) if digest}
         return used, min((number for _, number in rows), default=None)

@@ -14,7 +14,7 @@ from benchmarks.methods.__main__ import QUICK
 from benchmarks.methods.arms import ARMS, KINDS, MODELS
 from benchmarks.methods.cells import measure, prepare
 from benchmarks.methods.tasks import TASKS
-from docs.method_table import BEGIN, DETAILS, END, PAGE, details, short
+from docs.method_table import BEGIN, BEGIN_MODES, DETAILS, END, PAGE, details, modes, short
 from tessera.shared.methods.registry import methods
 from tests.support.paths import ROOT
 
@@ -105,3 +105,8 @@ def test_a_difference_below_the_spread_is_shown_as_none() -> None:
     ]
     assert "- none: the model has no prompts" in details(found)
     assert "Not measured yet: later." in details(found)
+
+
+def test_the_page_has_the_modes_that_methods_and_settings_declare() -> None:
+    made = PAGE.read_text().partition(BEGIN_MODES)[2].partition(END)[0].strip()
+    assert made == modes(), "run `python -m docs.method_table`"

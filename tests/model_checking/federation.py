@@ -93,6 +93,8 @@ class Shape:
     away: int = 0
     """How many workers leave for good once nothing goes wrong any more."""
     keep_versions: int | None = None
+    memory: bool = False
+    max_updates_per_site: int | None = None
     tries: int = 20
     max_task_attempts: int = 100
     evaluates: bool = False
@@ -153,6 +155,12 @@ class Shape:
             keep_versions=dice.choice((None, 1)),
         )
 
+    @classmethod
+    def remembering(cls, seed: int) -> Shape:
+        """The same with a memory of each site's latest update, and perhaps a cap of updates per site."""
+        most = Random(f"cap {seed}").choice((None, 2, 5))
+        return replace(cls.buffered(seed), method=FEDAVG, memory=True, max_updates_per_site=most)
+
     @property
     def settings(self) -> dict[str, Any]:
         return {
@@ -181,6 +189,8 @@ class Shape:
                 "quorum": self.quorum or self.workers,
                 "target_updates": self.target_updates,
                 **({"mode": self.mode, "max_staleness": self.max_staleness} if self.mode == "buffer" else {}),
+                **({"memory": True, "staleness": "none"} if self.memory else {}),
+                "max_updates_per_site": self.max_updates_per_site,
                 "deadline_seconds": 150.0,
                 "max_attempts": self.tries,
                 "max_task_attempts": self.max_task_attempts,
@@ -297,7 +307,8 @@ class Federation:
         return next((row["state"] for row in self.watch.rows("runs").values()), "not there")
 
     def _over(self) -> bool:
-        return self._state() in ("completed", "cancelled", "failed")
+        done = any("max_updates_per_site" in (row["reason"] or "") for row in self.watch.rows("runs").values())
+        return self._state() in ("completed", "cancelled", "failed") or (self._state() == "paused" and done)
 
     def _judge(self, calm_steps: int) -> None:
         """Once all is over: what everybody remembers agrees with the tables."""

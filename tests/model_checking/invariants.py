@@ -19,8 +19,10 @@ import numpy as np
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.shared.methods.base import Plan
+from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.rounds.outliers import PREFIX
+from tessera.shared.rounds.server_step import MEMORY
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import from_bytes
 from tests.model_checking.actors import MODEL, step_of
@@ -328,6 +330,20 @@ class Watch:
                 is_here = silent <= self.world.settings["liveness_seconds"]
                 _hold(is_here, "presence", f"a worker was asked that was last heard of {silent:.0f} s ago")
 
+    def _bases(self, now: dict[str, Rows]) -> None:
+        retired = {(v["run_id"], v["number"]) for v in now["versions"].values() if v["retired_at"] is not None}
+        for key, task in now["tasks"].items():
+            counts = task["state"] in ("offered", "leased", "expired", "accepted") and task["kind"] == "train"
+            gone = counts and (task["run_id"], task["version_number"]) in retired
+            _hold(not gone, "base", f"version {task['version_number']} is removed, and task {key} starts from it")
+        begun: dict[tuple[str, str], set[int]] = {}
+        for task in now["tasks"].values():
+            if task["kind"] == "train" and task["token"]:
+                begun.setdefault((task["run_id"], task["worker_id"]), set()).add(task["version_number"])
+        for (run, worker), bases in begun.items():
+            most = json.loads(now["runs"][run]["spec"])["cohort"].get("max_updates_per_site")
+            _hold(most is None or len(bases) <= most, "cap", f"{worker} began at {sorted(bases)}, of {most} allowed")
+
     def _tasks(self, now: dict[str, Rows], before: dict[str, Rows]) -> None:
         at_work = [
             (task["run_id"], task["worker_id"])
@@ -339,11 +355,7 @@ class Watch:
             )
         ]
         _hold(len(set(at_work)) == len(at_work), "I1", "a worker has two tasks of a run that may still count")
-        retired = {(v["run_id"], v["number"]) for v in now["versions"].values() if v["retired_at"] is not None}
-        for key, task in now["tasks"].items():
-            counts = task["state"] in ("offered", "leased", "expired", "accepted") and task["kind"] == "train"
-            gone = counts and (task["run_id"], task["version_number"]) in retired
-            _hold(not gone, "base", f"version {task['version_number']} is removed, and task {key} starts from it")
+        self._bases(now)
         for key, old in before["tasks"].items():
             new = now["tasks"][key]
             if new == old:
@@ -398,9 +410,13 @@ class Watch:
         round_ = now["rounds"][round_id]
         of_version = (round_["run_id"], round_["number"], "merged")
         tasks = [t for t in now["tasks"].values() if (t["run_id"], t["merged_in"], t["state"]) == of_version]
-        if json.loads(now["runs"][round_["run_id"]]["spec"])["server_optimizer"]["kind"] != "none":
+        spec = json.loads(now["runs"][round_["run_id"]]["spec"])
+        if spec["server_optimizer"]["kind"] != "none":
             return
-        rests = buffers(json.loads(now["runs"][round_["run_id"]]["spec"]))
+        if spec["cohort"].get("memory"):
+            self._remembered(round_["run_id"], round_["number"], now)
+            return
+        rests = buffers(spec)
         number, first = round_["number"], min((task["version_number"] for task in tasks), default=0)
         names = {n: self._manifest(round_["run_id"], n, now) for n in range(min(first, number - 1), number + 1)}
         for block in MODEL.blocks:
@@ -424,6 +440,37 @@ class Watch:
     def _is_frozen(self, block: str, number: int, run: sqlite3.Row) -> bool:
         method = json.loads(run["spec"])["method"]
         return number > method["settings"].get("warmup_rounds", number) and block not in TRAINED_LATER
+
+    def _remembered(self, run: str, number: int, now: dict[str, Rows]) -> None:
+        """The version's memory is the mean of each site's latest step, and its step the calibrated one."""
+        before: dict[str, sqlite3.Row] = {}
+        sent: dict[str, sqlite3.Row] = {}
+        merged = [t for t in now["tasks"].values() if (t["run_id"], t["state"]) == (run, "merged")]
+        for task in sorted(merged, key=lambda task: task["merged_in"]):
+            site = now["workers"][task["worker_id"]]["site_id"]
+            if task["merged_in"] <= number:
+                (sent if task["merged_in"] == number else before)[site] = task
+        latest = before | sent
+        total, share = (float(sum(task["examples"] for task in each.values())) for each in (latest, sent))
+        row = next(v for v in now["versions"].values() if (v["run_id"], v["number"]) == (run, number))
+        memory = States(self._store).manifest(row["digest"]).server_state
+        old, new = (self._manifest(run, n, now) for n in (number - 1, number))
+        for place, block in enumerate(MODEL.blocks):
+
+            def summed(tasks: dict[str, sqlite3.Row], place: int = place, block: Block = block) -> np.ndarray:
+                drawn = ((task["examples"], task["seed"] + place) for task in tasks.values())
+                steps = (examples * step_of(seed, block.shape, rests=True) for examples, seed in drawn)
+                return sum(steps, np.zeros(block.shape)) / total
+
+            mean = summed(latest)
+            step = mean - (1 - share / total) * summed(before)
+            entry = memory[MEMORY + block.name]
+            kept = from_bytes(self._store.read(entry.digest), entry.dtype).reshape(block.shape)
+            close = np.allclose(kept, mean, atol=1e-5)
+            _hold(close, "memory", f"{block.name} of version {number} is not the mean of the sites' latest")
+            start, found = (from_bytes(self._store.read(of[block.name]), block.dtype) for of in (old, new))
+            moved = (found - start.astype(float)).reshape(block.shape)
+            _hold(np.allclose(moved, step, atol=1e-5), "memory", f"version {number} makes another step")
 
     def _manifest(self, run: str, number: int, now: dict[str, Rows]) -> Mapping[str, str]:
         row = next(v for v in now["versions"].values() if (v["run_id"], v["number"]) == (run, number))

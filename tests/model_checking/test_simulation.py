@@ -8,9 +8,12 @@ from functools import cache
 
 import pytest
 
+from tessera.coordinator.db import snapshots, versions
+from tessera.shared.rounds.aggregate import AcceptedUpdate
 from tests.model_checking.actors import POLITE
 from tests.model_checking.crash_points import DIFFER, SHAPES, between_actions, killed, undisturbed
 from tests.model_checking.federation import Federation, Shape, simulate, workplace
+from tests.model_checking.invariants import Violated
 from tests.model_checking.schedule import NONE
 from tests.mutants.planted import FAULTS, hunt
 from tests.support.variants import variants
@@ -40,6 +43,28 @@ def test_a_run_without_rounds_breaks_no_invariant(seed: int) -> None:
 @pytest.mark.parametrize("seed", variants(range(20), {0, 1}))
 def test_a_run_that_buffers_updates_breaks_no_invariant(seed: int) -> None:
     assert simulate(seed, shape=Shape.buffered(seed)).state in ("completed", "cancelled", "failed")
+
+
+@pytest.mark.parametrize("seed", variants(range(20), {0, 1}))
+def test_a_run_with_a_memory_and_a_cap_breaks_no_invariant(seed: int) -> None:
+    assert simulate(seed, shape=Shape.remembering(seed)).state in ("completed", "cancelled", "failed", "paused")
+
+
+def test_a_memory_of_other_updates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> list[AcceptedUpdate]:
+        return []
+
+    monkeypatch.setattr(versions, "latest_updates", none)
+    shape = Shape(workers=3, mode="buffer", memory=True, rounds=4, quorum=1, target_updates=1)
+    with pytest.raises(Violated, match="memory"):
+        simulate(3, shape=shape, storm_steps=0)
+
+
+def test_a_site_that_is_asked_beyond_its_cap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "sites_done", lambda *_: set())
+    shape = Shape(workers=2, mode="buffer", max_updates_per_site=1, rounds=4, quorum=1, target_updates=1)
+    with pytest.raises(Violated, match="cap"):
+        simulate(3, shape=shape, storm_steps=0)
 
 
 @pytest.mark.long

@@ -91,15 +91,17 @@ def test_a_buffer_makes_more_versions_in_the_time_in_which_a_barrier_waits_for_t
     assert merged >= set(NAMES[:3])
 
 
-@pytest.mark.parametrize("stops", [(1,), (3, 5)])
+@pytest.mark.parametrize(
+    ("stops", "cohort"), [((1,), BUFFER), ((3, 5), {**BUFFER, "staleness": "none", "memory": True})]
+)
 def test_a_buffer_that_was_stopped_goes_on_with_the_same_bits_in_several_processes(
-    model: Weights, tmp_path: Path, stops: tuple[int, ...]
+    model: Weights, tmp_path: Path, stops: tuple[int, ...], cohort: dict[str, Any]
 ) -> None:
     profile: dict[str, Any] = {"speed": ONE_TO_TEN, "line": 20_000.0, "jitter": 0.3, "threads": 1, "rounds": 6}
-    whole = run(model, cohort=BUFFER, **profile)
+    whole = run(model, cohort=cohort, **profile)
     for until in stops:
-        run(model, out=tmp_path, until=until, cohort=BUFFER, processes=2, **profile)
-    resumed = run(model, out=tmp_path, cohort=BUFFER, **profile)
+        run(model, out=tmp_path, until=until, cohort=cohort, processes=2, **profile)
+    resumed = run(model, out=tmp_path, cohort=cohort, **profile)
     assert digests(resumed) == digests(whole)
     assert resumed.simulated_seconds == whole.simulated_seconds
 

@@ -81,7 +81,7 @@ def test_what_is_dropped_does_not_add_up_over_rounds() -> None:
         written = write_masked(file, terms, steps, terms.max_weight, [], number, keep_rests=True)
         (values,) = ring_of(file.getvalue(), terms, ["head"])["head"].chunks()
         total += values.view(np.int16)
-        feedback.keep(written.rests, number)
+        feedback.keep(written.rests)
     # Each value is off by less than one unit; draws without feedback would be off by several.
     assert float(np.abs(total - 0.3 * rounds).max()) <= 1 + 1e-3 < sqrt(rounds * 0.3 * 0.7)
 
@@ -111,7 +111,7 @@ def test_values_that_a_single_site_moves_arrive_in_all_rounds(moving: int) -> No
             written = write_masked(file, terms, sent, terms.max_weight, [], number, keep_rests=True)
             (values,) = ring_of(file.getvalue(), terms, ["head"])["head"].chunks()
             total += values.view(np.int16)
-            rest_of.keep(written.rests, number)
+            rest_of.keep(written.rests)
         states.append((states[-1] + total * 2.0 ** terms.blocks["head"].exponent / sites).astype(np.float32))
     arrived = (states[-1] - states[0])[:moving] / (rounds * 0.01 / sites)
     assert arrived == pytest.approx(1, abs=0.1)

@@ -297,11 +297,13 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     accepted = sorted(ASSIGNED(session, run.id, made.number), key=lambda entry: entry.worker)
     if not spec.cohort.buffers:
         accepted = [replace(entry, base=ref) for entry in accepted]
-    wanted, _ = NEXT_STATE(aggregation, spec, versions.bounds_in_force(run), ref, accepted)
-    found = states.manifest(made.digest).blocks
+    latest = versions.latest_updates(session, run.id, made.number) if spec.cohort.memory else []
+    wanted, _ = NEXT_STATE(aggregation, spec, versions.bounds_in_force(run), ref, accepted, latest=latest)
+    manifest = states.manifest(made.digest)
+    found = {**manifest.blocks, **{name: entry.digest for name, entry in manifest.server_state.items()}}
     wrong = [
         name
-        for name, tensor in wanted.model.items()
+        for name, tensor in {**wanted.model, **wanted.server_state}.items()
         if digest_of(bytes(as_bytes(to_array(tensor)))) != found.get(name)
     ]
     if wrong:

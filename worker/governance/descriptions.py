@@ -7,7 +7,7 @@ from types import MappingProxyType
 from pydantic import BaseModel
 
 from tessera.shared.api.rehearsals import STEPS
-from tessera.shared.api.tasks import Task
+from tessera.shared.api.tasks import CohortTerms, Task
 from tessera.shared.methods.registry import probe_examples
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import TOKENIZER
@@ -126,7 +126,8 @@ def _work(task: Task, model: Model, examples: int, groups: int | None, measured:
     length = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if steps:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
-    often = f"for {length} a round, {task.rounds} rounds"
+    at_most = f"at most {task.trainings} of " if task.trainings < task.rounds else ""
+    often = f"for {length} a round, {at_most}{task.rounds} rounds"
     base = " Its base trains too, beside adapters or prompts." if task.training.full_fine_tuning else ""
     pairs = (
         " Learns which of two answers is better (dpo), beside the run's first version." if task.training.loss else ""
@@ -226,10 +227,8 @@ def _masks(task: Task, least: int | None) -> Iterator[str]:
             yield "This site takes part in no secure sum: its tasks will fail."
 
 
-def _merging(task: Task, weight: int) -> Iterator[str]:
-    """Yield sentences on the sites that a round asks, and on the merging of their updates: versions that differ in
-    this alone would show an update."""
-    cohort, rule, optimizer = task.cohort, task.robust, task.server_optimizer
+def _cohort(cohort: CohortTerms) -> str:
+    """Return a sentence on the sites whose updates make a version."""
     among = "all sites of the coordinator"
     if cohort.invited_digest:
         among = f"{cohort.invited} invited sites (list {cohort.invited_digest.removeprefix('sha256:')[:8]})"
@@ -237,7 +236,20 @@ def _merging(task: Task, weight: int) -> Iterator[str]:
     first = f" and ends with the first {cohort.target_updates}" if cohort.target_updates else ""
     workers = f", and up to {cohort.workers_per_site} workers of each" if cohort.workers_per_site > 1 else ""
     within = f"within {cohort.deadline_seconds:g} seconds"
-    yield f"A round asks {drawn}{workers}; it needs updates of {cohort.quorum} {within}{first}."
+    if cohort.mode == "buffer":
+        enough = cohort.target_updates or cohort.quorum
+        late = f"updates may start from versions up to {cohort.max_staleness} older"
+        kept = "; each site's latest update is kept, and moves later versions too" if cohort.memory else ""
+        share = f"; a version moves {cohort.mixing:g} of the way to the values of its update" if cohort.mixing else ""
+        return f"Versions are made of the first updates of {enough} of {drawn}; {late}{kept}{share}."
+    return f"A round asks {drawn}{workers}; it needs updates of {cohort.quorum} {within}{first}."
+
+
+def _merging(task: Task, weight: int) -> Iterator[str]:
+    """Yield sentences on the sites that a round asks, and on the merging of their updates: versions that differ in
+    this alone would show an update."""
+    rule, optimizer = task.robust, task.server_optimizer
+    yield _cohort(task.cohort)
     weigh = "A site weighs as many examples as it has"
     if task.client_privacy:
         weigh = "All sites weigh alike"

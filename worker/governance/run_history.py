@@ -47,6 +47,8 @@ class LastSubmission(Value):
     times: PositiveInt
     restores: NonNegativeInt = 0
     """Times that the run went back to an earlier round."""
+    rounds: NonNegativeInt = 1
+    """The number of rounds for which it has submitted updates."""
     kept: str = ""
     """The id of the task, if tensors that its run keeps at the site are of it."""
 
@@ -249,12 +251,14 @@ class RunHistory:
         last = handed.get(self._worker)
         if _is_restored(last, record, snapshot):
             # Also of a task that only measures: else the next one would count again.
-            last = LastSubmission(round=0, version=-1, seed=0, times=1, restores=(last.restores if last else 0) + 1)
+            restores, rounds = (last.restores, last.rounds) if last else (0, 0)
+            last = LastSubmission(round=0, version=-1, seed=0, times=1, restores=restores + 1, rounds=rounds)
             handed[self._worker] = last
             known_versions = {number: known for number, known in known_versions.items() if number < snapshot.version}
         versions = _with_version(known_versions, snapshot)
         if snapshot.kind == "train":
             handed[self._worker] = _next_round(last, snapshot, policy.max_attempts)
+            _check_updates(snapshot, sum(each.rounds for each in handed.values()))
         total_bytes = record.upload_bytes + upload_bytes
         policy.check_run_upload(total_bytes)
         known = {**before, **terms}
@@ -314,10 +318,9 @@ def _with_version(versions: Mapping[int, Digest], snapshot: TaskStatement) -> di
 
 def _next_round(last: LastSubmission | None, snapshot: TaskStatement, max_attempts: int) -> LastSubmission:
     """Return the record of a training task; repeating the last round on the same version and seed is a retry."""
-    restores = last.restores if last else 0
-    current = LastSubmission(
-        round=snapshot.round, version=snapshot.version, seed=snapshot.seed, times=1, restores=restores
-    )
+    restores, rounds = (last.restores, last.rounds) if last else (0, 0)
+    asked = {"round": snapshot.round, "version": snapshot.version, "seed": snapshot.seed}
+    current = LastSubmission(**asked, times=1, restores=restores, rounds=rounds + 1)
     if last is None or _comes_after(last, snapshot):
         return current
     if not _repeats(last, snapshot):
@@ -330,4 +333,13 @@ def _next_round(last: LastSubmission | None, snapshot: TaskStatement, max_attemp
         raise PolicyViolation(
             "max_attempts", f"round {last.round} was already submitted {last.times} times (policy.max_attempts)"
         )
-    return current.model_copy(update={"times": last.times + 1})
+    return current.model_copy(update={"times": last.times + 1, "rounds": rounds})
+
+
+def _check_updates(snapshot: TaskStatement, rounds: int) -> None:
+    """Raise PolicyViolation if the site's workers submit updates for more rounds than the run allows a site."""
+    cohort = snapshot.terms.get("cohort")
+    most = cohort.get("max_updates_per_site") if isinstance(cohort, dict) else None
+    if isinstance(most, int) and rounds > most:
+        detail = f"the site has sent updates of {most} versions, as many as the run allows"
+        raise PolicyViolation("max_updates_per_site", detail)

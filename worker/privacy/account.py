@@ -16,7 +16,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.run_settings import Budget, InvalidDelta, Privacy, Unit, check_delta, rho_of
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Value
-from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
+from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor, require
 from tessera.worker.privacy.accountant import Overspent, epsilon, noise_multiplier, within
 from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.privacy.sampling import sampling
@@ -78,9 +78,8 @@ class PrivacyAccount:
         _require_guarantee(privacy.delta, units, privacy.unit)
         self._task = TaskRef.of(task)
         self._dataset = task.dataset
-        self._rounds = task.rounds
-        self._rounds_left = max(1, task.rounds - task.round + 1)
-        """The number of rounds left, with this one."""
+        self._rounds = task.trainings
+        """The number of rounds in which the site trains, which the run's noise is computed for."""
         self._privacy = privacy
         self._target = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
         self._rate = sampling(units, task.training.batch_size).rate
@@ -96,9 +95,11 @@ class PrivacyAccount:
         self._events: list[NoisySteps | NoisyChoice] = []
         self._resumed = Charges.model_validate(resumed) if resumed else None
         self._looked = self._charged = False
-        self._selections = selections(privacy, task.rounds)
-        self._choice = choice_of(privacy, task.rounds)
+        self._selections = selections(privacy, self._rounds)
+        self._choice = choice_of(privacy, self._rounds)
         entries = self._others(ledger.read(task.dataset))
+        self._rounds_left = _rounds_left(task, entries)
+        """The number of rounds left, with this one."""
         choices = [self._choice] * min(1, self._selections)
         planned = self._noisy_steps(entries, local_steps(task.training, units))
         of_run = self._of_run(entries)
@@ -310,6 +311,21 @@ class PrivacyAccount:
         if any(use == OF_EXAMPLES for _, use in unbounded_in(own, self._privacy.unit)):
             raise PolicyViolation("privacy", "the run has trained on single examples, and now protects groups")
         return noisy_in(own, self._privacy.unit)
+
+
+def _rounds_left(task: Task, entries: Iterable[LedgerEntry]) -> int:
+    """Return the number of rounds in which the site may still train in the task's run, with the task's own. Raises
+    PolicyViolation if the ledger has trainings in as many others as the run allows: another attempt at a round is of
+    the same version, and costs again."""
+    left = max(1, task.rounds - task.round + 1)
+    if (most := task.cohort.max_updates_per_site) is None:
+        return left
+    charged = (entry for entry in entries if entry.run == task.run)
+    rounds = {entry.round for entry in charged if any(isinstance(event, NoisySteps) for event in entry.events)}
+    done = len(rounds - {task.round})
+    detail = f"it has trained from the {most} versions that the run allows a site"
+    require(done < most, "max_updates_per_site", detail)
+    return min(left, task.trainings - done)
 
 
 def selections(privacy: Privacy, rounds: int) -> int:

@@ -81,7 +81,7 @@ class PrivateTask:
         self.units = account.units
         """The number of protected units: examples, or groups."""
         self._sampling = sampling(self.units, task.training.batch_size)
-        self._choice = choice_of(task.privacy, task.rounds)
+        self._choice = choice_of(task.privacy, task.trainings)
         self._ranks = ranks or OneRank()
         self._resumed = NoiseState.model_validate(resumed["noise"]) if resumed else None
         if self._resumed:

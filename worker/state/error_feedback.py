@@ -18,16 +18,20 @@ from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock
 PREFIX = "feedback/"
 """Prefix of the vault's keys for error feedback, hidden from methods."""
 
-FORGET_ROUNDS = 10
-"""Residuals older than this many rounds are dropped: the model has moved on."""
+TASKS = PREFIX + "tasks"
+"""The vault's key for the number of the task that it dates from."""
+
+FORGET_TASKS = 10
+"""Residuals older than this many merged tasks of the worker are dropped. Rounds do not count: a slow site may send
+one update while others make many versions."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A block's residual, float32 and flat, and the round that dropped it."""
+    """A block's residual, float32 and flat, and the number of the worker's task that dropped it."""
 
     values: Array
-    round: int
+    task: int
 
 
 @dataclass
@@ -37,18 +41,21 @@ class Feedback:
     stage: str = ""
     rests: dict[str, Residual] = field(default_factory=dict)
     """By block."""
+    task: int = 1
+    """The number of the worker's present task, among those since it last had no residuals."""
 
     @classmethod
-    def of(cls, vault: Mapping[str, Array], stage: str, number: int) -> Feedback:
-        """Return the residuals that apply in round `number`: of this stage, and recent enough."""
+    def of(cls, vault: Mapping[str, Array], stage: str) -> Feedback:
+        """Return the residuals that apply in the worker's next task: of this stage, and recent enough."""
         last = vault.get(PREFIX + "stage")
-        rests: dict[str, Residual] = {}
-        if last is not None and bytes(last).decode() == stage:
-            for name, values in vault.items():
-                block = name.removeprefix(PREFIX + "rest/")
-                if block != name:
-                    rests[block] = Residual(values, int(vault[f"{PREFIX}round/{block}"][0]))
-        return cls(stage, {name: rest for name, rest in rests.items() if number - rest.round <= FORGET_ROUNDS})
+        if last is None or bytes(last).decode() != stage:
+            return cls(stage)
+        task, rests = int(vault[TASKS][0]) + 1, dict[str, Residual]()
+        for name, values in vault.items():
+            block = name.removeprefix(PREFIX + "rest/")
+            if block != name and task - (dropped := int(vault[f"{PREFIX}task/{block}"][0])) <= FORGET_TASKS:
+                rests[block] = Residual(values, dropped)
+        return cls(stage, rests, task)
 
     def add(self, changes: Iterable[TrainedBlock]) -> list[TrainedBlock]:
         """Return the changes with their residuals attached."""
@@ -57,9 +64,9 @@ class Feedback:
             for change in changes
         ]
 
-    def settle(self, changes: Iterable[TrainedBlock], sent: Mapping[str, EncodedTensor], number: int) -> float:
-        """Store the residuals of round `number`. Return the codecs' relative error: the l2 norm of all residuals
-        over the norm of all changes."""
+    def settle(self, changes: Iterable[TrainedBlock], sent: Mapping[str, EncodedTensor]) -> float:
+        """Store the task's residuals. Return the codecs' relative error: the l2 norm of all residuals over the norm
+        of all changes."""
         missing = whole = 0.0
         for change in changes:
             tensor = sent[change.block.name]
@@ -71,7 +78,7 @@ class Feedback:
                 left.append(rest)
             self.rests.pop(change.block.name, None)
             if pipeline.parse(tensor.codec).drops:
-                self.rests[change.block.name] = Residual(np.concatenate(left), number)
+                self.rests[change.block.name] = Residual(np.concatenate(left), self.task)
         return sqrt(missing / whole) if whole else 0.0
 
     def clear(self, changes: Iterable[TrainedBlock]) -> None:
@@ -79,18 +86,18 @@ class Feedback:
         for change in changes:
             self.rests.pop(change.block.name, None)
 
-    def keep(self, rests: Mapping[str, Array], number: int) -> None:
-        """Store what a masked update of round `number` dropped of its blocks, float32 and flat."""
-        self.rests |= {name: Residual(values, number) for name, values in rests.items()}
+    def keep(self, rests: Mapping[str, Array]) -> None:
+        """Store what a masked update dropped of its blocks, float32 and flat."""
+        self.rests |= {name: Residual(values, self.task) for name, values in rests.items()}
 
     def kept(self) -> dict[str, Array]:
         """Return the residuals as vault entries."""
         if not self.rests:
             return {}
-        arrays = {PREFIX + "stage": np.frombuffer(self.stage.encode(), np.uint8)}
+        arrays = {PREFIX + "stage": np.frombuffer(self.stage.encode(), np.uint8), TASKS: np.array([self.task])}
         for name, rest in self.rests.items():
             arrays[f"{PREFIX}rest/{name}"] = rest.values
-            arrays[f"{PREFIX}round/{name}"] = np.array([rest.round])
+            arrays[f"{PREFIX}task/{name}"] = np.array([rest.task])
         return arrays
 
 

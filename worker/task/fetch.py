@@ -92,7 +92,7 @@ def fetch(run: TaskRun, dataset: DatasetInfo) -> FetchedVersion:
         without_feedback(kept),
         tokenizer,
         transfer,
-        Feedback.of(kept, task.plan.stage, task.round),
+        Feedback.of(kept, task.plan.stage),
     )
 
 

@@ -281,7 +281,7 @@ class Egress:
         with temporary_file(self.run.env.scratch) as (path, file):
             about = (self.run, self.terms, changes, file)
             written, envelope, rests = masked(*about, norms=self._summarized)
-            feedback.keep(rests, self.run.task.round)
+            feedback.keep(rests)
             file.flush()
             nbytes = file.seek(0, SEEK_END)
             opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
@@ -304,7 +304,7 @@ class Egress:
         bases = {change.block.name: change.base for change in changes}
         sent = read_update(update.open, update.nbytes, asked, bases)
         rounded = (change for change in changes if change.block.role != "extra")
-        return feedback.settle(rounded, sent, self.run.task.round)
+        return feedback.settle(rounded, sent)
 
     def check_egress(self, update: UpdateFile, asked: Sequence[Block], keep: Collection[str]) -> None:
         """Check the file itself that is about to leave. Raises PolicyViolation."""

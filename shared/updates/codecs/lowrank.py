@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array, chunk_counts
-from tessera.shared.updates.codecs.stage import F32, CodecError
+from tessera.shared.updates.codecs.stage import F32, CodecError, Stage
 
 ITERATIONS = 2
 MAX_FACTORS = 1 << 22
@@ -30,6 +30,7 @@ class LowRank:
 
     name = "lowrank"
     lossless = False
+    buffered = Stage.buffered
 
     rank: int
 

@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from tessera.shared.schema import Compatibility
 from tessera.shared.tensors.lazy import Array, Steps
 from tessera.shared.updates.errors import Malformed
 
@@ -40,6 +41,8 @@ class Stage:
     are encoded and decoded as one."""
     reads_base: ClassVar[bool] = False
     """True if it needs the version's chunk, and so comes first."""
+    # The update is decoded with the version that it started from.
+    buffered: ClassVar[Compatibility] = Compatibility()
 
     @classmethod
     def of(cls, parameter: str | None) -> Self:

@@ -345,3 +345,61 @@ def test_an_exported_model_is_that_of_the_last_version(coordinator: LiveCoordina
     a.train(a.take(), step=0.5)
     until(lambda: client.run(run.id).state == "completed")
     np.testing.assert_allclose(exported(client, run)["head.weight"], START["head.weight"] + 0.5, rtol=1e-6)
+
+
+def test_a_refusal_names_the_setting_with_which_the_method_goes(standing: LiveCoordinator) -> None:
+    cohort = Cohort(mode="buffer", quorum=2)
+    unfit = MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"})
+    with pytest.raises(Invalid) as refused:
+        start_run(standing.client(), MODEL, START, cohort=cohort, method=unfit, rounds=20)
+    said = "set warmup_rounds of a number and signals = false, or set cohort.mode to barrier"
+    assert said in refused.value.errors[0].detail
+    fit = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 5})
+    assert start_run(standing.client(), MODEL, START, cohort=cohort, method=fit, rounds=20).state == "running"
+
+
+def test_a_run_whose_sites_have_all_done_their_share_pauses_and_says_so(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, b, slow = sites(coordinator, "a", "b", "slow")
+    run = buffered(client, max_updates_per_site=2, quorum=1)
+    late = slow.take()
+    for number in (1, 2):
+        for worker in (a, b):
+            task = worker.take()
+            assert (task.cohort.mode, task.trainings) == ("buffer", 2)
+            worker.train(task)
+        reach(client, run, number)
+    # Both have trained twice: the slow site is asked alone.
+    assert a.claim(0) is None
+    assert {one.reason for one in client.coverage(run.id) if one.site == "slow"} == {
+        "it is at work, from version 0 on"
+    }
+    assert b.claim(0) is None
+    slow.train(late)
+    reach(client, run, 3)
+    slow.train(slow.take())
+    reach(client, run, 4)
+    until(lambda: client.run(run.id).state == "paused")
+    reasons = {one.reason for one in client.coverage(run.id) if one.site == "a"}
+    assert reasons == {"it has trained as often as cohort.max_updates_per_site allows, 2 times"}
+    assert client.run(run.id).reason == (
+        "3 sites have trained from 2 versions, as many as cohort.max_updates_per_site allows, and 0 others can take "
+        "part, while the quorum is 1: resume the run when other sites are here, or cancel it, and its versions stay"
+    )
+    trained = [t.worker for r in client.rounds(run.id) for t in r.tasks if t.state == "merged"]
+    assert {worker: trained.count(worker) for worker in trained} == {"a/w": 2, "b/w": 2, "slow/w": 2}
+    (fourth,) = sites(coordinator, "new")
+    client.patch_run(run.id, RunPatch(state="running"))
+    fourth.train(fourth.take())
+    reach(client, run, 5)
+
+
+def test_a_cap_holds_behind_a_barrier_too(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, b = sites(coordinator, "a", "b")
+    run = start_run(client, MODEL, START, rounds=9, cohort=Cohort(quorum=2, max_updates_per_site=1))
+    for worker in (a, b):
+        worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "paused")
+    assert "as cohort.max_updates_per_site allows" in (client.run(run.id).reason or "")
+    assert client.run(run.id).version.number == 1

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.coordinator.domain.buffered import sites_are_done
 from tessera.coordinator.domain.decide import CancelEvaluations, Evaluate, decide
 from tessera.coordinator.domain.leases import Expire, MoveBack, Offer, Shorten
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
@@ -60,6 +61,9 @@ def run(**facts: Any) -> RunSnapshot:
         evaluators=0,
     )
     return replace(blank, **facts)
+
+
+SPENT = run(cohort=Cohort(quorum=2, max_updates_per_site=3), rounds=9, version=4, eligible=1, done=2)
 
 
 def asking(answered: int, asked: int, **facts: Any) -> RunSnapshot:
@@ -257,6 +261,10 @@ RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
      run(**cohort(size=3), version=1, eligible=3), {0: [Open(2)]}),
     ("a round gathers for a while once there is a quorum",
      run(**cohort(size=3), eligible=2), {29.999: [], 30: [Open(1)]}),
+    ("a run whose sites have trained as often as they may pauses, once others had time to appear",
+     SPENT, {29.999: [], 30: [Pause(sites_are_done(SPENT))]}),
+    ("one with a quorum of others goes on",
+     run(**cohort(max_updates_per_site=3), version=1, eligible=2, done=2), {30: [Open(2)]}),
     ("no round opens below the quorum however long it waits", run(**cohort(size=3), eligible=1), {1e9: []}),
     *((f"a clock that is set back stops no {state} run until it has caught up",
        run(state=state, **cohort(size=3), eligible=3, abandoned=1), {0: [], -61: [MoveBack()]})

@@ -225,11 +225,11 @@ def test_a_process_that_is_killed_leaves_no_run_and_another_begins_anew(
 ) -> None:
     merge, calls = Aggregation.merge, list[int]()
 
-    def killed(*given: Any) -> NextVersion:
+    def killed(*given: Any, **latest: Any) -> NextVersion:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return merge(*given)
+        return merge(*given, **latest)
 
     with monkeypatch.context() as patch:
         patch.setattr(Aggregation, "merge", killed)

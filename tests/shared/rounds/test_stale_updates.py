@@ -31,7 +31,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
-from tessera.shared.schema import canonical
+from tessera.shared.schema import Compatibility, canonical
 from tessera.shared.tensors.lazy import Array, ArrayTensor, as_bytes, to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
@@ -47,7 +47,7 @@ CODECS = ("raw", LOSSLESS, "delta", "delta+zstd")
 class Buffering(CoordinatorHalf[MethodSettings]):
     """FedBuff's weights (Nguyen et al. 2022, arXiv 2106.06639)."""
 
-    merges_earlier_updates = True
+    buffered = Compatibility()
 
     def weight(self, update: Update) -> float:
         return super().weight(update) / sqrt(1 + update.staleness)
@@ -168,7 +168,7 @@ def test_a_merge_that_does_not_say_it_can_is_given_no_earlier_version(
 ) -> None:
     run = Run(tmp_path, "remembering")
     assert run.merged(run.update(3, 0.5))
-    with pytest.raises(UnsupportedRun, match="started from the present version"):
+    with pytest.raises(UnsupportedRun, match="does not say that it merges updates of earlier versions: set"):
         run.merged(run.update(3, 0.5), run.update(2, 0.5, worker="b"))
 
 

@@ -260,3 +260,17 @@ def test_a_run_that_keeps_updates_says_so_and_asks_anew() -> None:
     assert "keeps each update" not in summary(task_of(), MODEL, 100)
     asked, before = (TaskStatement.of(one).terms_digest() for one in (kept, task_of()))
     assert asked != before
+
+
+def test_a_buffered_run_is_told_as_such() -> None:
+    terms = Cohort(
+        mode="buffer", target_updates=4, quorum=4, staleness="none", memory=True, max_updates_per_site=7
+    ).terms
+    said = summary(task(cohort=terms), MODEL, 10)
+    assert "for 3 epochs a round, at most 7 of 20 rounds, by" in said
+    assert (
+        "Versions are made of the first updates of 4 of all sites of the coordinator; updates may start from "
+        "versions up to 10 older; each site's latest update is kept, and moves later versions too." in said
+    )
+    mixed = Cohort(mode="buffer", target_updates=1, mixing=0.5).terms
+    assert "a version moves 0.5 of the way to the values of its update." in summary(task(cohort=mixed), MODEL, 10)

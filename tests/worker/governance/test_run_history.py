@@ -384,3 +384,46 @@ def test_a_repetition_that_was_allowed_keeps_the_first_sum_in_mind(tmp_path: Pat
 )
 def test_a_task_says_whether_it_repeats_a_model(task_asked: dict[str, Any], repeats: bool) -> None:
     assert task(1, **task_asked).repeats_model is repeats
+
+
+def test_no_site_sends_updates_of_more_versions_than_its_run_allows(tmp_path: Path) -> None:
+    cohort = CohortTerms(mode="buffer", max_updates_per_site=2)
+    seen, other = RunHistory(tmp_path, "w"), RunHistory(tmp_path, "other")
+    seen.add(task(1, cohort=cohort), Policy())
+    # Another attempt at the same.
+    seen.add(task(1, cohort=cohort), Policy())
+    other.add(task(3, cohort=cohort), Policy())
+    for history in (seen, other):
+        detail = refused(history, task(5, cohort=cohort), "max_updates_per_site")
+        assert detail == "the site has sent updates of 2 versions, as many as the run allows"
+    raised = cohort.model_copy(update={"max_updates_per_site": 9})
+    assert refused(seen, task(5, cohort=raised), "run") == "run r has changed its cohort"
+
+
+def test_a_run_that_goes_back_does_not_begin_to_count_anew(tmp_path: Path) -> None:
+    cohort = CohortTerms(max_updates_per_site=2)
+    seen = RunHistory(tmp_path, "w")
+    seen.add(task(4, cohort=cohort), Policy())
+    seen.add(task(2, cohort=cohort), Policy())
+    assert refused(seen, task(3, cohort=cohort), "max_updates_per_site")
+
+
+def test_a_buffered_run_is_approved_as_such_and_others_as_before() -> None:
+    plain = task(1)
+    assert "mode" not in str(plain.terms["cohort"])
+    changes = [{"mode": "buffer"}, {"mode": "buffer", "memory": True}, {"max_updates_per_site": 3}]
+    digests = {task(1, cohort=CohortTerms(**change)).terms_digest() for change in changes}
+    assert len({plain.terms_digest(), *digests}) == 4
+    assert task(1, cohort=CohortTerms(mode="barrier")).terms_digest() == plain.terms_digest()
+
+
+def test_the_digests_of_ordinary_tasks_know_nothing_of_buffers() -> None:
+    plain, capped = task_of(rounds=9), task_of(rounds=9, cohort=CohortTerms(max_updates_per_site=3))
+    assert (plain.trainings, capped.trainings) == (9, 3)
+    shown = plain.model_dump(mode="json")["cohort"]
+    assert shown.keys() == {
+        "size", "workers_per_site", "target_updates", "quorum", "deadline_seconds", "invited", "invited_digest"
+    }  # fmt: skip
+    others = [{"mode": "buffer"}, {"mode": "buffer", "mixing": 0.5}, {"max_updates_per_site": 3}]
+    digests = {task_of(rounds=9, cohort=CohortTerms(**other)).alike_digest for other in others}
+    assert len({plain.alike_digest, *digests}) == 4

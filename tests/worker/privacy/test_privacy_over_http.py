@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tessera.coordinator.db import snapshots
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
@@ -102,6 +103,30 @@ def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
         assert [said.rule for said in prospect.warnings] == ["privacy"]
         assert "of runs before" in prospect.warnings[0].detail
         assert ledger_in(tmp_path / "a").read("digits") == entries
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_capped_run_spends_its_epsilon_in_as_many_trainings_and_the_site_does_no_more(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    if lies:
+        monkeypatch.setattr(snapshots, "sites_done", lambda *_: set())
+    client = coordinator.client()
+    cohort = Cohort(mode="buffer", max_updates_per_site=2, max_attempts=1, max_task_attempts=1)
+    with site(coordinator, tmp_path):
+        run = ended(client, privacy=PRIVACY, rounds=9, cohort=cohort)
+        entries = ledger_in(tmp_path / "a").read("digits")
+    assert (run.state, run.version.number) == ("paused", 2)
+    events = [event for entry in entries for event in entry.events]
+    assert [entry.round for entry in entries] == [1, 2]
+    # All of the target: the noise is for two trainings, and not for nine.
+    assert 0.95 * PRIVACY.epsilon < epsilon(events, PRIVACY.delta) <= PRIVACY.epsilon
+    refused = [task.problem.detail for task in tasks_of(client, run) if task.problem]
+    if lies:
+        assert "max_updates_per_site: " in refused[0]
+    else:
+        assert not refused
+        assert "as many as cohort.max_updates_per_site allows" in (run.reason or "")
 
 
 def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(

@@ -13,7 +13,7 @@ from tessera.shared.tensors.lazy import ArrayTensor, unpacked
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 from tessera.simulation import Stalled, Weights, simulate
 from tessera.worker.model.build import instantiate
-from tessera.worker.state.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
+from tessera.worker.state.error_feedback import FORGET_TASKS, PREFIX, Feedback, without_feedback
 from tests.simulation.test_simulation import SITES, spec
 from tests.support.tasks import VIT
 
@@ -46,7 +46,7 @@ def test_over_many_rounds_all_of_it_arrives(codec: str) -> None:
         wanted += flat(plain.steps())
         (changed,) = feedback.add([plain])
         received = sent(codec, [changed])
-        errors.append(feedback.settle([changed], received, number))
+        errors.append(feedback.settle([changed], received))
         arrived += flat(received["w"].steps())
         # To the last bit but for the rounding of one float32 addition a round.
         np.testing.assert_allclose(arrived + feedback.rests["w"].values, wanted, rtol=0, atol=number * 2.0**-27)
@@ -56,31 +56,33 @@ def test_over_many_rounds_all_of_it_arrives(codec: str) -> None:
 def test_what_is_kept_goes_through_the_vault_as_it_is() -> None:
     feedback = Feedback("train")
     (changed,) = feedback.add([change(1)])
-    feedback.settle([changed], sent("delta+topk=0.02", [changed]), 5)
+    feedback.settle([changed], sent("delta+topk=0.02", [changed]))
     vault = {"own": np.ones(3), **feedback.kept()}
-    again = Feedback.of(vault, "train", 6)
-    assert again.rests["w"].round == 5
+    again = Feedback.of(vault, "train")
+    assert (again.rests["w"].task, again.task) == (1, 2)
     assert again.rests["w"].values.tobytes() == feedback.rests["w"].values.tobytes()
     assert list(without_feedback(vault)) == ["own"]
 
 
-def test_a_rest_is_forgotten_with_its_stage_and_after_long() -> None:
+def test_a_rest_is_forgotten_with_its_stage_and_after_many_tasks_of_its_worker() -> None:
     feedback = Feedback("train")
     (changed,) = feedback.add([change(1)])
-    feedback.settle([changed], sent("delta+topk=0.02", [changed]), 5)
-    kept = feedback.kept()
-    assert Feedback.of(kept, "train", 5 + FORGET_ROUNDS).rests
-    assert not Feedback.of(kept, "train", 6 + FORGET_ROUNDS).rests
-    assert not Feedback.of(kept, "frozen", 6).rests
+    feedback.settle([changed], sent("delta+topk=0.02", [changed]))
+    for number in range(2, FORGET_TASKS + 2):
+        assert not Feedback.of(feedback.kept(), "frozen").rests
+        # A task of other blocks.
+        feedback = Feedback.of(feedback.kept(), "train")
+        assert (feedback.rests["w"].task, feedback.task) == (1, number)
+    assert not Feedback.of(feedback.kept(), "train").rests
     assert Feedback("train").kept() == {}
 
 
 def test_a_block_that_is_sent_whole_leaves_no_rest() -> None:
     feedback = Feedback("train")
     (changed,) = feedback.add([change(1)])
-    feedback.settle([changed], sent("delta+topk=0.02", [changed]), 1)
+    feedback.settle([changed], sent("delta+topk=0.02", [changed]))
     (changed,) = feedback.add([change(2)])
-    assert feedback.settle([changed], sent("bits+shuffle+zstd", [changed]), 2) < 1e-3
+    assert feedback.settle([changed], sent("bits+shuffle+zstd", [changed])) < 1e-3
     assert not feedback.rests
 
 
