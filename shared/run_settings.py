@@ -211,6 +211,10 @@ class Training(Value):
         """True if the learning rate differs between steps."""
         return self.schedule != "constant" or self.warmup > 0
 
+    def of_steps(self, steps: int | None) -> Self:
+        """Return the settings with this number of steps as the length of a round, if there is one."""
+        return self.model_copy(update={"steps": steps, "epochs": None}) if steps else self
+
     @property
     def augments(self) -> bool:
         """True if training changes images at random."""

@@ -1,8 +1,10 @@
 """Lengths and learning rates of local training: how many steps a task makes, and the rate of each."""
 
 import math
-from collections.abc import Iterator
-from math import ceil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, floor
+from statistics import median
 
 from tessera.shared.run_settings import MAX_STEPS, Training
 
@@ -29,6 +31,39 @@ def trains_on_few(training: Training, examples: int, least: int) -> bool:
     """Return True if a phase ends before a pass over `examples` examples, with batches of fewer than `least`."""
     few = training.batch_size is not None and training.batch_size < least
     return few and local_steps(training, examples) < steps_per_epoch(training, examples)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The time that a worker takes for a task."""
+
+    seconds_per_step: float
+    fixed_seconds: float = 0.0
+    """The time that does not depend on the number of steps, such as that of transfers."""
+
+
+def step_range(training: Training, examples: int, factor: float) -> tuple[int, int]:
+    """Return the fewest and the most steps of fitted work, by the steps that `training` says for these examples. The
+    range includes these."""
+    own = local_steps(training, examples)
+    return max(1, ceil(own / factor)), max(own, min(floor(own * factor), MAX_STEPS))
+
+
+def fitted_steps(
+    training: Training, examples: Mapping[str, int], paces: Mapping[str, Pace], factor: float
+) -> dict[str, int]:
+    """Return the steps with which all workers finish together, by name, within `factor` of the steps that `training`
+    says: in the time that the median worker of known pace takes for the latter. A worker of unknown pace makes the
+    latter. `examples` are those of each worker."""
+    own = {name: local_steps(training, count) for name, count in examples.items()}
+    known = {name: paces[name] for name in own if name in paces}
+    takes = [pace.fixed_seconds + pace.seconds_per_step * own[name] for name, pace in known.items()]
+    found = dict(own)
+    for name, pace in known.items():
+        made = round(min((median(takes) - pace.fixed_seconds) / pace.seconds_per_step, MAX_STEPS))
+        least, most = step_range(training, examples[name], factor)
+        found[name] = min(max(made, least), most)
+    return found
 
 
 def rate_factors(training: Training, steps: int, round_number: int, rounds: int) -> Iterator[float]:

@@ -124,9 +124,11 @@ BytesOrRate = Annotated[float, BeforeValidator(_size), Field(gt=0)]
 """A number of bytes; also taken with its unit, as in '5 MB'."""
 
 Resources = Annotated[
-    dict[Literal["memory_bytes", "upload_bytes_per_second", "lora_rank"], BytesOrRate], Field(max_length=8)
+    dict[Literal["memory_bytes", "upload_bytes_per_second", "lora_rank", "seconds_per_step"], BytesOrRate],
+    Field(max_length=8),
 ]
-"""Resources of a worker for a task, as declared by its site; `lora_rank` is the largest rank of adapters."""
+"""Resources of a worker for a task, as declared by its site; `lora_rank` is the largest rank of adapters, and
+`seconds_per_step` the time of a usual training step."""
 
 Examples = dict[Label, Annotated[NonNegativeInt, Field(lt=1 << 40)]]
 """Number of examples by data set."""

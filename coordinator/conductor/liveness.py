@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.snapshots import candidates, live_workers, remembering
+from tessera.coordinator.db.snapshots import candidates, live_workers, paces, remembering
 from tessera.coordinator.domain.eligibility import RunTerms
-from tessera.coordinator.domain.workers import LiveWorker
+from tessera.coordinator.domain.workers import LiveWorker, with_steps
 from tessera.shared.problems import Conflict
 
 
@@ -46,7 +46,14 @@ class Liveness:
     def willing(self, run_id: str, invited: RunTerms) -> list[LiveWorker]:
         """Return the live workers that could take part in a round, with the facts that decide among a site's."""
         with self._database.snapshot() as session:
-            return remembering(session, run_id, candidates(session, invited, self.workers(session)))
+            found, spec = (
+                remembering(session, run_id, candidates(session, invited, self.workers(session))),
+                invited.spec,
+            )
+            if spec.cohort.work == "fixed":
+                return found
+            # How long private training takes may follow from the examples.
+            return with_steps(spec, found, {} if spec.privacy else paces(session, run_id, spec.training, found))
 
     def is_settled(self) -> bool:
         """Return True if every live worker has had the time to call: nothing has kept them from it for that long."""

@@ -450,12 +450,13 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
     training, cohort, privacy, sites = spec.training, spec.cohort, spec.privacy, spec.client_privacy
     batches = training.batch_size or "all"
     length = plural(training.steps, "step") if training.steps else plural(training.epochs or 0, "epoch")
+    length += " or more or fewer, by each worker's speed" if cohort.work == "fitted" else ""
     facts = [
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
         *([("Model", size(run.model_bytes))] if run else []),
         *([("Study", spec.study)] if spec.study != DEFAULT_STUDY else []),
         ("Data set", spec.dataset),
-        ("Cohort", plural(cohort.size, "site") if cohort.size else "all live sites"),
+        ("Cohort", plural(cohort.asked, "site") if cohort.asked else "all live sites"),
         ("Round", f"quorum {cohort.quorum}, deadline {span(cohort.deadline_seconds)}"),
         ("Training", f"{length}, batches of {batches}"),
         ("Optimizer", ", ".join(_optimizer_facts(training))),

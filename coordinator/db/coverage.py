@@ -154,7 +154,7 @@ def _missed_most(
     rounds = rounds.where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.worker_id.in_(ids(of_largest)))
     merged: dict[str, int] = dict(session.execute(rounds.where(TaskRow.state == "merged")).all())
     cohort = terms_of(session, run.id, run.changes).spec.cohort
-    if cohort.size is not None and cohort.size < len(examples):
+    if cohort.asked is not None and cohort.asked < len(examples):
         asked: dict[str, int] = dict(session.execute(rounds).all())
     else:
         before = _rounds_before(session, run, of_largest)

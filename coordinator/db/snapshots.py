@@ -3,6 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
+from statistics import median
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -39,14 +41,26 @@ from tessera.coordinator.domain.snapshot import (
 from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, sites_of
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.base import Plan
 from tessera.shared.methods.registry import sticky
 from tessera.shared.problems import Withheld
+from tessera.shared.run_settings import Training
+from tessera.shared.schedule import Pace, local_steps
 
 MAX_UNEVALUATED = 16
 """Versions that one look considers for central evaluation."""
 
 DECLARATIONS = Declarations()
 """Shared by all databases: a digest identifies one text."""
+
+MAX_EARLIER = 100
+"""Tasks of earlier rounds by whose times a round closes."""
+
+LEAST_SECONDS = 0.001
+"""The least time of training that counts, since clocks may be set back."""
+
+MEASURED_TASKS = 3
+"""A worker's latest tasks by which its pace is judged: one more than half of them may be an exception."""
 
 MAX_UNAGREED = 100
 """Rounds that may be abandoned because sites have not approved the run, without counting as attempts."""
@@ -121,6 +135,7 @@ _TASKS = (
         TaskRow.lease_expires_at,
         TaskRow.worker_id,
         TaskRow.kind,
+        TaskRow.created_at,
     )
     .join_from(TaskRow, WorkerRow)
     .order_by(TaskRow.id)
@@ -133,6 +148,20 @@ _BUFFERED &= (
     TaskRow.state.in_(("offered", "leased"))
     | ((TaskRow.state == "expired") & (TaskRow.attempts < given("most_attempts")))
     | ((TaskRow.state == "accepted") & TaskRow.merged_in.is_(None))
+)
+_TOOK = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
+_EARLIER = (
+    select(TaskRow.state, TaskRow.created_at, TaskRow.lease_expires_at)
+    .where(_TOOK, TaskRow.round_id != given("round"), TaskRow.token > 0, TaskRow.version_number < given("number"))
+    .where(TaskRow.state.in_(("merged", "left_out", "cancelled")))
+    .order_by(TaskRow.created_at.desc(), TaskRow.id)
+    .limit(MAX_EARLIER)
+)
+_LAST_TASKS = (
+    select(TaskRow.plan, TaskRow.examples, TaskRow.created_at, TaskRow.lease_expires_at, TaskRow.progress)
+    .where(_TOOK, TaskRow.worker_id == given("worker"), TaskRow.state.in_(("accepted", "merged", "left_out")))
+    .order_by(TaskRow.version_number.desc())
+    .limit(MEASURED_TASKS)
 )
 _BUSY = select(TaskRow.worker_id).where(
     TaskRow.run_id == given("run"),
@@ -247,6 +276,39 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
+def paces(session: Session, run_id: str, training: Training, workers: Sequence[LiveWorker]) -> dict[str, Pace]:
+    """Return the pace of each worker that trained in the run, by name: the median of its latest tasks."""
+    found = {}
+    for worker in workers:
+        rows = session.execute(_LAST_TASKS, {"run": run_id, "worker": worker.id}).all()
+        if measured := [pace for row in rows if (pace := _pace(training, *row))]:
+            found[worker.name] = Pace(
+                median(pace.seconds_per_step for pace in measured), median(pace.fixed_seconds for pace in measured)
+            )
+    return found
+
+
+def _pace(
+    training: Training, planned: dict[str, Any], examples: int, offered: float, ended: float, progress: dict[str, Any]
+) -> Pace | None:
+    """Return the pace of an accepted task; None if it trained nothing.
+
+    Its worker reports the time of each phase in whole seconds. They divide the time from the offer to the acceptance,
+    which is exact but may have begun before the worker was there.
+    """
+    plan, phases = Plan.model_validate(planned), dict(progress.get("phase_seconds", {}))
+    if not plan.train:
+        return None
+    reported = phases.pop("training", None)
+    # People decide when a held update is released.
+    phases.pop("held", None)
+    fixed = float(sum(phases.values()))
+    seconds = max(ended - offered - fixed, LEAST_SECONDS)
+    if reported is not None:
+        seconds = min(max(seconds, reported - 0.5), reported + 0.5)
+    return Pace(seconds / local_steps(training.of_steps(plan.steps), examples), fixed)
+
+
 def sites_at_work(
     session: Session, run_id: str, cohort: Cohort, round_id: str | None, here: Collection[str] | None
 ) -> dict[str, bool]:
@@ -350,7 +412,14 @@ def _round_snapshot(
     here: set[str] | None,
 ) -> RoundSnapshot:
     sums = sums_snapshot(session, run, spec, here) if spec.secure_sums else None
-    return RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks, sums)
+    earlier = _earlier(session, round_) if spec.cohort.adaptive_deadline and round_.state == "open" else ()
+    return RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks, sums, earlier)
+
+
+def _earlier(session: Session, round_: RoundRow) -> tuple[float, ...]:
+    """Return `RoundSnapshot.earlier`. A task that no worker began says nothing of its time."""
+    rows = session.execute(_EARLIER, {"run": round_.run_id, "round": round_.id, "number": round_.number})
+    return tuple(inf if state == "cancelled" else max(0.0, (ended or 0.0) - began) for state, began, ended in rows)
 
 
 def _required(session: Session, spec: RunSpec) -> dict[str, str]:
@@ -365,10 +434,12 @@ def _task_snapshots(
 ) -> tuple[tuple[TaskSnapshot, ...], tuple[TaskSnapshot, ...]]:
     """Return the tasks of rounds, and the evaluations."""
     found: dict[bool, list[TaskSnapshot]] = {True: [], False: []}
-    for id_, site, state, token, attempts, expires_at, worker_id, kind in rows:
+    for id_, site, state, token, attempts, expires_at, worker_id, kind, offered_at in rows:
         present = here is None or worker_id in here
         named = required.get(site, site)
-        found[kind == "train"].append(TaskSnapshot(id_, named, state, token, attempts, expires_at, present))
+        # An accepted task's lease ended with its acceptance.
+        task = TaskSnapshot(id_, named, state, token, attempts, expires_at, present, offered_at, expires_at)
+        found[kind == "train"].append(task)
     return tuple(found[True]), tuple(found[False])
 
 

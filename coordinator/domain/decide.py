@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from tessera.coordinator.domain.arrivals import sites_in_time
 from tessera.coordinator.domain.buffered import buffered, sites_are_done
 from tessera.coordinator.domain.leases import LeaseAction, MoveBack, lease_actions, may_report
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
@@ -90,15 +91,18 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
     # A site counts once, when an update of one of its workers is accepted.
     came = {task.site for task in round_.tasks if task.state == "accepted"}
     waiting = {task.site for task in round_.tasks if may_report(task, run.cohort.max_task_attempts)}
-    lack = run.cohort.lack(came)
-    if run.cohort.target_updates and len(came) >= run.cohort.target_updates and not lack:
+    lack, over = run.cohort.lack(came), "all tasks ended"
+    if run.cohort.adaptive_deadline and not lack and waiting:
+        waiting = sites_in_time(round_, run.cohort.max_task_attempts, now)
+        over = "the other sites take longer than usual"
+    if run.cohort.enough and len(came) >= run.cohort.enough and not lack:
         yield Close(round_.id, f"{len(came)} updates are enough")
     elif run.cohort.buffers:
-        yield from buffered(round_, run, now, came, waiting)
+        yield from buffered(round_, run, now, came, waiting, over)
     elif waiting and not run.cohort.lack(came | waiting) and now < round_.deadline_at:
         return
     elif not lack:
-        yield Close(round_.id, "the deadline came" if waiting else "all tasks ended")
+        yield Close(round_.id, "the deadline came" if waiting else over)
     else:
         cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
         asked = len({task.site for task in round_.tasks})
@@ -127,7 +131,7 @@ def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator
 
 def _sites_awaited(run: RunSnapshot, waited: float, timeouts: Timeouts) -> float:
     """Return the number of eligible sites with which the next round opens now."""
-    quorum, size = run.cohort.quorum, run.cohort.size
+    quorum, size = run.cohort.quorum, run.cohort.asked
     if waited >= timeouts.cohort_wait_seconds or (size is None and run.goes_on):
         return quorum
     # Without a size the number of sites is unknown, so further ones get time to appear.

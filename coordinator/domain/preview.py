@@ -121,8 +121,8 @@ def _warnings(
     cohort, sites = invited.spec.cohort, {one.site for one in pool}
     if worker.site in {one.site for one in pool if one.name in asked}:
         detail = f"cohort.workers_per_site is {cohort.workers_per_site}, and another worker of its site was drawn"
-    elif cohort.size is not None and cohort.size < len(sites):
-        detail = f"cohort.size is {cohort.size} of {len(sites)} sites, and the first round draws others"
+    elif cohort.asked is not None and cohort.asked < len(sites):
+        detail = f"a round asks {cohort.asked} of {len(sites)} sites, and the first round draws others"
     else:
         detail = f"{invited.spec.method.name} plans nothing for it in the first round"
     return (Ineligibility(rule="cohort", detail=detail),)

@@ -16,6 +16,8 @@ class TaskSnapshot:
     lease_expires_at: float | None
     present: bool = True
     """Its worker was seen recently, or may still appear."""
+    offered_at: float = 0.0
+    accepted_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class RoundSnapshot:
     tasks: tuple[TaskSnapshot, ...]
     sums: SumsSnapshot | None = None
     """For a run with secure sums."""
+    earlier: tuple[float, ...] = ()
+    """With `cohort.adaptive_deadline`: the seconds from the offer to the acceptance of the latest tasks of other
+    rounds; infinite for those whose round closed without them."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Live workers, as planning sees them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tessera.coordinator.domain.eligibility import policy_of, refused_plans
@@ -9,7 +9,8 @@ from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Participant, Plan, State
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.planning import plan_round
+from tessera.shared.rounds.planning import own_steps, plan_round
+from tessera.shared.schedule import Pace, steps_per_epoch, trains_on_few
 from tessera.shared.schema import DEFAULT_STUDY
 
 
@@ -25,6 +26,8 @@ class LiveWorker:
     """As `Participant.last_round`, if it was looked up."""
     studies: frozenset[str] = frozenset([DEFAULT_STUDY])
     """The studies of its site."""
+    steps: int | None = None
+    """As `Participant.steps`."""
 
     @property
     def advertised_policy(self) -> AdvertisedPolicy | None:
@@ -33,7 +36,7 @@ class LiveWorker:
     def participant(self, dataset: str) -> Participant:
         examples = self.declared["datasets"].get(dataset, 0)
         resources = self.declared.get("resources", {})
-        return Participant(self.name, examples, resources, self.site, self.last_round)
+        return Participant(self.name, examples, resources, self.site, self.last_round, self.steps)
 
 
 def in_study(study: str, workers: Iterable[LiveWorker]) -> list[LiveWorker]:
@@ -47,6 +50,22 @@ def ids(workers: Sequence[LiveWorker]) -> set[str]:
 
 def sites_of(workers: Iterable[LiveWorker]) -> set[str]:
     return {worker.site for worker in workers}
+
+
+def with_steps(spec: RunSpec, workers: Sequence[LiveWorker], measured: Mapping[str, Pace]) -> list[LiveWorker]:
+    """Return the workers with their numbers of steps in a round of fitted work, as `own_steps`
+    returns them, within their sites' policies."""
+    found = {one.name: one for one in own_steps(spec, [each.participant(spec.dataset) for each in workers], measured)}
+    return [replace(one, steps=_permitted(spec, found[one.name], one.advertised_policy)) for one in workers]
+
+
+def _permitted(spec: RunSpec, worker: Participant, policy: AdvertisedPolicy | None) -> int | None:
+    """Return a worker's number of steps within its site's policy; None for as many as the run's settings say."""
+    training, steps = spec.training, worker.steps
+    if steps is None or policy is None:
+        return steps
+    steps = min(steps, policy.max_epochs * steps_per_epoch(training, worker.examples))
+    return None if trains_on_few(training.of_steps(steps), worker.examples, policy.min_batch or 0) else steps
 
 
 def plan_willing(

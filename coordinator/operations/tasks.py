@@ -433,7 +433,7 @@ def _accept(
         view = _view(record, caller)
         # While the round waits for another update of those that it takes, there is nothing to decide.
         cohort = record.spec.cohort
-        ends_early = cohort.target_updates is not None or cohort.buffers
+        ends_early = cohort.enough is not None or cohort.buffers
         is_waited_for = not ends_early and tasks.are_others_leased(session, record.task)
     if is_waited_for:
         services.change_feed.notify()

@@ -2,12 +2,12 @@
 
 import operator
 from collections.abc import Collection, Iterable
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tessera.shared.api.tasks import MAX_STALENESS, CohortTerms
+from tessera.shared.api.tasks import MAX_STALENESS, WORK_FACTOR, CohortTerms
 from tessera.shared.problems import Invalid
 from tessera.shared.schema import Condition, Label, Value
 from tessera.shared.tensors.lazy import digest_of
@@ -30,6 +30,7 @@ class Cohort(Value):
             lambda cohort: cohort.mode == "buffer",
             'mode to "buffer"',
         ),
+        Condition(("work_factor",), lambda cohort: cohort.work == "fitted", 'work to "fitted"'),
     )
 
     mode: Literal["barrier", "buffer"] = Field(
@@ -75,7 +76,31 @@ class Cohort(Value):
         "this many rounds if there are more",
     )
 
+    work: Literal["fixed", "fitted"] = Field(
+        default="fixed",
+        exclude_if="fixed".__eq__,
+        description="fixed: each worker trains for the steps or epochs of `training`; fitted: for its own number of "
+        "steps, by its speed so far, with which all finish together; a site's step is then divided by its number of "
+        "steps, as in FedNova",
+    )
+    work_factor: float = Field(
+        default=WORK_FACTOR,
+        gt=1,
+        le=1000,
+        exclude_if=WORK_FACTOR.__eq__,
+        description="work fitted: the most that a worker makes, as a multiple of the steps that `training` says; one "
+        "over it is the least",
+    )
+
     size: PositiveInt | None = Field(default=None, description="sites chosen per round; every live site if left out")
+    over_selection: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        exclude_if=operator.not_,
+        description="a round asks this share of sites more than `size`, such as 0.3, and closes once `size` sites "
+        "sent updates",
+    )
     workers_per_site: PositiveInt = Field(
         default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
     )
@@ -85,6 +110,13 @@ class Cohort(Value):
     quorum: PositiveInt = Field(default=1, description="fewest sites whose updates a round needs")
     deadline_seconds: DeadlineSeconds = Field(
         default=3600, description="time after which a round closes with the updates that it has"
+    )
+    adaptive_deadline: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="whether a round that has its quorum closes before `deadline_seconds`, once every task that is "
+        "still out takes longer than the median of this and earlier rounds' tasks and 3 MAD (median absolute "
+        "deviations)",
     )
     max_attempts: PositiveInt = Field(
         default=3,
@@ -113,6 +145,11 @@ class Cohort(Value):
     def _reachable(self) -> Self:
         if self.size is not None and self.quorum > self.size:
             raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
+        if self.over_selection and (self.size is None or self.target_updates or self.buffers):
+            raise ValueError(
+                "over_selection asks more sites than size, and closes a round at size updates: set size, leave "
+                'target_updates out, and leave mode at "barrier"'
+            )
         if self.size is not None and len(self.require) > self.size:
             raise ValueError(f"require names {len(self.require)} sites, and a cohort has {self.size}: raise size")
         if self.sites is not None and (absent := sorted(set(self.require) - set(self.sites))):
@@ -163,6 +200,16 @@ class Cohort(Value):
     def buffers(self) -> bool:
         return self.mode == "buffer"
 
+    @property
+    def asked(self) -> int | None:
+        """The number of sites that a round asks; None for all."""
+        return ceil(self.size * (1 + (self.over_selection or 0))) if self.size else None
+
+    @property
+    def enough(self) -> int | None:
+        """The number of sites with whose updates a round closes early; None to wait for each."""
+        return self.size if self.over_selection else self.target_updates
+
     def oldest_base(self, number: int) -> int:
         """Return the oldest version from which an update may start that is merged into version `number`."""
         return number - 1 - (self.max_staleness if self.buffers else 0)
@@ -185,6 +232,7 @@ class Cohort(Value):
     def terms(self) -> CohortTerms:
         """The rules as tasks carry them, without the names of other sites."""
         rules = self.model_dump(include=set(CohortTerms.model_fields))
+        rules |= {"size": self.asked, "target_updates": self.enough}
         if self.sites is None:
             return CohortTerms(**rules)
         named = digest_of("/".join(sorted(self.sites)).encode())

@@ -381,7 +381,7 @@ class RunSpec(Value):
                 "each site weighs by its own settings (secure_sums.weight): leave it out",
             ),
             "secure_sums.bits": (
-                (most := MOST_SENDERS[bits]) < (self.cohort.size or MAX_SENDERS),
+                (most := MOST_SENDERS[bits]) < (self.cohort.asked or MAX_SENDERS),
                 f"{bits} have room for {most} sites: lower cohort.size, or leave it out",
             ),
             "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "each site sends one update: set it to 1"),

@@ -372,6 +372,9 @@ class Claim(Message):
 
 Unlimited = Literal["unlimited"]
 
+WORK_FACTOR = 4.0
+"""Default limit on a site's fitted number of steps, as a multiple of the steps of `training`."""
+
 
 MAX_STALENESS = 10
 """Default limit on the versions made since the base version of a buffered update."""
@@ -391,6 +394,8 @@ class CohortTerms(Message):
     target_updates: PositiveInt | None = None
     quorum: PositiveInt = 1
     deadline_seconds: PositiveFloat = 3600
+    work: Literal["fixed", "fitted"] = Field(default="fixed", exclude_if="fixed".__eq__)
+    work_factor: Annotated[float, Field(gt=1, le=1000)] = Field(default=WORK_FACTOR, exclude_if=WORK_FACTOR.__eq__)
     invited: NonNegativeInt | None = None
     """The number of sites that may take part; None for all."""
     invited_digest: Digest | None = None
@@ -495,6 +500,11 @@ class Task(Message):
         if self.describe and (self.kind not in ("train", *HELPER_KINDS) or self.secure_sums is None):
             raise ValueError("describe is for the round of a run with secure_sums")
         return self
+
+    @property
+    def local_training(self) -> Training:
+        """The settings of local training, with the plan's own number of steps."""
+        return self.training.of_steps(self.plan.steps)
 
     @property
     def trains(self) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 
 from pydantic import Field, PositiveInt
 
+from tessera.shared.aggregation.local_work import EFFECTIVE_STEPS, ROUND, effective_steps, ratios, require_equal
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, guarded
 from tessera.shared.aggregation.server_optimizer import NoOptimizer, OptimizerRule
@@ -24,10 +25,12 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Match, Selector, trainable_blocks
 from tessera.shared.model.spec import Head, Lora, Modality
-from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
+from tessera.shared.run_settings import MAX_STEPS, ClientPrivacy, Privacy, Training
+from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Compatibility, Value
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import Array, Tensor
+from tessera.shared.tensors.lazy import Array, StretchedStep, Tensor
+from tessera.shared.tensors.statistics import is_statistic
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +62,9 @@ C = TypeVar("C", bound=MethodSettings)
 LORA_RANK = "lora_rank"
 """The name of a plan's scalar with the rank at which its worker trains the model's adapters; of the task's metric
 with that rank; and of a site's largest rank among its resources."""
+
+SECONDS_PER_STEP = "seconds_per_step"
+"""The name of a site's resource with the time of a usual training step, for fitted work."""
 
 REFERENCE = "reference/"
 """The prefix of the names of a run's first adapters in its server state, to which preferences compare a model. Each
@@ -95,6 +101,8 @@ class Plan(Value):
     server_state: tuple[str, ...] = Field(default=(), max_length=64)
     """Shell patterns for the names of the server state to fetch."""
     scalars: dict[str, float] = Field(default_factory=dict)
+    steps: PositiveInt | None = Field(default=None, le=MAX_STEPS, exclude_if=operator.not_)
+    """The worker's own number of steps (`cohort.work`), in place of `training.steps` and `epochs`."""
 
     @property
     def lora_rank(self) -> int | None:
@@ -134,12 +142,15 @@ class Participant:
     name: str
     examples: int
     resources: Mapping[str, float] = field(default_factory=dict)
-    """The limits that its site declares: `memory_bytes`, `upload_bytes_per_second`, `lora_rank`."""
+    """The limits that its site declares: `memory_bytes`, `upload_bytes_per_second`, `lora_rank`,
+    `seconds_per_step`."""
     site: str = ""
     """The admitted site of its token, by default its name. A worker chooses its name but not its site, so
     participants are counted by site."""
     last_round: int = 0
     """The last round of the run with an accepted update of this worker; its vault dates from that round."""
+    steps: int | None = None
+    """The steps that it makes in a round of fitted work; None for as many as `training` says."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.name)
@@ -203,6 +214,8 @@ class RunInfo:
     """True if `merge` gets updates of different versions."""
     memory: bool = False
     """True if the mean that `merge` computes is corrected by each site's latest update."""
+    fitted: bool = False
+    """True if plans have numbers of steps by the workers' speeds (`cohort.work`)."""
     secure_sums: bool = False
     """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
     lossy_settings: tuple[str, ...] = ()
@@ -265,6 +278,9 @@ class CoordinatorHalf(Generic[C]):
     """Says whether `merge` takes updates that started from earlier versions (`cohort.mode = "buffer"`). A class that
     overrides `plan` or `merge` says it again: a memory of its sites may assume that they hold the present version."""
 
+    normalized: ClassVar[bool] = False
+    """True if each step is divided by its worker's local work in every run, as it is in all runs with fitted work."""
+
     covers_extra: ClassVar[bool] = False
     """True if, in a run with `privacy`, the extra arrays follow from results of training with noise, and from no
     example otherwise; for instance a trained model's logits on public data."""
@@ -304,11 +320,28 @@ class CoordinatorHalf(Generic[C]):
                 "cohort.memory needs a mean of the same blocks of all sites, which the method does not promise: "
                 f"{remedy}, or choose a method such as fedavg"
             )
+        if self.normalizes:
+            raise UnsupportedRun(
+                "cohort.memory adds steps as they were sent, and these are divided by their local work: "
+                f"{remedy}, or set cohort.work to fixed and choose a method such as fedavg"
+            )
         if self.run.lora and self.run.lora.ranks:
             raise UnsupportedRun(
                 "cohort.memory needs the same blocks of all sites, and the model has adapters of several ranks: "
                 f"{remedy}, or create the model with one rank (--lora-rank 8)"
             )
+
+    @property
+    def merges_unequal_steps(self) -> bool:
+        """True if each site may make its own number of steps, and the method needs nothing beyond `scaled` for that.
+        A class that overrides `plan`, `check` or `merge` says so itself."""
+        own = type(self)
+        return all(getattr(own, name) is getattr(CoordinatorHalf, name) for name in ("plan", "check", "merge"))
+
+    @property
+    def normalizes(self) -> bool:
+        """True if `merge` divides each step by its worker's local work (`shared.aggregation.local_work`)."""
+        return self.normalized or self.run.fitted
 
     def open_blocks(self, state: State) -> Selector:
         """Return the blocks that this state's updates may change: what an update of an earlier version says of others
@@ -335,18 +368,47 @@ class CoordinatorHalf(Generic[C]):
         return Plan()
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
-        """Check the metrics that a worker reports with its blocks. Raises ValueError, which rejects the update."""
+        """Check the metrics that a worker reports with its blocks. Raises ValueError, which rejects the update. An
+        override calls this, for the local work that steps are divided by."""
+        if self.normalizes:
+            require_equal(metrics.get(EFFECTIVE_STEPS), self.expected_steps(plan, examples), examples)
+
+    def expected_steps(self, plan: Plan, examples: int) -> float:
+        """Return the effective steps of a plan for a worker with that many examples."""
+        training = self.run.training
+        steps = local_steps(training.of_steps(plan.steps), examples)
+        return effective_steps(steps, training, int(plan.scalars.get(ROUND, 1)), self.run.rounds)
 
     def step_scale(self, metrics: Mapping[str, float]) -> float:
         """Return the factor by which `merge` scales the step of an update with these metrics, up to a factor common
         to the round. Norms are compared after scaling (`max_norm_of_median`), within a round and across rounds, so
         the factor depends on these metrics alone."""
-        return 1.0
+        # Without the mean local work, which depends on the round's cohort, so that rounds can be compared.
+        return 1 / metrics[EFFECTIVE_STEPS] if self.normalizes else 1.0
 
     def scaled(self, state: State, updates: Sequence[Update]) -> Sequence[Update]:
         """Return the updates of a round with their steps as `merge` scales them, with which their distances from the
         merged step are measured."""
-        return updates
+        if not self.normalizes:
+            return updates
+        # A site counts with at most the local work of the examples that it may weigh: the mean scales all sites'
+        # steps, so a site that claims unlimited examples must not raise it.
+        own = [update.metrics[EFFECTIVE_STEPS] for update in updates]
+        most = [self.expected_steps(update.plan, update.examples) for update in updates]
+        weights = [update.examples for update in updates] if self.run.robust.neutral else None
+        return [self._stretched(state, *each) for each in zip(updates, ratios(own, most, weights), strict=True)]
+
+    def _stretched(self, state: State, update: Update, ratio: float) -> Update:
+        # The sent update met the largest norm, but an update of few steps is scaled up by a large factor.
+        limit, norm = self.run.max_update_norm, update.metrics.get(UPDATE_NORM)
+        factor = min(ratio, limit / norm) if limit is not None and norm else ratio
+        if ratio == 1:
+            return update
+        blocks = {
+            name: tensor if is_statistic(name) else StretchedStep(state.model[name], tensor, factor)
+            for name, tensor in update.blocks.items()
+        }
+        return replace(update, blocks=blocks)
 
     def weight(self, update: Update) -> float:
         """Return the weight of an update in the mean."""
@@ -354,6 +416,7 @@ class CoordinatorHalf(Generic[C]):
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         """Return the next state. `updates` are sorted by worker; tensors are lazy and are read block by block."""
+        updates = self.scaled(state, updates)
         if not self.run.robust.neutral:
             blocks = [update.blocks for update in updates]
             moved, few = guarded(self.run.robust, state.model, blocks, self.run.normalization)
@@ -373,6 +436,11 @@ class CoordinatorHalf(Generic[C]):
         A class that overrides `merge` overrides this too, else every guard is refused. Metrics and the presence of
         blocks may count: those that a guard hides are not there.
         """
+        if self.normalizes and guard != "robust":
+            raise UnsupportedRun(
+                f"steps are divided by each site's local work, of which {guard} would know nothing: leave {guard} "
+                'out, or choose a method such as fedavg with cohort.work = "fixed"'
+            )
         if type(self).merge is not CoordinatorHalf.merge:
             raise UnsupportedRun(
                 f"the method overrides merge, and does not say that {guard} guards all of it "

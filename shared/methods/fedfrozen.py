@@ -250,6 +250,11 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if warmup == "auto" else warmup)
         return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
 
+    @property
+    def merges_unequal_steps(self) -> bool:
+        """True without the signals, which compare steps as they were sent."""
+        return self.merges_earlier_updates
+
     def open_blocks(self, state: State) -> Selector:
         return self.plan_for(state, Participant("any", 1)).upload
 

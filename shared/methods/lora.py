@@ -183,6 +183,11 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
         )
         return Plan(stage="adapters", train=adapters, upload=adapters)
 
+    @property
+    def merges_unequal_steps(self) -> bool:
+        """True for means of blocks: products are of updates as they were sent."""
+        return self.settings.average == "factors"
+
     def check_merge(self, guard: Guard) -> None:
         """Accept everything for the means of blocks, and nothing for products: these need each update as it is."""
         if self.settings.average != "factors":

@@ -122,6 +122,11 @@ class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
         plan = super().plan_for(state, worker)
         return plan.model_copy(update={"upload": NOTHING}) if self.settings.share == "nothing" else plan
 
+    @property
+    def merges_unequal_steps(self) -> bool:
+        """True: `merge` adds metrics of each update by itself."""
+        return True
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
         measured = (FUSED, DISTANCE, SILENT, FAR)

@@ -235,7 +235,13 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     # ------------------------------------------------------------ merging
 
+    @property
+    def merges_unequal_steps(self) -> bool:
+        """True: `merge` adds the sites' choices, and averages scaled steps."""
+        return True
+
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
+        super().check(plan, examples, metrics)
         labels = self._candidates.labels
         if self.settings.chooser == "worker" or not self.settings.looks_at_data:
             return

@@ -92,7 +92,7 @@ def stated_sites(spec: RunSpec) -> int:
     These are the sites that may take part: at least those of one round, each of which a version is made from. The
     honest sites of a secure sum are fewer; they carry the noise, and the others are protected as well.
     """
-    return max(spec.sites_per_round or 1, spec.cohort.size or 1, len(spec.cohort.sites or ()))
+    return max(spec.sites_per_round or 1, spec.cohort.asked or 1, len(spec.cohort.sites or ()))
 
 
 def warnings(spec: RunSpec) -> list[str]:
@@ -137,7 +137,7 @@ def noise_terms(spec: RunSpec, share: NoiseShare) -> NoiseTerms:
 def check_room(spec: RunSpec, values: int) -> None:
     """Raise ValueError if sums of the run's sites have no room for the noise, or if rounding such an update would
     need much more noise than the update itself."""
-    senders = spec.cohort.size or MAX_SENDERS
+    senders = spec.cohort.asked or MAX_SENDERS
     share = noise_share(spec, values, senders)
     if share.growth > MAX_GROWTH:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tessera.shared.aggregation.local_work import ROUND
 from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import Bounds, RunSpec
@@ -23,6 +24,7 @@ from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import (
     LORA_RANK,
+    SECONDS_PER_STEP,
     CoordinatorHalf,
     Guard,
     MethodSettings,
@@ -51,6 +53,7 @@ from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy, preferences
 from tessera.shared.rounds.update_memory import forgotten
 from tessera.shared.run_settings import InvalidDelta, check_delta
+from tessera.shared.schedule import Pace, fitted_steps, local_steps
 from tessera.shared.schema import without_effect
 from tessera.shared.secure_sums.messages import NOISE_BITS
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -91,6 +94,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         client_privacy=spec.client_privacy,
         buffered=spec.cohort.buffers,
         memory=spec.cohort.memory,
+        fitted=spec.cohort.work == "fitted",
         secure_sums=spec.secure_sums is not None,
         lossy_settings=spec.lossy_settings,
         server_optimizer=spec.server_optimizer,
@@ -256,7 +260,16 @@ def plans_of(
     """Return the method's plans by worker, less the blocks that the run or the worker does not train. `lora_ranks`
     are the run's. Raises UnsupportedRun if a worker can train none of the model's adapters."""
     ranks = {worker.name: rank_of(half.run, worker, lora_ranks) for worker in cohort}
-    return {name: _limited(half.run, plan, ranks[name]) for name, plan in half.plan(state, cohort, rng).items()}
+    plans = {name: _limited(half.run, plan, ranks[name]) for name, plan in half.plan(state, cohort, rng).items()}
+    dated = {ROUND: float(state.round + 1)} if half.normalizes and half.run.training.scheduled else {}
+    steps = {worker.name: worker.steps for worker in cohort if half.run.fitted}
+    return {name: _of_length(plan, steps.get(name), dated) for name, plan in plans.items()}
+
+
+def _of_length(plan: Plan, steps: int | None, scalars: Mapping[str, float]) -> Plan:
+    """Return a plan with the worker's own number of steps, and with these scalars."""
+    changes = {"steps": steps, "scalars": {**plan.scalars, **scalars}}
+    return plan.model_copy(update=changes) if steps or scalars else plan
 
 
 def rank_of(run: RunInfo, worker: Participant, lora_ranks: Mapping[str, int]) -> int | None:
@@ -385,8 +398,40 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
         half.check_buffered()
     if half.run.memory:
         half.check_memory()
+    if half.normalizes:
+        _check_local_work(half)
     if half.run.lora and half.run.lora.ranks:
         _check_parts(half)
+
+
+def _check_local_work(half: CoordinatorHalf[Any]) -> None:
+    """Raise UnsupportedRun if steps cannot be divided by the sites' local work."""
+    run, kept = half.run, half.run.training.keep_moments and half.run.training.optimizer == "sgd"
+    if kept:
+        raise UnsupportedRun(
+            "the local work counts a site's momentum from zero in each round (fednova, and cohort.work): leave "
+            "training.keep_moments out, or train with adamw"
+        )
+    if not run.fitted:
+        return
+    remedy = 'set cohort.work to "fixed"'
+    if not half.merges_unequal_steps:
+        raise UnsupportedRun(
+            "with these settings the method does not merge updates of unequal numbers of steps: "
+            f"{remedy}, or choose a method such as fedavg"
+        )
+    unfit = {
+        "secure_sums": (run.secure_sums, "the plan of a sum is the same for all sites"),
+        "client_privacy": (run.client_privacy is not None, "a step that was divided is no longer within clip_norm"),
+        "cohort.workers_per_site": (run.workers_per_site > 1, "a site's updates are pooled before they are divided"),
+        "privacy.unit": (
+            run.privacy is not None and run.privacy.unit == "group" and run.training.steps is None,
+            "the steps of an epoch follow from the number of groups, which only the site knows: set training.steps",
+        ),
+    }
+    if found := {name: why for name, (is_set, why) in unfit.items() if is_set}:
+        said = "; ".join(f"{name}: {why}" for name, why in found.items())
+        raise UnsupportedRun(f"fitted work does not go with {said}. Leave it out, or {remedy}")
 
 
 def _check_parts(half: CoordinatorHalf[Any]) -> None:
@@ -505,6 +550,22 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     if model.external:
         _check_base(model, plans.values())
     return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
+
+
+def own_steps(
+    spec: RunSpec, workers: Sequence[Participant], measured: Mapping[str, Pace] = MappingProxyType({})
+) -> list[Participant]:
+    """Return the workers of a run with fitted work, with their own numbers of steps: by the paces that were
+    `measured`, by name, or else those that their sites declare."""
+    declared = {worker.name: worker.resources.get(SECONDS_PER_STEP) for worker in workers}
+    paces = {name: Pace(seconds) for name, seconds in declared.items() if seconds} | dict(measured)
+    examples = {worker.name: worker.examples for worker in workers}
+    found = fitted_steps(spec.training, examples, paces, spec.cohort.work_factor)
+    usual = {worker.name: local_steps(spec.training, worker.examples) for worker in workers}
+    return [
+        worker if found[worker.name] == usual[worker.name] else replace(worker, steps=found[worker.name])
+        for worker in workers
+    ]
 
 
 def rehearsal_plans(spec: RunSpec, model: Model, state: State, workers: Iterable[Participant]) -> dict[str, Plan]:
@@ -701,7 +762,7 @@ def _of_rule(spec: RunSpec, state: State) -> list[str]:
 def choose(eligible: Sequence[str], cohort: Cohort, rng: Random) -> list[str]:
     """Return the sites of a round, sorted by name and independent of their order here: the required ones, and others
     drawn at random."""
-    size = cohort.size
+    size = cohort.asked
     if size is None or size >= len(eligible):
         return sorted(eligible)
     required = {*cohort.require}.intersection(eligible)

@@ -88,7 +88,7 @@ class RunForecast:
     def of(cls, rehearsal: RunSpec, reports: Sequence[SiteReport]) -> Self:
         """Return the forecast of the run that `rehearsal` rehearses.
 
-        A round lasts until each site that it asked has answered, or as many as `target_updates`. Of a site's workers
+        A round lasts until each site that it asked has answered, or as many as close it early. Of a site's workers
         the slowest counts.
         """
         spec, workers = rehearsal.trained, tuple(map(WorkerForecast.of, reports))
@@ -97,10 +97,10 @@ class RunForecast:
         sites = sorted({one.site: one for one in trained}.values(), key=lambda one: one.round_seconds)
         cohort, slowest, seconds = spec.cohort, None, None
         if len(sites) >= cohort.quorum:
-            last = sites[min(max(cohort.target_updates or len(sites), cohort.quorum), len(sites)) - 1]
+            last = sites[min(max(cohort.enough or len(sites), cohort.quorum), len(sites)) - 1]
             slowest = last.worker
             seconds = spec.rounds * min(last.round_seconds, cohort.deadline_seconds) + last.first_seconds
-        share = min(1.0, cohort.size / len(sites)) if cohort.size and sites else 1.0
+        share = min(1.0, cohort.asked / len(sites)) if cohort.asked and sites else 1.0
         updates = min(share * spec.rounds, cohort.max_updates_per_site or inf)
         down = sum(one.report.version_bytes + (updates - share) * one.report.sent_bytes for one in sites)
         up = sum(updates * one.report.update_bytes for one in sites)

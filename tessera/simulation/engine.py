@@ -286,7 +286,7 @@ class Simulation:
         if not leased.trains and not leased.task.held_out:
             return len(self.population.holdings)
         key, worker, cohort = (leased.task.round, leased.attempt), leased.worker, self.spec.cohort
-        if not leased.trains or cohort.target_updates is None:
+        if not leased.trains or cohort.enough is None:
             return self.population.place(self.population.site_of(worker))
         if cohort.buffers:
             return derive_seed(self.spec.seed, "arrival", *key, worker)
@@ -354,9 +354,9 @@ class Simulation:
     def _work_ahead(self) -> None:
         """Begin the work of the next tasks, as many as the processes take and the round needs."""
         ahead, run, cohort = self.processes.ahead, self._seen, self.spec.cohort
-        if cohort.target_updates and run and run.round:
+        if cohort.enough and run and run.round:
             came = {task.site for task in run.round.tasks if task.state == "accepted"}
-            ahead = min(ahead, max(1, cohort.target_updates - len(came)))
+            ahead = min(ahead, max(1, cohort.enough - len(came)))
         for event in nsmallest(ahead, self._events) if ahead > 1 else self._events[:1]:
             task = event.leased.task
             if task.id not in self._begun:

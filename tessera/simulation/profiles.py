@@ -90,4 +90,4 @@ class Profiles:
 
 def steps_of(task: Task, examples: int) -> int:
     """Return the number of optimizer steps that a task asks of a worker with this many examples."""
-    return local_steps(task.training, examples)
+    return local_steps(task.local_training, examples)

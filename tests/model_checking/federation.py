@@ -95,6 +95,7 @@ class Shape:
     keep_versions: int | None = None
     memory: bool = False
     max_updates_per_site: int | None = None
+    adaptive_deadline: bool = False
     tries: int = 20
     max_task_attempts: int = 100
     evaluates: bool = False
@@ -192,6 +193,7 @@ class Shape:
                 **({"memory": True, "staleness": "none"} if self.memory else {}),
                 "max_updates_per_site": self.max_updates_per_site,
                 "deadline_seconds": 150.0,
+                "adaptive_deadline": self.adaptive_deadline,
                 "max_attempts": self.tries,
                 "max_task_attempts": self.max_task_attempts,
             },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 
@@ -105,6 +106,14 @@ def test_no_site_waits_for_one_that_is_away_or_one_in_a_queue_and_nothing_is_los
     assert min(task["merged_in"] for task in merged["c"]) <= 6
     assert not any(6 < task["merged_in"] < 15 for task in merged["c"] if task["version_number"] > 6)
     assert any(task["merged_in"] > 15 for task in merged["c"])
+
+
+@pytest.mark.parametrize("seed", variants(range(20), {0, 1}))
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_run_whose_rounds_close_by_arrivals_breaks_no_invariant(seed: int, *, buffers: bool) -> None:
+    drawn = Shape.buffered(seed) if buffers else Shape.drawn(Random(seed))
+    shape = replace(drawn, workers=4, quorum=2, adaptive_deadline=True, size=None, target_updates=None)
+    assert simulate(seed, shape=shape).state in ("completed", "cancelled", "failed")
 
 
 @pytest.mark.long

@@ -111,3 +111,13 @@ def test_a_profile_of_an_unknown_site_and_a_speed_of_zero_are_refused(model: Wei
         run(model, speed={"e": 1.0})
     with pytest.raises(ValidationError, match="speed"):
         Conditions.model_validate({"speed": 0.0})
+
+
+def test_fitted_work_ends_at_all_sites_together_once_their_speeds_are_known(model: Weights) -> None:
+    result = run(model, rounds=3, cohort={"work": "fitted", "work_factor": 10.0}, speed=ONE_TO_TEN)
+    seconds = result.simulated_seconds
+    first, later = seconds[1], [seconds[number] - seconds[number - 1] for number in (2, 3)]
+    assert first == 50.0
+    assert all(16 < took < 24 for took in later)
+    steps = {task.worker: task.metrics["effective_steps"] for task in result.rounds[-1].tasks}
+    assert [*steps.values()] == [17.0, 8.0, 4.0, 2.0]

@@ -119,6 +119,7 @@ class ScriptedWorker:
     schemas: dict[str, DatasetSchema] = field(default_factory=dict)
     advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[str, str] = field(default_factory=dict)
+    resources: dict[Any, float] = field(default_factory=dict)
     version: str = ""
     site_keys: SiteKeys | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -140,6 +141,7 @@ class ScriptedWorker:
             methods=self.methods,
             advertised_policy=self.advertised_policy,
             withheld=self.withheld,
+            resources=self.resources,
             version=self.version,
             site_keys=self.site_keys,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +33,16 @@ def images(count: int, seed: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "labels": torch.randint(0, 10, (count,), generator=dice)}
 
 
-def central_descent(vit: ModelFolder, data: dict[str, torch.Tensor], steps: int) -> dict[str, np.ndarray]:
-    """Plain gradient descent on all data in one place."""
+def central_descent(
+    vit: ModelFolder, data: dict[str, torch.Tensor], steps: int, start: Mapping[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """Plain gradient descent on all data in one place, from the model itself or from other values of its tensors."""
     model = laid_out(vit.model)
     tensors = named_tensors(model)
     for block, raw in vit.blocks():
         write_block(tensors, block, np.frombuffer(raw, dtype="<f4").reshape(block.shape))
+    for name, values in (start or {}).items():
+        tensors[name].data.copy_(torch.from_numpy(values))
     model.train()
     for _ in range(steps):
         model.zero_grad()

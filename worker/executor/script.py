@@ -33,7 +33,7 @@ from tessera.worker.executor.script_folder import MODEL, RESULT, STOP, TASK, TAS
 from tessera.worker.executor.script_result import read_progress, read_result
 from tessera.worker.executor.script_supervisor import TERM_SECONDS
 from tessera.worker.executor.supervisor import END
-from tessera.worker.task.environment import SiteRecords, TaskRun, facts_of
+from tessera.worker.task.environment import SiteRecords, TaskRun, facts_of, local_work
 from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import rounded
 
@@ -156,6 +156,7 @@ class ScriptExecutor(ProcessExecutor):
             named = {name if name == "loss" else f"script_{name}": value for name, value in figures.items()}
             run.report.metrics = {name: rounded(value) for name, value in named.items() if abs(value) < MAX_NUMBER}
         run.report.metrics |= run.task.plan.rank_metric(fetched.document.lora)
+        run.report.metrics |= local_work(run.task, fetched.document, examples)
         return TaskOutcome(examples, LocalResult(upload))
 
     def _planned(self, run: TaskRun, fetched: FetchedVersion) -> tuple[list[Block], list[Block]]:
@@ -179,7 +180,7 @@ class ScriptExecutor(ProcessExecutor):
         task, sources = run.task, self._ranks.sources
         assert sources  # noqa: S101  (of a worker)
         examples, source = run.env.datasets[task.dataset].examples, sources.datasets[task.dataset]
-        steps = local_steps(task.training, examples)
+        steps = local_steps(task.local_training, examples)
         whole = not (source.held_out or source.opt_out or source.part)
         model = fetched.document.model_copy(update={"external": {}})
         (folder / MODEL).mkdir()
@@ -198,7 +199,7 @@ class ScriptExecutor(ProcessExecutor):
             examples=examples,
             steps=steps,
             seed=run.training_seed,
-            training=task.training,
+            training=task.local_training,
             train=tuple(block.name for block in train),
             send=tuple(block.name for block in send),
             lora_rank=worker_half(task.method, facts_of(task, fetched.document)).computed_rank,

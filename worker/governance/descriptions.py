@@ -14,7 +14,7 @@ from tessera.shared.model.preprocessing import TOKENIZER
 from tessera.shared.model.selectors import EVERYTHING, kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
-from tessera.shared.schedule import local_epochs
+from tessera.shared.schedule import local_epochs, step_range
 from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.units import size
 from tessera.worker.governance.policy import Allowance, Policy, plain
@@ -126,6 +126,9 @@ def _work(task: Task, model: Model, examples: int, groups: int | None, measured:
     length = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if steps:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
+    if task.cohort.work == "fitted":
+        least, most = step_range(task.training, groups or examples, task.cohort.work_factor)
+        length = f"{least} to {most} steps, by this site's speed (usually {length}),"
     at_most = f"at most {task.trainings} of " if task.trainings < task.rounds else ""
     often = f"for {length} a round, {at_most}{task.rounds} rounds"
     base = " Its base trains too, beside adapters or prompts." if task.training.full_fine_tuning else ""

@@ -101,7 +101,7 @@ class PrivacyAccount:
         self._rounds_left = _rounds_left(task, entries)
         """The number of rounds left, with this one."""
         choices = [self._choice] * min(1, self._selections)
-        planned = self._noisy_steps(entries, local_steps(task.training, units))
+        planned = self._noisy_steps(entries, local_steps(task.local_training, units))
         of_run = self._of_run(entries)
         self._ahead: list[NoisySteps | NoisyChoice] = [
             *self._choices_left(of_run),

@@ -17,7 +17,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LORA_RANK
 from tessera.shared.methods.registry import beyond_script, needs_one_example_per_row
 from tessera.shared.methods.registry import check as check_method
-from tessera.shared.schedule import local_epochs
+from tessera.shared.schedule import local_epochs, step_range
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
@@ -190,9 +190,22 @@ def _check_length(run: TaskRun, units: int) -> None:
     private = task.trains and task.privacy
     policy.check_batch(task.training.batch_size, units, private.examples_per_unit if private else 1)
     if task.trains:
-        policy.check_epochs(local_epochs(task.training, units))
+        _require_steps(task, units)
+        policy.check_epochs(local_epochs(task.local_training, units))
         # A phase has whole epochs of its own, or the run's length.
-        policy.check_work(task.training, units, in_exact_sum=task.in_exact_sum)
+        policy.check_work(task.local_training, units, in_exact_sum=task.in_exact_sum)
+
+
+def _require_steps(task: Task, units: int) -> None:
+    """Raise TaskFailure for a plan with other numbers of steps than the run's terms allow."""
+    if (steps := task.plan.steps) is None:
+        return
+    least, most = step_range(task.training, units, task.cohort.work_factor)
+    if task.cohort.work != "fitted" or not least <= steps <= most:
+        raise TaskFailure(
+            "invalid-plan",
+            f"the plan has {steps} steps; with cohort.work {task.cohort.work!r} the run allows {least} to {most}",
+        )
 
 
 def _require_packable(task: Task) -> None:

@@ -14,12 +14,14 @@ import numpy as np
 import structlog
 from pydantic import JsonValue
 
+from tessera.shared.aggregation.local_work import EFFECTIVE_STEPS
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import EvaluationResult, ReportResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import may_pass
 from tessera.shared.methods.base import RunInfo
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Problem
@@ -480,12 +482,20 @@ def facts_of(task: Task, model: Model) -> RunInfo:
         upload_budget=task.upload_budget,
         upload_seconds=task.upload_seconds,
         client_privacy=task.client_privacy,
+        fitted=task.cohort.work == "fitted",
         secure_sums=task.secure_sums is not None,
         external=frozenset(model.external),
         head=model.head,
         lora=model.lora,
         lora_rank=task.plan.lora_rank,
     )
+
+
+def local_work(task: Task, model: Model, units: int) -> dict[str, float]:
+    """Return the metric by which the coordinator divides the step of a task on that many examples or groups, if the
+    run divides steps by local work."""
+    half = coordinator_half(task.method, facts_of(task, model))
+    return {EFFECTIVE_STEPS: half.expected_steps(task.plan, units)} if half.normalizes else {}
 
 
 def mixed_seed(key: bytes, task: Task) -> int:

@@ -235,7 +235,7 @@ def _without_step(
     units = account.units if account else dataset.examples
     run.report.examples, run.report.metrics = units, {}
     if account:
-        account.charge(local_steps(run.task.training, units))
+        account.charge(local_steps(run.task.local_training, units))
         run.report.metrics = {EPSILON: account.spent()}
     asked = run.task.plan.upload.resolve(fetched.blocks)
     upload = {block.name: to_array(fetched.bases[block.name]) for block in asked if block.name in fetched.bases}

@@ -114,8 +114,8 @@ class _HeadOnly(CoordinatorHalf[Any]):
 class _ByPlan(FedNovaCoordinator):
     """FedNova, whose effective steps are those of plain SGD that a plan asks for."""
 
-    def _expected_steps(self, plan: Plan, examples: int) -> float:
-        return plan.scalars.get(LOCAL_STEPS) or super()._expected_steps(plan, examples)
+    def expected_steps(self, plan: Plan, examples: int) -> float:
+        return plan.scalars.get(LOCAL_STEPS) or super().expected_steps(plan, examples)
 
 
 class _Steps(WorkerHalf[Any]):

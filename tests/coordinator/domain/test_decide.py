@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any, get_args
 
 import pytest
@@ -147,6 +148,19 @@ def buffering(quorum: int = 2, **facts: Any) -> dict[str, Cohort]:
     return cohort(quorum, mode="buffer", target_updates=2, **facts)
 
 
+def timed(*took: float | None, deadline_at: float = NOW + 1000) -> RoundSnapshot:
+    """A round whose tasks were offered now, and accepted after these seconds; None is at work."""
+    tasks = (
+        replace(
+            task("leased" if seconds is None else "accepted", f"t{i}", expires_at=NOW + 60),
+            offered_at=NOW,
+            accepted_at=None if seconds is None else NOW + seconds,
+        )
+        for i, seconds in enumerate(took)
+    )
+    return RoundSnapshot("r", 1, "open", deadline_at, tuple(tasks))
+
+
 SIGNING = SumsSnapshot(4, 3, lapsed(*helpers("accepted", "accepted")))
 OFFERED_AGAIN = [Expire("h0", 99), Offer("h1")]
 TOO_FEW = "{} of {} updates came and no more can come; the quorum is {}"
@@ -236,6 +250,30 @@ RULES: list[tuple[str, RunSnapshot, dict[float, list[object]]]] = [
      {0: [Close("r", "all tasks ended")]}),
     ("a worker that is gone is waited for while it may be at work",
      run(**cohort(1), round=live(task("accepted", "t0"), gone("leased", "t1"))), {0: []}),
+    ("over-selection closes a round at the number of sites that it wants",
+     run(**cohort(1, size=2, over_selection=0.5), round=a_round("accepted", "accepted", "leased")),
+     {0: [Close("r", "2 updates are enough")]}),
+    ("a round opens at once when as many sites are there as it asks",
+     run(**cohort(size=2, over_selection=0.5), version=1, eligible=3), {0: [Open(2)]}),
+    ("and waits for one that it asks beyond its size",
+     run(**cohort(size=2, over_selection=0.5), version=1, eligible=2), {29.9: [], 30: [Open(2)]}),
+    # Of 10, 20 and 30 s and longer, the median is 25 s, and the deviations are 15, 5, 5 and longer: 10 s.
+    ("a round waits for a task no longer than the median and three deviations of the others' times",
+     run(**cohort(2, adaptive_deadline=True), round=timed(10, 20, 30, None)),
+     {54.9: [], 55: [Close("r", "the other sites take longer than usual")]}),
+    ("earlier rounds count too, and at least a tenth of the median",
+     run(**cohort(2, adaptive_deadline=True), round=replace(timed(10, 10, None), earlier=(10.0, 10.0, inf))),
+     {12.9: [], 13: [Close("r", "the other sites take longer than usual")]}),
+    ("while half of the times are not known, it waits for the deadline",
+     run(**cohort(2, adaptive_deadline=True), round=timed(10, 10, None, None, deadline_at=NOW + 50)),
+     {49.9: [], 50: [Close("r", "the deadline came")]}),
+    ("a quorum is needed all the same",
+     run(**cohort(3, adaptive_deadline=True), round=timed(10, 10, None)), {50: []}),
+    ("and a required site", run(**cohort(1, require=("t2",), adaptive_deadline=True), round=timed(10, 10, None)),
+     {50: []}),
+    ("a buffered round closes so as well",
+     run(**cohort(2, mode="buffer", target_updates=9, adaptive_deadline=True), round=timed(10, 20, 30, None)),
+     {54.9: [], 55: [Close("r", "the other sites take longer than usual")]}),
     # ---------------------------------------------------------------- a round that buffers updates
     ("idle sites are asked while a round is open",
      run(**buffering(), eligible=1, round=a_round("accepted", "leased")), {0: [Ask(1)]}),

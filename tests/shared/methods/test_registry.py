@@ -331,7 +331,7 @@ def test_a_sites_own_script_can_train_by_methods_of_the_plan_alone(name: str) ->
         ("feddyn", {}, "feddyn"),
         ("fedfrozen", {"kernel_drift": True}, "fedfrozen measures each version"),
         ("fedfrozen", {"warmup_rounds": 1, "lower_rate": 0.5}, "fedfrozen"),
-        ("fednova", {}, "fednova"),
+        ("fednova", {}, None),
         ("fedprox", {}, "fedprox has a loss of its own"),
         ("fedproto", {}, "fedproto"),
         ("local", {}, "local"),

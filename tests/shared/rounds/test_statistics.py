@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tessera.shared.aggregation.local_work import EFFECTIVE_STEPS
 from tessera.shared.aggregation.mean import average
 from tessera.shared.aggregation.server_optimizer import Adam, Momentum, NoOptimizer, OptimizerRule
 from tessera.shared.methods.base import MethodSpec, Plan, RunInfo, State, Update
 from tessera.shared.methods.feddyn import SIZE
-from tessera.shared.methods.fednova import EFFECTIVE_STEPS
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.rounds.server_step import merge

@@ -32,7 +32,7 @@ from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.privacy.bounded_figures import disclosed
-from tessera.worker.task.environment import facts_of, privacy_module
+from tessera.worker.task.environment import facts_of, local_work, privacy_module
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import synthetic_batch
@@ -116,9 +116,10 @@ def train(
         )
         stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)
+    worked = local_work(task, loaded.document, units)
     metrics = {
         name: rounded(value) if name.startswith(half.signals) else value
-        for name, value in {**probed.metrics, **result.metrics}.items()
+        for name, value in {**probed.metrics, **result.metrics, **worked}.items()
         if not (few and name.startswith(half.signals))
     }
     sent = {**result.upload, **_extra(local, result.extra)}
@@ -144,8 +145,9 @@ def _planned(
     """Return the phases and the length of training. Raises PolicyViolation if it is too long."""
     if rehearsal:
         return rehearsal.shorten(phases)
-    local.rules.policy.check_epochs(epochs_of(phases, local.task.training, units))
-    return phases, local.task.training
+    training = local.task.local_training
+    local.rules.policy.check_epochs(epochs_of(phases, training, units))
+    return phases, training
 
 
 def _private(
