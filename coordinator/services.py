@@ -135,7 +135,7 @@ def assemble(
         database,
         liveness,
         RoundActions(database, blobs, states, Aggregation(states, inspector), disk, liveness, secure),
-        Actions(database, states, liveness, secure),
+        Actions(database, blobs, states, liveness, secure),
         ActionFailures(database),
         ConductorWakeups(settings.tick_seconds, settings.heartbeat),
         last_seen,

@@ -16,7 +16,7 @@ from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import ANSWER_SECONDS, may_pass
 from tessera.shared.host_memory import return_freed_memory
-from tessera.shared.methods.registry import methods
+from tessera.shared.methods.registry import methods, regional
 from tessera.shared.problems import (
     Forbidden,
     InvalidUpdate,
@@ -151,7 +151,7 @@ class Agent:
             # A script of the site's own is not rehearsed.
             kinds=tuple(kind for kind in settings.all_kinds if not (settings.executor and kind == "rehearse")),
             datasets={},
-            augments=augments_images(),
+            augments=augments_images() or settings.region is not None,
             device=self._inventory.device,
             version=VERSION,
             resources=settings.resources,
@@ -175,7 +175,9 @@ class Agent:
                 if data.held_out and self._runner.may_measure(name, data.held_out)
             },
             "schemas": {name: data.schema for name, data in allowed.items()},
-            "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
+            "methods": tuple(
+                sorted(filter(self._policy.allows_method, regional() if settings.region else methods()))
+            ),
         }
         self._claim = self._claim.model_copy(update=claimed)
 
@@ -348,7 +350,7 @@ class Agent:
     def _apply_opt_outs(self) -> None:
         """Load the data sets again if an opt-out list has changed. Raises SettingsError, also if one cannot be read:
         no task starts without its list."""
-        if (lists := opt_outs_of(self._sources)) == self._opt_outs:
+        if (lists := opt_outs_of(self._sources)) == self._opt_outs and not self._executor.is_outdated():
             return
         before, sources = self._opt_outs, self._settings.sources
         while lists != before:

@@ -13,8 +13,9 @@ from tessera.worker.devices import count_gpus, device_names
 from tessera.worker.errors import ExecutorEnded
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.executor.regional import RegionalExecutor
 from tessera.worker.executor.script import ScriptExecutor
-from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
+from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import signed_sets
 from tessera.worker.state.base_cache import BaseCache
@@ -58,7 +59,12 @@ def executor_of(settings: WorkerSettings) -> ProcessExecutor:
         sources=settings.sources,
     )
     given = (ranks, settings.state_dir, settings.compute, settings.micro_batch)
-    executor = ScriptExecutor(settings.executor, *given) if settings.executor else ProcessExecutor(*given)
+    if settings.region:
+        verify = tls_of(settings)
+        parent = Client(settings.url, credential_of(settings), verify=verify, patience_seconds=0)
+        executor: ProcessExecutor = RegionalExecutor(settings.region, settings.name, parent, settings.url, *given)
+    else:
+        executor = ScriptExecutor(settings.executor, *given) if settings.executor else ProcessExecutor(*given)
     executor.start()
     return executor
 
@@ -101,16 +107,18 @@ def runner_of(client: Client, settings: WorkerSettings, executor: ProcessExecuto
         name=settings.name,
         kinds=settings.all_kinds,
         own_script=settings.executor is not None,
+        regional=settings.region is not None,
         sums=party,
         mappings=mappings_of(settings.mappings),
         resources={str(name): most for name, most in settings.resources.items()},
-        ledger=ledger,
+        # The sites of a region have the examples, and their ledgers.
+        ledger=None if settings.region else ledger,
         history=run_history_of(settings),
         described=described_data_of(settings),
         class_names={name: source.class_names for name, source in settings.datasets.items()},
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir), settings.base_sources, tls_of(settings)),
-        checkpoints=Checkpoints(vault_folder),
+        checkpoints=None if settings.region else Checkpoints(vault_folder),
         duration_quantum_seconds=settings.duration_quantum_seconds,
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
         seed_key=derived(audit_key_of(settings), TRAINING_SEEDS),

@@ -208,6 +208,28 @@ class ScriptSettings(BaseModel):
         return command
 
 
+class RegionSettings(Value):
+    """A region whose sites train in place of this worker (`tessera regional`)."""
+
+    url: str = Field(pattern=r"^https?://", description="URL of the region's own coordinator")
+    token_file: Path = Field(description="file with a token of role orchestrator of that coordinator")
+    ca_bundle: Path | None = Field(default=None, description="the CAs to trust for it (PEM) in place of the system's")
+    min_sites: int = Field(
+        default=3,
+        ge=2,
+        description="the fewest sites behind anything that leaves the region: its rounds need as many, and a block "
+        "that fewer of them sent stays here",
+    )
+    rounds: PositiveInt = Field(default=1, le=1000, description="rounds in the region for each round of the parent")
+    deadline_seconds: PositiveFloat | None = Field(
+        default=None, description="deadline of a round in the region; if unset, .8 of the parent's for all of them"
+    )
+
+
+REGION = "region"
+"""The kind of a data set that the sites of a region have."""
+
+
 class WorkerSettings(DataSettings):
     """A worker's settings. Unknown keys are refused."""
 
@@ -263,6 +285,9 @@ class WorkerSettings(DataSettings):
     executor: ScriptSettings | None = Field(
         default=None, description="a script of the site's own that trains in place of the worker; none if unset"
     )
+    region: RegionSettings | None = Field(
+        default=None, description="a region that trains in place of this worker (`tessera regional`); none if unset"
+    )
     cache_bytes: Bytes = Field(default=20 * GIB, description="size of the cache of blobs between rounds")
     base_sources: tuple[str, ...] = Field(
         default=(),
@@ -316,7 +341,9 @@ class WorkerSettings(DataSettings):
 
     @property
     def all_kinds(self) -> tuple[TaskKind, ...]:
-        """The kinds of tasks that it does, as a helper too."""
+        """The kinds of tasks that it does, as a helper too. A region only trains."""
+        if self.region:
+            return ("train",)
         helps = self.secure_sums is not None and self.secure_sums.helper
         return (*self.kinds, *(HELPER_KINDS if helps else ()))
 
@@ -365,6 +392,21 @@ class WorkerSettings(DataSettings):
                 f"executor: a script counts as not private, so that {', '.join(named)} would refuse its training: "
                 "remove executor or these settings"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_a_region(self) -> Self:
+        others = [name for name, source in self.datasets.items() if (source.kind == REGION) != bool(self.region)]
+        if others:
+            which = f"datasets.{others[0]}.kind"
+            raise ValueError(f'{which}: it is "{REGION}" in the settings of a region ([region]), and in no others')
+        rules = ("require_privacy", "max_weekly_privacy", "max_total_privacy", "require_client_privacy")
+        unfit = [name for name in ("executor", "secure_sums", "privacy") if getattr(self, name)]
+        unfit += [f"policy.{name}" for name in (*rules, "require_secure_sums") if getattr(self.policy, name)]
+        if self.region and (
+            unfit := unfit + [f"datasets.{n}.privacy" for n, d in self.datasets.items() if d.privacy]
+        ):
+            raise ValueError(f"region: {', '.join(unfit)} are for a site with data; the region's sites set them")
         return self
 
     @model_validator(mode="after")

@@ -29,7 +29,17 @@ from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskR
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.operations.exports import find_export
-from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteCoverage, SiteReport
+from tessera.shared.api.runs import (
+    Measurement,
+    ParentVersion,
+    Preview,
+    Round,
+    Run,
+    RunPatch,
+    RunSpec,
+    SiteCoverage,
+    SiteReport,
+)
 from tessera.shared.api.versions import Version
 from tessera.shared.problems import NotFound, PreconditionRequired
 from tessera.shared.schema import Page
@@ -109,6 +119,13 @@ def patch_run(
     run = runs.patch_run(serving, caller, run_id, patch, if_match)
     response.headers["ETag"] = runs.etag(run.revision)
     return run
+
+
+@router.put("/{run_id}/base", operation_id="setBase")
+def set_base(run_id: str, base: ParentVersion, serving: Serving, caller: Starter) -> Run:
+    """Set the parent's version on which a region's run goes on (`tessera regional`). A round on another version ends.
+    Only the run's creator or an administrator may."""
+    return runs.set_base(serving, caller, run_id, base)
 
 
 @router.get("/{run_id}/rounds", operation_id="listRounds")

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.evaluations import cancel_evaluations, offer_evaluations, plans_to_rehearse
 from tessera.coordinator.conductor.liveness import Liveness, require
 from tessera.coordinator.conductor.secure_sums import SecureRounds
-from tessera.coordinator.db import round_tasks, rounds
+from tessera.coordinator.db import round_tasks, rounds, versions
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.helper_tasks import withdraw_helpers
 from tessera.coordinator.db.snapshots import terms_of
@@ -22,6 +23,7 @@ from tessera.coordinator.domain.round_moves import Abandon
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause
 from tessera.coordinator.domain.without_rounds import Complete
 from tessera.shared.methods.base import Plan
+from tessera.shared.rounds import regions
 from tessera.shared.rounds.versions import States
 
 
@@ -30,6 +32,7 @@ class Actions:
     """The actions, each in a transaction of its own. Raises Conflict if the state decided upon has changed."""
 
     database: Database
+    blobs: Blobs
     states: States
     liveness: Liveness
     secure: SecureRounds
@@ -66,6 +69,29 @@ class Actions:
                 case CancelEvaluations():
                     cancel_evaluations(session, now, run_id)
                     withdraw_helpers(session, now, run_id)
+        return ()
+
+    def adopt(self, run_id: str) -> Sequence[str]:
+        """Take the parent's version as the latest of a region's run: in place of the region's own if no site was
+        asked for an update of that, else as the next one."""
+        with self.database.snapshot() as session:
+            spec, latest = terms_of(session, run_id).spec, versions.latest_version(session, run_id)
+        assert spec.parent  # noqa: S101 (as decided)
+        base = spec.parent.base
+        given = self.states.load(self.states.model(spec.model), self.states.manifest(base.version), latest.number)
+        manifest, blobs = self.states.store(regions.begun(spec, given), base.version)
+        own = self.states.manifest(latest.digest).digests
+        with self.database.snapshot() as session:
+            # Blocks that do not train are in other versions too.
+            for other in versions.digests_of(session, run_id, latest.number):
+                own = own - self.states.manifest(other).digests - {other}
+        with self.database.transaction() as session:
+            now, run = self.database.now(), session.get_one(RunRow, run_id)
+            require(terms_of(session, run_id, run.changes).spec.parent == spec.parent, "the parent has gone on")
+            require(versions.latest_version(session, run_id) == latest, "the run has moved on")
+            require(round_tasks.live_round(session, run_id) is None, "a round is under way")
+            self.blobs.record(session, now, blobs)
+            versions.adopt_version(session, now, run, own, blobs[-1].digest, manifest)
         return ()
 
 

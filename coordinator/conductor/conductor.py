@@ -23,7 +23,7 @@ from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database, log_away
 from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
 from tessera.coordinator.domain.decide import Action, decide
-from tessera.coordinator.domain.round_moves import Ask, Close, Merge, Open
+from tessera.coordinator.domain.round_moves import Adopt, Ask, Close, Merge, Open
 from tessera.coordinator.domain.snapshot import RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import Pause
 from tessera.coordinator.domain.workers import LiveWorker
@@ -127,6 +127,8 @@ class Conductor:
                 return self.rounds.open(run_id, number)
             case Ask(number):
                 return self.rounds.open(run_id, number, again=True)
+            case Adopt():
+                return self.actions.adopt(run_id)
             case Close(round_id, reason):
                 self.rounds.close(round_id, reason)
                 return ()

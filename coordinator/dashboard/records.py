@@ -284,6 +284,8 @@ ACTIONS = {
     "study.create": "created the study", "study.add": "added a member to the study",
     "study.remove": "removed a member from the study", "enrolment.redeem": "joined with a code",
     "version": "made the version",
+    "run.base": "set the parent's version of the run",
+    "version.adopt": "took the version from the parent's run",
     "version.retire": "removed old versions", "version.warning": "warned about the version",
 }  # fmt: skip
 """The actions of the audit chain in words."""

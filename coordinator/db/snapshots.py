@@ -44,6 +44,7 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import Plan
 from tessera.shared.methods.registry import sticky
 from tessera.shared.problems import Withheld
+from tessera.shared.rounds import regions
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import Pace, local_steps
 
@@ -381,6 +382,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     else:
         able |= {site for site, counts in at_work.items() if counts}
     abandoned, because = (0, "") if round_ else _abandoned(session, run)
+    adopts, awaits_parent = _of_parent(session, run, spec)
     return RunSnapshot(
         id=run.id,
         state=run.state,
@@ -400,7 +402,18 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         evaluators=len(evaluators(invited, live)),
         answers=None if spec.rounds else _answers(session, run, invited, live),
         abandoning=() if round_ or not spec.secure_sums else asked_to_abandon(session, run, here),
+        adopts=adopts,
+        awaits_parent=awaits_parent,
     )
+
+
+def _of_parent(session: Session, run: RunRow, spec: RunSpec) -> tuple[bool, bool]:
+    """Return two truths about a region's run: it has a version of its parent to adopt; it has to wait for one."""
+    if (parent := spec.parent) is None:
+        return False, False
+    scalars = session.get_one(VersionRow, (run.id, run.version_number)).scalars
+    adopts = scalars[regions.PARENT] != parent.base.number
+    return adopts, not adopts and scalars[regions.ROUNDS] >= parent.rounds_each
 
 
 def _round_snapshot(

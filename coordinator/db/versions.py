@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import Row, delete, func, select
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
@@ -32,6 +32,9 @@ from tessera.shared.rounds.aggregate import AcceptedUpdate, NextVersion
 
 ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("number"))
 """The tasks whose updates were assigned to a version."""
+
+AT_A_TIME = 500
+"""Digests in one statement."""
 
 _LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
 _ANY_OF = TaskRow.id.in_(given("ids", expanding=True))
@@ -69,6 +72,15 @@ _CHOSEN = (
 _OUTCOMES = select_tasks(TaskRow, WORKER_NAME).where(ASSIGNED).options(load_only(TaskRow.metrics, TaskRow.unmerged))
 
 
+_ASKED = select(TaskRow.id).where(TaskRow.run_id == given("run"), TaskRow.version_number == given("number")).limit(1)
+
+
+def digests_of(session: Session, run_id: str, before: int) -> Sequence[str]:
+    """Return the digests of a run's versions before this number."""
+    earlier = select(VersionRow.digest).where(VersionRow.run_id == run_id, VersionRow.number < before)
+    return session.scalars(earlier).all()
+
+
 def latest_version(session: Session, run_id: str) -> VersionRef:
     """Return the latest version of a run."""
     number, digest = session.execute(_LATEST, {"run": run_id}).one()
@@ -100,6 +112,29 @@ def add_version(
     wanted = {ref.digest, *manifest.digests} - kept
     insert_missing(session, RunBlobRow, [{"run_id": run_id, "digest": digest} for digest in sorted(wanted)])
     return news
+
+
+def adopt_version(
+    session: Session, now: float, run: RunRow, own: AbstractSet[str], digest: str, manifest: Manifest
+) -> None:
+    """Record a parent's version as the latest of a region's run. Its latest is replaced, and `own`, the blobs
+    that no other version has, are released, if no site has a task on it."""
+    latest = session.get_one(VersionRow, (run.id, run.version_number))
+    if session.scalars(_ASKED, {"run": run.id, "number": latest.number}).first():
+        run.version_number += 1
+    else:
+        session.delete(latest)
+        session.flush()
+        unused = sorted({latest.digest, *own} - {digest, *manifest.digests})
+        for start in range(0, len(unused), AT_A_TIME):
+            some = RunBlobRow.digest.in_(unused[start : start + AT_A_TIME])
+            session.execute(delete(RunBlobRow).where(RunBlobRow.run_id == run.id, some))
+    ref = VersionRef(number=run.version_number, digest=digest)
+    add_version(session, now, run.id, ref, manifest, ())
+    run.revision += 1
+    run.updated_at = now
+    session.flush()
+    audit.record(session, now, ACTOR, "version.adopt", digest, run_id=run.id, number=ref.number)
 
 
 def assigned_updates(session: Session, run_id: str, number: int) -> list[AcceptedUpdate]:

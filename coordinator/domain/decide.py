@@ -13,7 +13,7 @@ from tessera.coordinator.domain.arrivals import sites_in_time
 from tessera.coordinator.domain.buffered import buffered, sites_are_done
 from tessera.coordinator.domain.leases import LeaseAction, MoveBack, lease_actions, may_report
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.round_moves import Abandon, Close, Merge, Open, RoundAction
+from tessera.coordinator.domain.round_moves import Abandon, Adopt, Close, Merge, Open, RoundAction
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, Timeouts
 from tessera.coordinator.domain.sum_helpers import AskHelpers, Pause, sum_actions
 from tessera.coordinator.domain.without_rounds import Complete, end_of
@@ -47,7 +47,9 @@ def decide(run: RunSnapshot, now: float, timeouts: Timeouts) -> list[Action]:
     if run.idle_since > now + timeouts.lease_seconds:
         return [MoveBack()]
     leases, moves = list(_leases(run, now, timeouts.lease_seconds)), list[Action]()
-    if run.round:
+    if run.round and run.adopts and run.round.state == "open":
+        moves = [Abandon(run.round.id, "the parent has gone on to another version")]
+    elif run.round:
         moves = list(_end_of(run.round, run, now))
     elif run.state == "running":
         moves = list(end_of(run, now, timeouts) if run.answers else _after_a_round(run, now, timeouts))
@@ -112,7 +114,9 @@ def _end_of(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Act
 def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator[Action]:
     """Yield the next step between rounds: a round, the end, or a pause with a reason for people."""
     waited, because = now - run.idle_since, run.abandoned_because
-    if run.version >= run.rounds:
+    if run.adopts:
+        yield Adopt()
+    elif run.version >= run.rounds:
         coming = any(may_report(task, run.cohort.max_task_attempts) for task in run.evaluations)
         last_due = any(_evaluations(run))
         if not (coming or last_due) or waited > timeouts.evaluation_seconds:
@@ -125,7 +129,7 @@ def _after_a_round(run: RunSnapshot, now: float, timeouts: Timeouts) -> Iterator
         RETRY_SECONDS[min(run.abandoned, len(RETRY_SECONDS)) - 1], MAX_RETRY_WAITS * timeouts.cohort_wait_seconds
     ):
         return
-    elif run.eligible >= _sites_awaited(run, waited, timeouts):
+    elif not run.awaits_parent and run.eligible >= _sites_awaited(run, waited, timeouts):
         yield Open(run.version + 1)
 
 

@@ -40,4 +40,9 @@ class Abandon:
     reason: str
 
 
-RoundAction = Open | Ask | Close | Merge | Abandon
+@dataclass(frozen=True)
+class Adopt:
+    """Take the parent's version as the latest version of a region's run."""
+
+
+RoundAction = Open | Ask | Close | Merge | Abandon | Adopt

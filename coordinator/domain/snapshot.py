@@ -107,6 +107,10 @@ class RunSnapshot:
     """Sites that have begun to train from as many versions as the run allows a site."""
     answers: Answers | None = None
     """For a run without rounds."""
+    adopts: bool = False
+    """The parent has another version than a region's run trains on: it takes the place of the region's latest."""
+    awaits_parent: bool = False
+    """The region has done its rounds on the parent's version."""
 
 
 @dataclass(frozen=True)

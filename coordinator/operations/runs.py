@@ -19,8 +19,9 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.domain.workers import in_study
 from tessera.coordinator.operations.idempotency import once
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import LIVE_SETTINGS, Preview, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import LIVE_SETTINGS, ParentVersion, Preview, Run, RunPatch, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.model.selectors import SelectorError
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Conflict, Fault, Forbidden, Invalid, PreconditionFailed
 from tessera.shared.rounds.planning import begun, check_method, warnings_of, with_changes
@@ -87,6 +88,47 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
         live = {worker.name for worker in live_workers(session, now - services.settings.liveness_seconds)}
     invited = RunTerms(spec, model.nbytes, caller.name)
     return preview(invited, model, state, known, live, now, services.states.vocabulary)
+
+
+def set_base(services: Services, caller: Principal, run_id: str, base: ParentVersion) -> Run:
+    """Record the parent's version on which a region's run goes on. Repeating it changes nothing.
+
+    Raise NotFound, Forbidden, Conflict and Invalid.
+    """
+    with services.reading(caller) as session:
+        row = find_run(session, caller, run_id)
+        require_owner(caller, row)
+        before = RunSpec.model_validate(row.spec)
+    if before.parent is None:
+        raise Conflict("the run is no region's", remedy="Create it with `parent`, as `tessera regional` does.")
+    spec = before.model_copy(update={"version": base.version})
+    model, _ = _start_of(services, caller, spec)
+    try:
+        for selector in (base.plan.fetch, base.plan.train, base.plan.upload):
+            selector.resolve(model.blocks)
+    except SelectorError as fault:
+        raise Invalid("the plan does not fit the model", errors=[Fault(pointer="/plan", detail=str(fault))]) from None
+    with services.database.transaction() as session:
+        row = find_run(session, caller, run_id)
+        before = RunSpec.model_validate(row.spec)
+        assert before.parent  # noqa: S101 (it never changes)
+        if before.parent.base != base:
+            if base.number <= (number := before.parent.base.number):
+                # As after a restore of the parent: sites refuse two versions under one number too.
+                raise Conflict(f"the run is on the parent's version {number}, and {base.number} is no later one")
+            if row.state not in LIVE_RUN:
+                raise Conflict(f"the run is {row.state}, which is final")
+            parent = before.parent.model_copy(update={"base": base})
+            after = before.model_copy(update={"parent": parent}).model_dump(mode="json")
+            now, changes = services.database.now(), RunRow.changes + 1
+            values = {"spec": after, "changes": changes, "revision": RunRow.revision + 1, "updated_at": now}
+            session.execute(update(RunRow).where(RunRow.id == row.id).values(values))
+            about = {"number": base.number, "version": base.version}
+            audit.record(session, now, caller.actor, "run.base", row.id, run_id=row.id, **about)
+            session.refresh(row)
+        run = views.run_view(session, row)
+    services.wake_conductor(run.id)
+    return run
 
 
 def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:

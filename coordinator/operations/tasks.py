@@ -32,6 +32,7 @@ from tessera.shared.api.tasks import (
     Task,
     TaskView,
 )
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import (
@@ -44,7 +45,7 @@ from tessera.shared.problems import (
     WorkerFailed,
     problem_from,
 )
-from tessera.shared.rounds.planning import check_report
+from tessera.shared.rounds.planning import check_report, run_facts
 from tessera.shared.rounds.secure_sums import check_masked
 from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, Page
 from tessera.shared.secure_sums.committee import check_abandonment, check_agreement, sender_set
@@ -240,7 +241,13 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
             manifest = services.states.manifest(record.version.digest)
             # This reads the whole update, outside of any transaction.
             measured, blocks = services.inspector.checked(
-                report.update, model, manifest, plan, spec.max_update_norm, report.data
+                report.update,
+                model,
+                manifest,
+                plan,
+                spec.max_update_norm,
+                report.data,
+                report.examples if coordinator_half(spec.method, run_facts(spec, model)).takes_regions else None,
             )
             statement, metrics = None, {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:

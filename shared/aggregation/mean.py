@@ -20,8 +20,10 @@ def average(
     senders: Sequence[tuple[float, Mapping[str, Tensor]]],
     normalization: Normalization,
     inclusion: Callable[[str], float] = lambda _: 1.0,
+    weights: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Tensor]:
-    """Return the blocks that at least one worker sent, averaged with each sender's weight.
+    """Return the blocks that at least one worker sent, averaged with each sender's weight, or with its weight in
+    `weights` for a block that is named there.
 
     `participants` divides a block's step by the weights of those who sent it: full-size steps for rare blocks, with a
     random denominator. `cohort` divides by the weights of all senders: linear and of bounded sensitivity, damped by
@@ -42,7 +44,15 @@ def average(
                 return accepted * _probability(name, inclusion(name))
         return None
 
-    sent = {name: [(weight, blocks[name]) for weight, blocks in senders if name in blocks] for name in model}
+    own = weights or [{}] * len(senders)
+    sent = {
+        name: [
+            (of_blocks.get(name, weight), blocks[name])
+            for (weight, blocks), of_blocks in zip(senders, own, strict=True)
+            if name in blocks
+        ]
+        for name in model
+    }
     return {name: mean_step(model[name], those, whole(name)) for name, those in sent.items() if those}
 
 

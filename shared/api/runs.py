@@ -24,9 +24,9 @@ from tessera.shared.api.membership import MembershipCounts
 from tessera.shared.api.refusals import OTHER_CODEC, check_settings
 from tessera.shared.api.rehearsals import Rehearsal
 from tessera.shared.api.secure_sums import SecureSums
-from tessera.shared.api.tasks import ClassName, TaskView, Unlimited
+from tessera.shared.api.tasks import ClassName, ParentRun, TaskView, Unlimited
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import MethodSpec
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import ProblemDocument
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training, is_weak
@@ -131,6 +131,26 @@ class Bounds(Message):
         examples = f"at most {self.max_examples} examples" if self.max_examples else "any number of examples"
         norm = f"{self.max_norm_of_median:g} times the median norm" if self.max_norm_of_median else "any norm"
         return f"{examples}, {norm}"
+
+
+class ParentVersion(Value):
+    """A version of a parent's run on which its region trains, and the parent's plan for that."""
+
+    number: int = Field(ge=0, lt=1 << 31, description="its number at the parent")
+    version: Digest = Field(description="digest of its manifest at the region's coordinator")
+    plan: Plan = Field(default=Plan(), description="what the sites train and send")
+
+
+class RegionalRun(ParentRun):
+    """A run whose versions come from a parent's run. The region's process (`tessera regional`) writes it."""
+
+    rounds_each: PositiveInt = Field(default=1, description="rounds on each version of the parent")
+    base: ParentVersion = Field(description="the parent's version on which the next rounds train")
+
+    @property
+    def stated(self) -> ParentRun:
+        """The part that sites see."""
+        return ParentRun.model_validate(self.model_dump(include=set(ParentRun.model_fields)))
 
 
 class RunSpec(Value):
@@ -238,6 +258,11 @@ class RunSpec(Value):
         description="how long the coordinator keeps updates: until a while after their round, or as long as the run, "
         "so that its rounds can be merged again without a site (`tessera coordinator remerge`)",
     )
+    parent: RegionalRun | None = Field(
+        default=None,
+        exclude_if=operator.not_,
+        description="the parent coordinator's run that a region's run is a part of; `tessera regional` sets it",
+    )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
         default=None,
@@ -305,6 +330,26 @@ class RunSpec(Value):
                 f"{self.robust.rule} with these settings needs updates of at least {self.robust.least} sites; "
                 f"cohort.quorum is {reached}. Raise it to {self.robust.least}."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_regional(self) -> Self:
+        """Refuse settings by which a region's mean would not be a mean of its sites' updates."""
+        unfit = (
+            "secure_sums",
+            "client_privacy",
+            "evaluation",
+            "robust",
+            "server_optimizer",
+            "download_codec",
+            "keep_updates",
+        )
+        changed = [name for name in unfit if getattr(self, name) != type(self).model_fields[name].get_default()]
+        changed += [] if self.normalization == "participants" else ["normalization"]
+        changed += ["cohort.mode"] if self.cohort.buffers else []
+        if self.parent and (changed or not self.rounds):
+            named = ", ".join(changed) or "parent"
+            raise ValueError(f"parent: a region's run trains, and only averages updates: leave out {named}")
         return self
 
     @model_validator(mode="after")

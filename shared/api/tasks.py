@@ -74,6 +74,7 @@ from tessera.shared.schema import (
     ShortText,
     TaskKind,
     TaskState,
+    Value,
 )
 from tessera.shared.secure_sums.messages import SiteKeys
 from tessera.shared.tensors.lazy import digest_of
@@ -402,6 +403,19 @@ class CohortTerms(Message):
     """Of their names: two runs that invite others have other terms."""
 
 
+class ParentRun(Value):
+    """The parent's run that a region's run is a part of, as the region's operator states it."""
+
+    coordinator: Annotated[str, Field(max_length=256)] = Field(description="the parent coordinator's URL")
+    run: Identifier = Field(description="the parent's run")
+    orchestrator: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="who started the parent's run, as the parent coordinator says"
+    )
+    terms: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
+        description="digest of the terms of the parent's run, as its task states them"
+    )
+
+
 MERGING = (
     "cohort", "robust", "server_optimizer", "max_examples", "max_update_norm", "max_norm_of_median",
 )  # fmt: skip
@@ -468,6 +482,8 @@ class Task(Message):
     for the approval of a run: versions that differ in this alone would show single updates."""
     keep_updates: Literal["round", "run"] = "round"
     """The time that the coordinator keeps updates, by its word: until after their round, or as long as the run."""
+    parent: ParentRun | None = Field(default=None, exclude_if=operator.not_)
+    """The run that gets the mean of the region's updates; None if the coordinator is no region's."""
     model: Digest
     version: VersionRef
     inline_bytes: NonNegativeInt = 0

@@ -12,7 +12,7 @@ from tessera.shared.schema import DEFAULT_STUDY, TaskKind
 TERMS = (
     "run_name", "study", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
     "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", "ignore", "subgroups",
-    "max_new_tokens", "keep_updates", "version", "describe", *MERGING,
+    "max_new_tokens", "keep_updates", "version", "describe", "parent", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers. Without `ignore`, `subgroups` and
@@ -33,6 +33,7 @@ def terms_of(task: Task) -> dict[str, JsonValue]:
         "subgroups": None,
         "max_new_tokens": 0,
         "describe": False,
+        "parent": None,
         **shown,
         "version": task.version.digest,
     }
@@ -49,7 +50,7 @@ def terms_digest(terms: Mapping[str, JsonValue], dataset: str, kind: TaskKind) -
     # Only evaluations state it: a run that trains and measures is approved once.
     for name in OF_EVALUATIONS:
         covered.pop(name, None)
-    for name, usual in {"study": DEFAULT_STUDY, "describe": False}.items():
+    for name, usual in {"study": DEFAULT_STUDY, "describe": False, "parent": None}.items():
         # Approvals without it are of such runs.
         if covered.get(name) == usual:
             del covered[name]

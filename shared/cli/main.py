@@ -44,6 +44,7 @@ SUMMARIES = {
     "data": "Show a site's data sets, and how one divides among sites.",
     "docs": "Read the documentation.",
     "model": "Make and inspect the models that runs start from.",
+    "regional": "Train for a parent coordinator with the sites of a region.",
     "run": "Start, watch, steer and export runs.",
     "simulate": "Run a whole federation in this process.",
     "verify": "Check a dossier, or another signed folder, without a coordinator.",

@@ -41,7 +41,17 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
-from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec, SiteCoverage, SiteReport
+from tessera.shared.api.runs import (
+    Measurement,
+    ParentVersion,
+    Preview,
+    Round,
+    Run,
+    RunPatch,
+    RunSpec,
+    SiteCoverage,
+    SiteReport,
+)
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
@@ -197,6 +207,10 @@ class Client:
         else:
             etag = f'"{revision}"'
         return self._send(Run, "PATCH", _run_path(run_id), patch, {"If-Match": etag})
+
+    def set_base(self, run_id: str, base: ParentVersion) -> Run:
+        """Set the parent's version on which a region's run goes on; its blobs must be uploaded."""
+        return self._send(Run, "PUT", f"{_run_path(run_id)}/base", base, {})
 
     def rounds(self, run_id: str) -> Iterator[Round]:
         """Yield every attempt at every round, with its tasks, oldest first."""

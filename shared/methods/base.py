@@ -176,6 +176,8 @@ class Update:
     """The extra arrays of the plan, by name, with zeros in the rows that the site's policy withholds."""
     staleness: int = 0
     """The number of versions since its base version; the largest of several workers' updates."""
+    weights: Mapping[str, int] = field(default_factory=dict)
+    """The examples behind each block of a region's update that fewer than all of its sites sent."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.worker)
@@ -343,6 +345,17 @@ class CoordinatorHalf(Generic[C]):
         """True if `merge` divides each step by its worker's local work (`shared.aggregation.local_work`)."""
         return self.normalized or self.run.fitted
 
+    @property
+    def merges_regions(self) -> bool:
+        """True if a region's mean of its sites' updates, with the weights of its blocks, can stand for these updates:
+        `merge` only averages blocks. A class that overrides `merge` says so itself."""
+        return type(self).merge is CoordinatorHalf.merge
+
+    @property
+    def takes_regions(self) -> bool:
+        """True if a region may stand for its sites in the run: single sites have local work and latest updates."""
+        return self.merges_regions and not self.normalizes and not self.run.memory
+
     def open_blocks(self, state: State) -> Selector:
         """Return the blocks that this state's updates may change: what an update of an earlier version says of others
         is left out. A method that freezes blocks in a later stage overrides this."""
@@ -427,7 +440,8 @@ class CoordinatorHalf(Generic[C]):
         def inclusion(name: str) -> float:
             return self.inclusion_probability(by_name[name])
 
-        return state.advanced(average(state.model, senders, self.run.normalization, inclusion))
+        weights = [{b: self.weight(replace(u, examples=n)) for b, n in u.weights.items()} for u in updates]
+        return state.advanced(average(state.model, senders, self.run.normalization, inclusion, weights))
 
     def check_merge(self, guard: Guard) -> None:
         """Raise UnsupportedRun if updates can affect a version past a guard of the run: without passing its robust

@@ -297,6 +297,11 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             return FROZEN_FROM in state.scalars
         return state.round >= self.settings.warmup_rounds
 
+    @property
+    def merges_regions(self) -> bool:
+        """True unless the warm-up follows from how the sites' updates differ."""
+        return self.settings.warmup_rounds != "auto" and not self.settings.signals
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged, settings = super().merge(state, updates), self.settings
         scalars, server_state = dict(merged.scalars), dict(merged.server_state)

@@ -154,6 +154,12 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
                 raise UnsupportedRun(f'{name} {reason}: leave it out, or set average to "factors"')
 
     @property
+    @property
+    def merges_regions(self) -> bool:
+        """True for the mean of each factor: a product takes both factors of one site."""
+        return self.settings.average == "factors"
+
+    @property
     def _heads(self) -> list[Block]:
         """The blocks of the head that can train."""
         return [block for block in self.run.blocks if HEAD.holds(block) and self.run.trainable.holds(block)]

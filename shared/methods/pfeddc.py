@@ -127,6 +127,11 @@ class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
         """True: `merge` adds metrics of each update by itself."""
         return True
 
+    @property
+    def merges_regions(self) -> bool:
+        """True: without the sites' own metrics, only charts and warnings lack values."""
+        return True
+
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
         measured = (FUSED, DISTANCE, SILENT, FAR)

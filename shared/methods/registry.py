@@ -325,6 +325,16 @@ def beyond_script(chosen: MethodSpec) -> str | None:
     return beyond and f"the method {chosen.name} {beyond}, which a site's own script does not do"
 
 
+def regional() -> list[str]:
+    """Return the methods that a region can do for its sites with some settings."""
+
+    def may(half: type[CoordinatorHalf[Any]]) -> bool:
+        says = half.merges_regions is not CoordinatorHalf.merges_regions
+        return (says or half.merge is CoordinatorHalf.merge) and not half.normalized
+
+    return [name for name, method in methods().items() if may(method.coordinator)]
+
+
 def coordinator_half(chosen: MethodSpec, run: RunInfo) -> CoordinatorHalf[Any]:
     method, settings = _method(chosen)
     return method.coordinator(settings, run)

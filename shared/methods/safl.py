@@ -240,6 +240,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         """True: `merge` adds the sites' choices, and averages scaled steps."""
         return True
 
+    @property
+    def merges_regions(self) -> bool:
+        """True unless the sites' scores are compared, of which a region sends none."""
+        return self.merges_earlier_updates
+
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         super().check(plan, examples, metrics)
         labels = self._candidates.labels

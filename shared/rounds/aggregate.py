@@ -25,6 +25,7 @@ from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, Stat
 from tessera.shared.methods.registry import chooses_blocks, coordinator_half
 from tessera.shared.metrics.selections import Choices, choices, selection_scalars
 from tessera.shared.model.spec import Model
+from tessera.shared.rounds import regions
 from tessera.shared.rounds.blob_store import StoredBlob
 from tessera.shared.rounds.client_privacy import NoisyMean, SummedRelease, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
@@ -159,6 +160,8 @@ class Aggregation:
             after = calibrated(state, after, senders, self._latest(spec, half, bounds, latest))
         if spec.signals.drift:
             after = replace(after, scalars=_with_drift(spec, half, state, updates, after.scalars))
+        if spec.parent:
+            after = regions.with_steps(half, state, after, updates)
         if spec.download_codec == "int8":
             steps = rounded(state.model, after.model, derive_seed(spec.seed, current.number + 1))
             after = replace(after, model=steps)
@@ -201,7 +204,7 @@ class Aggregation:
             blocks |= {update.worker: set(update.blocks) for update in sent}
             sent = [_without(one, frozen) if one.staleness else one for one in sent]
             update = pooled(state.model, sent, spec.normalization)
-            updates.append(replace(update, examples=_limited(update.examples, bounds)))
+            updates.append(_bounded(update, bounds.max_examples or update.examples))
         return half, state, updates, blocks
 
     def _latest(
@@ -260,6 +263,7 @@ class Aggregation:
             plan=entry.plan,
             extra=extra,
             staleness=state.round - entry.base.number,
+            weights={name: tensor.weight for name, tensor in sent.items() if tensor.weight is not None},
         )
 
     def _changes(self, entry: AcceptedUpdate) -> Counter[str]:
@@ -271,6 +275,14 @@ class Aggregation:
 
 def _limited(examples: int, bounds: Bounds) -> int:
     return min(examples, bounds.max_examples or examples)
+
+
+def _bounded(update: Update, most: int) -> Update:
+    """Return the update with at most this number of examples, and the weights of its blocks in proportion."""
+    if update.examples <= most:
+        return update
+    weights = {name: max(1, weight * most // update.examples) for name, weight in update.weights.items()}
+    return replace(update, examples=most, weights=weights)
 
 
 def _without(update: Update, frozen: AbstractSet[str]) -> Update:
@@ -300,11 +312,15 @@ def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization
     """
     if len(updates) == 1:
         return updates[0]
-    senders = [(float(update.examples), update.blocks) for update in updates]
-    blocks = average(model, senders, "participants" if normalization == "participants" else "cohort")
+    senders, weights = [(float(update.examples), update.blocks) for update in updates], [u.weights for u in updates]
+    divided: Normalization = "participants" if normalization == "participants" else "cohort"
+    blocks = average(model, senders, divided, weights=weights)
+    behind: dict[str, int] = {}
+    if any(weights):
+        behind = {name: sum(u.weights.get(name, u.examples) for u in updates if name in u.blocks) for name in blocks}
     metrics = _metrics_of_site([(update.examples, update.metrics) for update in updates])
     examples, staleness = sum(update.examples for update in updates), max(update.staleness for update in updates)
-    return replace(updates[0], examples=examples, blocks=blocks, metrics=metrics, staleness=staleness)
+    return replace(updates[0], examples=examples, blocks=blocks, metrics=metrics, staleness=staleness, weights=behind)
 
 
 def _by_site(accepted: Iterable[AcceptedUpdate]) -> list[list[AcceptedUpdate]]:

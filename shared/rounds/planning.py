@@ -50,7 +50,7 @@ from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
-from tessera.shared.rounds import client_privacy, preferences
+from tessera.shared.rounds import client_privacy, preferences, regions
 from tessera.shared.rounds.update_memory import forgotten
 from tessera.shared.run_settings import InvalidDelta, check_delta
 from tessera.shared.schedule import Pace, fitted_steps, local_steps
@@ -155,7 +155,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     _check_lengths(spec, model)
     if spec.client_privacy and spec.secure_sums:
         _check_room(spec, model, plans)
-    return client_privacy.begun(spec, state)
+    return regions.begun(spec, client_privacy.begun(spec, state))
 
 
 def with_changes(spec: RunSpec, model: Model, changes: Mapping[str, Any], remedy: str) -> RunSpec:
@@ -546,6 +546,9 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
     half = coordinator_half(spec.method, run_facts(spec, model))
     plans = plans_of(half, state, cohort, rng, spec.lora_ranks)
+    if spec.parent:
+        # The parent's method has planned for the region.
+        plans = dict.fromkeys(plans, spec.parent.base.plan)
     _require_blocks(model, plans.values())
     if model.external:
         _check_base(model, plans.values())
@@ -703,6 +706,7 @@ def task_of(
         upload_seconds=spec.upload_seconds,
         normalization=spec.normalization,
         keep_updates=spec.keep_updates,
+        parent=spec.parent.stated if spec.parent else None,
         model=spec.model,
         version=version,
         **{**{name: getattr(spec, name) for name in MERGING}, "cohort": spec.cohort.terms},

@@ -15,7 +15,7 @@ from tessera.shared.tensors.statistics import is_statistic
 MEMORY = "memory/"
 """The prefix of the names of a run's memory of updates in its server state (`shared.rounds.update_memory`)."""
 
-KEPT = (PREFIX, REFERENCE, MEMORY)
+KEPT = (PREFIX, REFERENCE, MEMORY, "region/")
 """The prefixes of the server state that methods do not see."""
 
 
@@ -54,7 +54,7 @@ def _step(
     optimizer: OptimizerRule, name: str, base: Tensor, merged: Tensor, moments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a block's next value, and its moments by their names in memory."""
-    g = gradient(base, merged)
+    g = negative_step(base, merged)
     entered = {
         letter: _entered(moment, moments.get(f"{PREFIX}{letter}/{name}"), g, base.dtype)
         for letter, moment in optimizer.moments().items()
@@ -70,7 +70,7 @@ def _step(
     return new, {f"{PREFIX}{letter}/{name}": tensor for letter, tensor in entered.items()}
 
 
-def gradient(base: Tensor, merged: Tensor) -> Tensor:
+def negative_step(base: Tensor, merged: Tensor) -> Tensor:
     """Return base - merged, before `merged` is rounded: in 16 bits the rounding can be as large as the step."""
     if isinstance(merged, SteppedTensor) and merged.sources[0] is base:
         return merged.step

@@ -22,7 +22,7 @@ from math import fsum
 import numpy as np
 
 from tessera.shared.methods.base import State
-from tessera.shared.rounds.server_step import MEMORY, gradient
+from tessera.shared.rounds.server_step import MEMORY, negative_step
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, ComputedTensor, RebasedTensor, StepSource, Tensor, weighted_steps
 from tessera.shared.tensors.statistics import is_statistic
@@ -77,7 +77,7 @@ def calibrated(state: State, merged: State, senders: Mapping[str, float], latest
             continue
         last = state.server_state.get(MEMORY + name) if not is_lost else steps(name, base, known, before)
         block = _Block(share / total, before / total)
-        sources = (gradient(base, merged.model[name]), last, steps(name, base, senders, total))
+        sources = (negative_step(base, merged.model[name]), last, steps(name, base, senders, total))
         model[name], memory[MEMORY + name] = block.calibrated(base, merged.model[name], *sources)
     server_state = {**merged.server_state, **memory}
     return replace(merged, model=model, server_state=server_state, scalars={**merged.scalars, WEIGHT: total})

@@ -118,9 +118,10 @@ class Inspector:
         plan: Plan,
         max_norm: float | None,
         data: bytes | None = None,
+        most_weight: int | None = None,
     ) -> tuple[Mapping[str, float], Sequence[str]]:
         """Read the whole update and return its norm as a metric, and the names of its blocks in the order of
-        the table.
+        the table. `most_weight` is the limit on the examples behind a block; None if no block may name any.
 
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
         version, or a norm out of bounds.
@@ -136,6 +137,7 @@ class Inspector:
             raise of_whole("extra-missing", f"the update lacks {', '.join(lacking)}", "Send all arrays of the plan.")
         if plan.upload and blocks.keys() <= extra:
             raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
+        _require_weights(sent, most_weight)
         faults: list[Fault] = []
         squares, usual = 0.0, small_step_squares(blocks)
         for name, tensor in blocks.items():
@@ -156,6 +158,14 @@ class Inspector:
             raise of_whole("norm-limit", said)
         self.hold(digest, blocks)
         return {UPDATE_NORM: norm}, [block.name for block in model.blocks if block.name in blocks]
+
+
+def _require_weights(sent: Mapping[str, EncodedTensor], most: int | None) -> None:
+    """Raise InvalidUpdate for a block with more examples of its own than these, or with any if `most` is None."""
+    for name, tensor in sent.items():
+        if tensor.weight is not None and (most is None or tensor.weight > most):
+            why = "the run's method weighs updates, not blocks" if most is None else f"the update is of {most}"
+            raise of_whole("weight-unusable", f"{name} names {tensor.weight} examples of its own; {why}")
 
 
 class NotFinite(Malformed):

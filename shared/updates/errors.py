@@ -52,6 +52,7 @@ FormKind = Literal[
     "codec-parameter",
     "codec-type",
     "codec-unsuited",
+    "weight-invalid",
     "block-too-short",
     "block-too-long",
 ]
@@ -74,6 +75,7 @@ ContentKind = Literal[
     "norm-overflow",
     "norm-limit",
     "metrics-unusable",
+    "weight-unusable",
     "envelope-unusable",
 ]
 """Errors of the content."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import BinaryIO, ClassVar, cast
 
 import numpy as np
@@ -27,6 +29,8 @@ FORMAT = "tessera-update/1"
 WHOLE = "/update"
 """The pointer to the whole update."""
 _CODEC = "codec:"
+_WEIGHT = "weight:"
+_COUNT = re.compile(r"[1-9][0-9]{0,11}", re.ASCII)
 HEADER_BYTES_PER_BLOCK = 2_048
 MAX_HEADER_BYTES = 4 << 20
 """The limit of a header from a worker, for about ten thousand blocks: bounds the memory for a malicious one."""
@@ -47,6 +51,8 @@ class TrainedBlock:
     base: Tensor
     rest: Array | None = None
     """The differences that earlier updates dropped, float32 and flat, to be added to this one."""
+    weight: int | None = None
+    """The number of examples behind the block, if it is not that of the update."""
 
     def values(self) -> Iterator[Array]:
         """Yield the new value with the rest, in the block's own type, chunk by chunk."""
@@ -127,7 +133,7 @@ def write_update(
             (name, pipeline.encode(chosen[name], measured.get(name, change), rng, begun.pop(name, None)))
             for name, change in by_name.items()
         ),
-        _metadata(chosen),
+        _metadata(chosen, {name: change.weight for name, change in by_name.items() if change.weight is not None}),
         chosen,
         sizes,
     )
@@ -142,8 +148,9 @@ def write_encoded(
     write_streams(file, blocks, _metadata(codecs), codecs)
 
 
-def _metadata(codecs: Mapping[str, str]) -> dict[str, str]:
-    return {"format": FORMAT, **{_CODEC + name: codec for name, codec in codecs.items()}}
+def _metadata(codecs: Mapping[str, str], weights: Mapping[str, int] = MappingProxyType({})) -> dict[str, str]:
+    of_codecs = {_CODEC + name: codec for name, codec in codecs.items()}
+    return {"format": FORMAT, **of_codecs, **{_WEIGHT + name: str(weight) for name, weight in weights.items()}}
 
 
 class _Measured:
@@ -232,6 +239,8 @@ class EncodedTensor:
     open: Callable[[], BinaryIO]
     start: int
     nbytes: int
+    weight: int | None = None
+    """The number of examples behind the block; that of the update if None."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -270,6 +279,7 @@ class DecodedTensor:
     values: Array
     start: Array
     """The values of `base`."""
+    weight: int | None = None
     sent_as_steps: ClassVar[bool] = False
 
     @property
@@ -310,7 +320,7 @@ def decoded(tensors: Mapping[str, EncodedTensor], start_of: Callable[[Tensor], A
         starts = [start_of(tensor.base) for tensor in group]
         values = pipeline.decode_group(codec, dtype, [start.size for start in starts], pieces, starts)
         for tensor, start, own in zip(group, starts, values, strict=True):
-            found[tensor.block.name] = DecodedTensor(tensor.block, tensor.base, own, start)
+            found[tensor.block.name] = DecodedTensor(tensor.block, tensor.base, own, start, tensor.weight)
     return found
 
 
@@ -330,16 +340,23 @@ def read_update(
     header = _header(open_file, nbytes, asked)
     faults = [_not_asked(name, asked) for name in sorted(set(header.entries) - set(asked))]
     chosen = {name: header.metadata.get(_CODEC + name, "") for name in header.entries}
+    weights = {name: header.metadata.get(_WEIGHT + name) for name in header.entries}
     faults += [
         Fault(pointer=name, detail=fault[1][:300], code=fault[0])
         for name in sorted(set(header.entries) & set(asked))
-        if (fault := _form_fault(asked[name], chosen[name], header.entries[name]))
+        if (fault := _form_fault(asked[name], chosen[name], header.entries[name], weights[name]))
     ]
     if faults:
         raise InvalidUpdate(f"the update has {len(faults)} malformed or unwanted blocks", errors=faults)
     return {
         name: EncodedTensor(
-            asked[name], chosen[name], bases[name], open_file, header.data_start + entry.start, entry.nbytes
+            asked[name],
+            chosen[name],
+            bases[name],
+            open_file,
+            header.data_start + entry.start,
+            entry.nbytes,
+            int(weight) if (weight := weights[name]) is not None else None,
         )
         for name, entry in sorted(header.entries.items())
     }
@@ -372,11 +389,13 @@ def _not_asked(name: str, asked: Mapping[str, Block]) -> Fault:
     return Fault(pointer=name[:300], detail="this block was not asked for", code="block-not-asked")
 
 
-def _form_fault(block: Block, codec: str, entry: TensorEntry) -> tuple[Kind, str] | None:
+def _form_fault(block: Block, codec: str, entry: TensorEntry, weight: str | None) -> tuple[Kind, str] | None:
     if entry.dtype != "U8" or len(entry.shape) != 1:
         return "not-bytes", f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}"
     if not codec:
         return "codec-missing", "the metadata name no codec for this block"
+    if weight is not None and not _COUNT.fullmatch(weight):
+        return "weight-invalid", f"{weight[:32]!r} is not a number of examples, from 1 to 10^12 - 1"
     try:
         line = pipeline.parse(codec).line
         suited = pipeline.suited(codec, block)

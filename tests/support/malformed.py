@@ -48,6 +48,11 @@ def coded(codec: str, piece: bytes) -> bytes:
     return update_file({NAME: frame(piece)}, codec=codec)
 
 
+def weighed(weight: str) -> bytes:
+    """The head with a number of examples of its own."""
+    return one(ENTRY, metadata={**META, f"weight:{NAME}": weight})
+
+
 def with_value(value: float) -> bytes:
     array = HEAD.copy()
     array[1, 2] = value
@@ -151,6 +156,10 @@ CORPUS: dict[str, tuple[bytes, Kind]] = {
     "a rank of a million": (coded("delta+lowrank=1000000", b"x"), "codec-parameter"),
     "rounding what is rounded": (coded("delta+int8+int4", b"x"), "codec-type"),
     "a rank of no use": (coded("delta+lowrank=2", b"x"), "codec-unsuited"),
+    "a weight of zero": (weighed("0"), "weight-invalid"),
+    "a weight that is no number": (weighed("ten"), "weight-invalid"),
+    "a weight of thirteen digits": (weighed("1" * 13), "weight-invalid"),
+    "a weight that nothing asks for": (weighed("10"), "weight-unusable"),
     "a smaller shape": (update_file({NAME: HEAD[:1].tobytes()}), "block-too-short"),
     "another type": (update_file({NAME: HEAD.astype(np.float16).tobytes()}), "block-too-short"),
     "a larger shape": (update_file({NAME: bytes(48)}), "block-too-long"),

@@ -97,6 +97,20 @@ def run(config: ConfigFile) -> None:
     end()
 
 
+regional = typer.Typer(add_completion=False)
+
+
+@regional.command(help="Train for a parent coordinator by rounds of this region's own coordinator.")
+def regional_run(config: ConfigFile) -> None:
+    """Run a worker whose settings have a `[region]`, as `tessera worker run` does."""
+    with exits(ERRORS):
+        if read_settings(config).region is None:
+            raise SettingsError(
+                f"{config}: region: missing. Add [region] with url and token_file (`tessera docs regions`)"
+            )
+    run(config)
+
+
 def _run(worker: agent.Agent, settings: WorkerSettings) -> None:
     spans.begin("tessera-worker")
     try:
@@ -109,6 +123,14 @@ def _run(worker: agent.Agent, settings: WorkerSettings) -> None:
         spans.end()
 
 
+def _settings_of_site(config: Path) -> WorkerSettings:
+    """Return the settings of a worker with data of its own. Raises SettingsError."""
+    settings = read_settings(config)
+    if settings.region:
+        raise SettingsError(f"{config}: region: its sites have the data. `tessera regional` checks it at its start")
+    return settings
+
+
 @app.command()
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
     """Read the settings, count the examples of each data set, and check that the coordinator admits the token.
@@ -116,7 +138,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     Exit code 0: all is well, 1: the coordinator does not answer, 2: invalid settings, 3: the token is not admitted.
     """
     with exits(ERRORS):
-        settings = read_settings(config)
+        settings = _settings_of_site(config)
         token, verify = token_of(settings), tls_of(settings)
         device = inventory.describe(*inventory.devices_of(settings))
         methods()

@@ -166,6 +166,10 @@ class ProcessExecutor:
         self._launcher = LocalLauncher(self._ranks, self.folder)
         return self.inventory()
 
+    def is_outdated(self) -> bool:
+        """Return True if the data sets have changed since the inventory, as the data sets of a region may."""
+        return False
+
     def memory_bytes(self) -> int:
         """Return the memory of the processes."""
         return self._launcher.memory_bytes()

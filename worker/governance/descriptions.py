@@ -65,7 +65,17 @@ def summary(
     if task.kind == "train" and task.keep_updates == "run":
         merging.append("The coordinator keeps each update as long as the run, to merge again without a site.")
     of_site = _client_privacy(task) if task.kind == "train" else ()
-    return " ".join([*work, *leaving, *merging, _privacy(task), *of_site])
+    return " ".join([*work, *leaving, *merging, *_parent(task), _privacy(task), *of_site])
+
+
+def _parent(task: Task) -> Iterator[str]:
+    """Yield a sentence on the parent's run, for a task of a region."""
+    if parent := task.parent:
+        who = f"orchestrator {parent.orchestrator}" if parent.orchestrator else "an orchestrator who is not named"
+        yield (
+            f"This coordinator is a region's: it sends the mean of the region's updates to {parent.coordinator}, "
+            f"where {who} started the run {parent.run} (terms {parent.terms[:16]})."
+        )
 
 
 def _recipient(task: Task) -> str:

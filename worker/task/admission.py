@@ -80,7 +80,7 @@ def admit(run: TaskRun) -> AdmittedTask:
     _require_own_tokenizer(run, dataset)
     if dataset.pack:
         _require_packable(task)
-    if task.training.augments and (task.trains or task.held_out):
+    if task.training.augments and not env.regional and (task.trains or task.held_out):
         _require_augmentable(task, dataset)
     terms = admitted_terms(run) if task.trains else None
     _check_effect(run)
@@ -342,7 +342,8 @@ def _account(run: TaskRun, units: int, key: str, charges: Mapping[str, JsonValue
     """Return the task's privacy accounting, if any, to continue from the `charges` under a checkpoint's key. Raises
     PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
-    if task.privacy is None:
+    # A region's sites account for their own examples.
+    if task.privacy is None or env.regional:
         return None
     if task.dataset in env.divided:
         raise PolicyViolation(

@@ -197,6 +197,8 @@ class TaskEnvironment(SiteRules):
     """The runs of tasks that may reveal nothing of an example: the memory of this process may follow from these."""
     own_script: bool = False
     """True if a script of the site's own trains (`executor.command`), which counts as not private."""
+    regional: bool = False
+    """True of a region's process, whose training is rounds of the region's coordinator."""
     for_evaluation: frozenset[str] = frozenset()
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)

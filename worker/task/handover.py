@@ -73,3 +73,6 @@ class TaskOutcome:
     """The optimizer's moments, to keep for the run's next round."""
     losses: Array | None = None
     """The loss of each example, float64 [training examples and then held-out ones]; of an attack alone."""
+    weights: Mapping[str, int] | None = None
+    """Of a region, whose `result` has steps in place of values: the examples behind blocks that fewer than all of its
+    sites sent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -110,6 +110,7 @@ class TaskRunner(TaskEnvironment):
                 except HiddenFailure as hidden:
                     outcome = _without_step(run, fetched, dataset, account, hidden)
             if outcome.result:
+                egress = replace(egress, weights=outcome.weights)
                 held = self._sent(egress, fetched, outcome)
             else:
                 egress.submit_evaluation(outcome.examples)

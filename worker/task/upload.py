@@ -63,6 +63,10 @@ APPROVAL_SECONDS = 5.0
 """Time after which an approval is read again while an update is sent, or waits for a coordinator that is away."""
 
 
+STEPS = "delta+shuffle+zstd"
+"""The codec of a region's steps: float32, as they were summed."""
+
+
 @dataclass(frozen=True)
 class UpdateFile:
     """An update file before it leaves: at `path`, or in memory."""
@@ -107,13 +111,18 @@ class Egress:
     checkpoint: TaskCheckpoint | None = None
     terms: Terms | None = None
     """The terms of the secure sum that the update goes into."""
+    weights: Mapping[str, int] | None = None
+    """Of a region, whose results are steps: the examples behind single blocks."""
 
     @contextmanager
     def checked(self, result: LocalResult, fetched: FetchedVersion) -> Iterator[UpdateFile]:
         """Yield the update, written and checked. Raises TaskFailure, PolicyViolation, OverBudget."""
         task, report = self.run.task, self.run.report
         feedback = fetched.feedback
-        changes = feedback.add(_changes(result, fetched.bases, task.plan))
+        if self.weights is None:
+            changes = feedback.add(_changes(result, fetched.bases, task.plan))
+        else:
+            changes = _moved(result, fetched, self.weights)
         asked = task.plan.sent(fetched.blocks)
         written = self._masked(changes, feedback) if self.terms else self._written(changes)
         with written as (update, exact):
@@ -258,13 +267,17 @@ class Egress:
         """Yield the update, and whether it is lossless. It is in memory if it will be sent inline, or consists of the
         blocks' own bytes, which are there already."""
         task, norms, budget = self.run.task, self._summarized, self._budget()
-        exact = budget is None and pipeline.parse(task.codec).lossless
+        codec = task.codec
+        if self.weights is not None and not pipeline.parse(codec).of_differences:
+            # The bits of new values would round each step to the model's type.
+            codec = STEPS
+        exact = budget is None and pipeline.parse(codec).lossless
         inline = longest_update(change.block for change in changes) <= min(task.inline_bytes, MAX_INLINE)
-        with self._file(inline=inline, raw=exact and task.codec == pipeline.RAW) as (path, file):
+        with self._file(inline=inline, raw=exact and codec == pipeline.RAW) as (path, file):
             if budget is None:
-                written = write_update(file, task.codec, changes, self.run.training_seed, norms=norms)
+                written = write_update(file, codec, changes, self.run.training_seed, norms=norms)
             else:
-                written = write_within(file, task.codec, changes, budget, self.run.training_seed, norms=norms)
+                written = write_within(file, codec, changes, budget, self.run.training_seed, norms=norms)
             nbytes = file.seek(0, SEEK_END)
             if path:
                 opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
@@ -501,4 +514,15 @@ def _changes(result: LocalResult, bases: Mapping[str, BlobTensor], plan: Plan) -
                     "invalid-result", f"{block.name}: the method returned shape {values.shape}, expected {base.shape}"
                 )
             changes.append(TrainedBlock(block, ArrayTensor(values, base.dtype), base))
+    return changes
+
+
+def _moved(result: LocalResult, fetched: FetchedVersion, weights: Mapping[str, int]) -> list[TrainedBlock]:
+    """Return the blocks of a region's steps, in the block table's order, plus the residuals of earlier updates."""
+    changes = []
+    for name, base in fetched.bases.items():
+        if name in result.upload:
+            step, rest = result.upload[name].reshape(-1), fetched.feedback.rests.get(name)
+            step = step if rest is None else step + rest.values
+            changes.append(TrainedBlock(base.block, base, base, step, weights.get(name)))
     return changes

@@ -54,6 +54,30 @@ def test_a_block_that_nobody_sent_stays_the_very_same_tensor() -> None:
     assert (after.round, after.server_state, after.scalars) == (5, state.server_state, state.scalars)
 
 
+def test_a_block_with_a_weight_of_its_own_counts_by_that() -> None:
+    # both: (10 * 2 + 30 * 4) / 40 = 3.5; one: 5 of b's 30 examples: a step of 2 over these 5, or over all 40.
+    weights = [{}, {"one": 5.0}]
+    means = {
+        d: {name: float(to_array(t)[0]) for name, t in average(START, UPDATES, d, weights=weights).items()}
+        for d in DIVIDES
+    }
+    assert means["participants"] == {"both": 3.5, "one": 3.0}
+    assert means["cohort"] == means["inverse-probability"] == {"both": 3.5, "one": 1 + 5 * 2 / 40}
+
+
+def test_a_region_counts_as_its_sites_would() -> None:
+    # x, y and z have 10, 20 and 30 examples; y and z are a region, of which z alone sent `one`.
+    x, y, z = filled(both=2.0), filled(both=3.0), filled(both=5.0, one=4.0)
+    flat: Senders = [(10.0, {**x, **filled(one=2.0)}), (20.0, y), (30.0, z)]
+    region = average(START, [(20.0, y), (30.0, z)], "participants")
+    nested: Senders = [flat[0], (50.0, region)]
+    for divided in ("participants", "cohort"):
+        mean = average(START, nested, divided, weights=[{}, {"one": 30.0}])
+        assert {name: float(to_array(tensor)[0]) for name, tensor in mean.items()} == pytest.approx(
+            merged(START, flat, divided), rel=1e-6
+        )
+
+
 def test_without_updates_nothing_moves() -> None:
     assert merged(START, [], "cohort") == {}
 

@@ -68,7 +68,7 @@ def test_the_page_of_commands_names_a_missing_extra() -> None:
     page = process("docs", "cli", command=without("safetensors"))
     assert (page.returncode, page.stderr) == (0, "")
     lacking = f"`tessera model` needs safetensors, which is not installed: {install_line('worker')}"
-    assert f"## `tessera model`\n\n{lacking}\n\n## `tessera run`\n" in page.stdout
+    assert f"## `tessera model`\n\n{lacking}\n\n## `tessera regional`\n" in page.stdout
 
 
 def test_a_part_that_is_not_installed_is_named(tmp_path: Path) -> None:

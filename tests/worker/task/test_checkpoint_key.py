@@ -80,7 +80,7 @@ def test_every_field_of_a_task_is_in_the_key_or_has_no_effect_on_training() -> N
     of_the_lease |= {"inline_bytes", "inline_blobs"}
     of_evaluations = {"kind", "held_out", "ignore", "subgroups", "max_new_tokens", "describe"}
     # Masks and a sum's noise come after training.
-    of_the_upload = {"stream_bytes", "secure_sums", "sums", "client_privacy", "keep_updates"}
+    of_the_upload = {"stream_bytes", "secure_sums", "sums", "client_privacy", "keep_updates", "parent"}
     assert set(Task.model_fields) == SETTINGS | named | of_the_lease | of_evaluations | of_the_upload
 
 

@@ -247,6 +247,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "receipt": {"task": "before", "token": 1, "state": "left_out"},
     "audit_head": None,
     "sums": {"document": OTHER, "seeds": [1]},
+    "parent": {"coordinator": "https://parent", "run": "r", "terms": "0" * 64},
 }  # fmt: skip
 """The other fields. A receipt decides which of two states of its own a site goes on from, which no one else knows:
 helpers open one sum from a version. An audit head that the site lacks ends the task."""
