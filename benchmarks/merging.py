@@ -1,4 +1,4 @@
-"""How fast updates merge: `python -m benchmarks.merging [--mb 440] [--updates 10]`.
+"""How fast updates merge: `python -m benchmarks.merging [--mb 440] [--updates 10 100 1000]`.
 
 A model of that many megabytes of float32, in blocks as BERT has them, is merged from that many stored updates, once
 for each way of sending them. What is measured, each in a process of its own:
@@ -144,7 +144,7 @@ def prepared(folder: Path, mb: float, count: int, codec: str) -> Bench:
         changes = [
             TrainedBlock(
                 block,
-                ArrayTensor((values[block.name] + noise[8 * index : 8 * index + block.numel]).reshape(block.shape)),
+                ArrayTensor((values[block.name] + noise[8 * (index % 512) :][: block.numel]).reshape(block.shape)),
                 ArrayTensor(values[block.name].reshape(block.shape)),
             )
             for block in model.blocks
@@ -241,7 +241,8 @@ def add_codecs(results: Results, folder: Path, mb: float, count: int) -> None:
             summed, merged, needed = alone.submit(measured, bench).result()
         shutil.rmtree(here)
         results.add(
-            updates=name,
+            updates=count,
+            sent_as=name,
             stored_MB=bench.stored_mb,
             sum_GB_per_cpu_s=summed.per_cpu_second,
             merge_GB_s=merged.gigabytes / merged.wall_seconds,
@@ -254,18 +255,19 @@ def add_codecs(results: Results, folder: Path, mb: float, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=float, default=440, help="size of an update as float32")
-    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--updates", type=int, nargs="+", default=[10])
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--only", choices=["rules"])
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    about = f"{asked.updates} updates of {asked.mb:g} MB as float32, {CORES} cores"
+    about = f"updates of {asked.mb:g} MB as float32, {CORES} cores"
     results = Results("merging", about, out=asked.out)
     if not asked.only:
         asked.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=asked.out) as folder:
-            add_codecs(results, Path(folder), asked.mb, asked.updates)
-    found = rules(min(asked.mb, 100), asked.updates)
+        for count in asked.updates:
+            with tempfile.TemporaryDirectory(dir=asked.out) as folder:
+                add_codecs(results, Path(folder), asked.mb, count)
+    found = rules(min(asked.mb, 100), asked.updates[0])
     for name, speed in found.items():
         times = found["mean"].per_cpu_second / speed.per_cpu_second
         results.add(rule=name, GB_per_cpu_s=speed.per_cpu_second, of_the_mean=times)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, Self, cast
 
@@ -255,7 +255,7 @@ class Blobs:
         row = self._row(digest)
         self.verify(row)
         if self._objects is None and row.inline is None:
-            return cast("BinaryIO", MappedFile(self._map(self._path(digest))))
+            return cast("BinaryIO", MappedFile(partial(self._map, self._path(digest))))
         return self._open(row)
 
     def _open(self, blob: StoredBlob) -> BinaryIO:

@@ -65,6 +65,8 @@ class States:
         self._threads = threads
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
+        # One for all updates that start from it; but blocks that happen to be equal are computed apart.
+        self._tensor = lru_cache(maxsize=1 << 14)(lambda _, *about: StoredTensor(blobs, *about))
         self._vocabulary = lru_cache(maxsize=16)(lambda digest: vocabulary_in(self.read(digest)))
 
     def _read_model(self, digest: str) -> Model:
@@ -92,7 +94,7 @@ class States:
         )
 
     def tensor(self, block: Block, manifest: Manifest) -> StoredTensor:
-        return StoredTensor(self._blobs, manifest.blocks[block.name], block.shape, block.dtype)
+        return self._tensor(block.name, manifest.blocks[block.name], block.shape, block.dtype)
 
     def store(self, state: State, before: str | None = None) -> tuple[Manifest, list[StoredBlob]]:
         """Make a state's tensors safe, computing what is not stored yet: tensors that share sources in one pass.

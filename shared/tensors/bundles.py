@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import (
     CHUNK,
     PIECE,
@@ -35,7 +35,17 @@ class TensorBundle:
         return self.parts[0].dtype
 
     def chunks(self) -> Iterator[Array]:
-        yield np.concatenate([next(iter(part.chunks())) for part in self.parts])
+        # By `map`, which does not hold the chunk until it is asked for another.
+        return map(TensorBundle._whole, [self])
+
+    def _whole(self) -> Array:
+        whole, at = np.empty(self.shape, NUMPY_DTYPES[self.dtype]), 0
+        for part in self.parts:
+            # Copied while its file is open: reading a part of a closed file brings in pages that nothing releases.
+            for chunk in part.chunks():
+                whole[at : at + chunk.size] = chunk
+                at += chunk.size
+        return whole
 
 
 def bundles(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:

@@ -7,7 +7,7 @@ Everything that the coordinator computes is elementwise over blocks, so a tensor
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import ClassVar, Protocol, cast
@@ -251,8 +251,8 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
     """Read tensors of one size side by side: yields the next chunk of each.
 
     A common source of several of them is read, and computed, once per chunk, however many need it, and held
-    meanwhile. A tensor that one other is computed from is read when that one asks for it. Raises ValueError if the
-    sizes differ.
+    meanwhile. A tensor that one other is computed from is read, or computed, when that one asks for it. Raises
+    ValueError if the sizes differ.
     """
     order = _sources_first(tensors)
     if len(sizes := {numel(tensor) for tensor in order}) > 1:
@@ -260,21 +260,35 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
     derived = [tensor for tensor in order if isinstance(tensor, DerivedTensor)]
     read = {_identity(tensor): tensor.chunks() for tensor in order if not isinstance(tensor, DerivedTensor)}
     needed = Counter(map(_identity, (*tensors, *(source for tensor in derived for source in tensor.sources))))
-    outputs = set(map(_identity, tensors))
-    held = [key for key in read if needed[key] > 1 or key in outputs]
     for count in chunk_counts(max(sizes, default=0)):
-        at_hand = {key: _next_of(read[key], count) for key in held}
-        for tensor in derived:
-            keys = map(_identity, tensor.sources)
-            parts = (at_hand[key] if key in at_hand else _next_of(read[key], count) for key in keys)
-            result = np.empty(count, NUMPY_DTYPES[tensor.dtype])
-            tensor.fill(result, parts)
-            at_hand[_identity(tensor)] = result
-        yield tuple(at_hand[_identity(tensor)] for tensor in tensors)
+        yield tuple(map(_chunk_reader(read, needed, count), tensors))
     for chunks in read.values():
         # A decoder checks at the end that no bytes are left over.
         if next(chunks, None) is not None:
             raise ValueError("a tensor has more chunks than its shape allows")
+
+
+def _chunk_reader(
+    read: Mapping[tuple[int, bool], Iterator[Array]], needed: Mapping[tuple[int, bool], int], count: int
+) -> Callable[[Tensor], Array]:
+    """Return a function from a tensor to its next chunk, of `count` elements. It keeps the chunks that are needed
+    several times."""
+    kept: dict[tuple[int, bool], Array] = {}
+
+    def chunk_of(tensor: Tensor) -> Array:
+        key = _identity(tensor)
+        if key in kept:
+            return kept[key]
+        if isinstance(tensor, DerivedTensor):
+            chunk = np.empty(count, NUMPY_DTYPES[tensor.dtype])
+            tensor.fill(chunk, map(chunk_of, tensor.sources))
+        else:
+            chunk = _next_of(read[key], count)
+        if needed[key] > 1:
+            kept[key] = chunk
+        return chunk
+
+    return chunk_of
 
 
 def _next_of(chunks: Iterator[Array], count: int) -> Array:

@@ -6,13 +6,16 @@ first, by reading them in the ordinary way, and are never written to again.
 
 import io
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 from weakref import WeakSet
 
 RESIDENT_BYTES = 8 << 20
-"""Bytes of mapped files whose pages stay in this process's memory after they were read, over all files."""
+"""Bytes of mapped files that stay in this process's memory after they were read, over all files."""
+AROUND_BYTES = 1 << 19
+"""Bytes that the kernel may bring in around the first that are read."""
 
 
 def mapped(path: Path) -> mmap.mmap | None:
@@ -33,39 +36,57 @@ class _Resident:
     def note(self, file: "MappedFile", count: int) -> None:
         """Count bytes that are about to be read; release what was read before once it is too much."""
         with self._lock:
-            self._nbytes += count
+            nbytes = count if file in self._files else min(count + AROUND_BYTES, file.size)
+            self._nbytes += nbytes
             self._files.add(file)
             if self._nbytes <= RESIDENT_BYTES:
                 return
-            files, self._files, self._nbytes = self._files, WeakSet([file]), count
+            files, self._files, self._nbytes = self._files, WeakSet([file]), nbytes
         for each in files:
-            each.drop_pages()
+            each.release()
 
 
 _resident = _Resident()
 
 
 class MappedFile(io.RawIOBase):
-    """A mapped file, to be read. The result of `take` stays valid as long as it is held, also after `close`."""
+    """A file that is mapped while it is read. The result of `take` stays valid as long as it is held, also after
+    `close`.
 
-    def __init__(self, found: mmap.mmap | None) -> None:
-        self._map = found
-        self._view = memoryview(found or b"")
+    However many files are open, few are mapped: a map has a file descriptor, and pages that the kernel brought in.
+    """
+
+    def __init__(self, open_: Callable[[], mmap.mmap | None]) -> None:
+        self._open = open_
+        self._map: mmap.mmap | None = None
+        self._view: memoryview | None = None
         self._at = 0
+        self._mapped()
+
+    @property
+    def size(self) -> int:
+        return len(self._mapped())
 
     def take(self, count: int) -> memoryview:
         """Return the next `count` bytes, fewer at the end, and no copy of them."""
-        taken = self._view[self._at : self._at + count]
+        taken = self._mapped()[self._at : self._at + count]
         _resident.note(self, len(taken))
         self._at += len(taken)
         return taken
 
-    def drop_pages(self) -> None:
-        """Release all pages up to the position, since the kernel brings in more than was asked for. A reader of one
-        has it brought in again."""
-        stop = self._at - self._at % mmap.PAGESIZE
-        if (found := self._map) and stop:
-            found.madvise(mmap.MADV_DONTNEED, 0, stop)
+    def release(self) -> None:
+        """Release all pages, and the map once the last array over it is gone, until the next `take`. Any thread may
+        call it at any time."""
+        found, self._map, self._view = self._map, None, None
+        if found:
+            # Others may keep the map. A reader of a page has it brought in again.
+            found.madvise(mmap.MADV_DONTNEED)
+
+    def _mapped(self) -> memoryview:
+        if (view := self._view) is None:
+            self._map = found = self._open()
+            self._view = view = memoryview(found or b"")
+        return view
 
     def readable(self) -> bool:
         return True
@@ -74,12 +95,12 @@ class MappedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         self._at = max(0, start + offset)
         return self._at
 
     def read(self, count: int | None = -1) -> bytes:
-        return bytes(self.take(len(self._view) if count is None or count < 0 else count))
+        return bytes(self.take(self.size if count is None or count < 0 else count))
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self.take(len(buffer))
@@ -87,10 +108,8 @@ class MappedFile(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        self._at = len(self._view)
-        self.drop_pages()
-        # Unmapped once the last array over it is gone.
-        self._view, self._map = memoryview(b""), None
+        self.release()
+        self._open = lambda: None
         super().close()
 
 

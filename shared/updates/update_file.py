@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -229,7 +230,7 @@ def _alike(codec: str, changes: Sequence[TrainedBlock]) -> dict[tuple[str, DType
     return groups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EncodedTensor:
     """A block inside an update file, decoded chunk by chunk each time it is read."""
 
@@ -266,8 +267,7 @@ class EncodedTensor:
                 file.seek(self.start)
                 yield from pipeline.decode_steps(self.codec, self.block, file, self.nbytes)
         else:
-            for chunk, start in zip(self.chunks(), self.base.chunks(), strict=True):
-                yield difference(chunk, start)
+            yield from map(difference, self.chunks(), self.base.chunks())
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,7 +339,8 @@ def read_update(
     """
     header = _header(open_file, nbytes, asked)
     faults = [_not_asked(name, asked) for name in sorted(set(header.entries) - set(asked))]
-    chosen = {name: header.metadata.get(_CODEC + name, "") for name in header.entries}
+    # One string for all blocks and updates.
+    chosen = {name: sys.intern(header.metadata.get(_CODEC + name, "")) for name in header.entries}
     weights = {name: header.metadata.get(_WEIGHT + name) for name in header.entries}
     faults += [
         Fault(pointer=name, detail=fault[1][:300], code=fault[0])

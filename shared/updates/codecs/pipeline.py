@@ -9,8 +9,8 @@ import pkgutil
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, starmap
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -240,17 +240,20 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
     parsed = parse(codec)
     if parsed.of_differences:
         delta, layout = parsed.line[0], ArrayLayout(0, NUMPY_DTYPES[block.dtype])
-        steps = decode_steps(codec, block, file, nbytes)
-        for step, start in zip(steps, base.chunks(), strict=True):
-            yield delta.decode(unpacked(step), layout._replace(size=len(step)), start)
+
+        def moved(step: Array | Steps, start: Array) -> Array:
+            return delta.decode(unpacked(step), layout._replace(size=len(step)), start)
+
+        # By `map`, which holds no chunk while it waits to be asked for the next: of a thousand senders that are read
+        # side by side, each would hold one.
+        yield from map(moved, decode_steps(codec, block, file, nbytes), base.chunks())
     else:
         layout = ArrayLayout(block.numel, NUMPY_DTYPES[block.dtype])
         # Only encoded chunks have a length before them.
         pieces = _pieces_of(parsed.line, layout, file, nbytes, framed=bool(parsed.line))
         needed = any(stage.reads_base for stage in parsed.line)
         starts = base.chunks() if needed else (np.empty(0) for _ in chunk_counts(block.numel))
-        for (layouts, piece), start in zip(pieces, starts, strict=True):
-            yield _decode_chunk(parsed.line, layouts, piece, start)
+        yield from map(lambda piece, start: _decode_chunk(parsed.line, *piece, start), pieces, starts)
 
 
 def decode_group(
@@ -286,8 +289,7 @@ def decode_steps(codec: str, block: Block, file: BinaryIO, nbytes: int) -> Itera
         factors = np.concatenate([unpacked(_steps(line, *piece)) for piece in pieces])
         yield from parsed.lowrank.decode(factors, block.shape)
     else:
-        for piece in _pieces_of(line, ArrayLayout(block.numel, F32), file, nbytes):
-            yield _steps(line, *piece)
+        yield from starmap(partial(_steps, line), _pieces_of(line, ArrayLayout(block.numel, F32), file, nbytes))
 
 
 def _steps(line: tuple[Stage, ...], layouts: list[ArrayLayout], piece: Array) -> Array | Steps:
@@ -311,9 +313,8 @@ def _pieces_of(
             # Bounded by the chunk, not by the block, since the bytes are held in memory.
             if left >= length > _longest_chunk(line, layouts[0]):
                 raise CodecError("chunk-too-long", f"a chunk of {count} elements claims {length} bytes")
-        piece = np.frombuffer(_exactly(file, length, left), dtype=np.uint8)
-        left -= length
-        yield layouts, piece
+        before, left = left, left - length
+        yield layouts, np.frombuffer(_exactly(file, length, before), dtype=np.uint8)
     if left:
         raise CodecError("bytes-left-over", f"{left} bytes are left over behind the last chunk")
 
