@@ -460,6 +460,12 @@ OF_WORKERS: Mapping[str, str] = {
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "executor-ended": "If it recurs, ask the site: its worker's log says why a process ended, such as for lack of "
     "memory.",
+    "region-refuses": "Ask the people of the region: its own coordinator refuses the run. Or begin a run without the "
+    "region (cohort.sites).",
+    "region-stopped": "Ask the people of the region: they have stopped its part of the run. The run goes on without "
+    "it while other sites reach cohort.quorum.",
+    "region-too-small": "Ask the people of the region: fewer of its sites took part than its region.min_sites. The "
+    "run goes on without it while other sites reach cohort.quorum.",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
     "no-base": "Ask the site to add the base, the snapshot that the model was made of: "
     "`tessera worker cache add FOLDER`.",

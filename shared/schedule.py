@@ -93,12 +93,14 @@ def rate_factors(training: Training, steps: int, round_number: int, rounds: int)
                 yield math.cos(math.pi / 2 * decayed) ** 2
 
 
-def require_summable(training: Training, steps: int) -> None:
-    """Raise ValueError for more steps under a schedule than the coordinator sums, which a site may claim."""
-    if training.scheduled and steps > MAX_STEPS:
+def require_summable(training: Training, steps: int, *, alike: bool = True) -> None:
+    """Raise ValueError for more steps under a schedule, or of those that are not `alike`, than the coordinator sums,
+    which a site may claim."""
+    if (training.scheduled or not alike) and steps > MAX_STEPS:
+        constant = ", or a constant training.schedule without training.warmup" if alike else ""
         raise ValueError(
             f"{steps} steps in a round are more than the {MAX_STEPS} whose learning rates the method can sum: set "
-            "training.steps, or a constant training.schedule without training.warmup"
+            f"training.steps{constant}"
         )
 
 

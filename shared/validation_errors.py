@@ -100,6 +100,8 @@ PATTERNS: Mapping[str, str] = {
     r"^[0-9a-f]*$": "must be digits and letters from a to f",
     r"^[0-9a-f]{4}(-[0-9a-f]{4}){7}$": "must be a fingerprint: eight groups of four digits or letters from a to f, "
     "as `tessera worker roster` prints them",
+    r"^https?://[!-~]+$": "must be a URL that begins with https:// or http://, without white space",
+    r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e]*$": "must be without control characters and line breaks",
     r"^[0-9]{1,20}$": "must be a whole number in decimal digits",
 }
 """Each pattern of a model's field, in words."""

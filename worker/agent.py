@@ -17,6 +17,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.transport import ANSWER_SECONDS, may_pass
 from tessera.shared.host_memory import return_freed_memory
 from tessera.shared.methods.registry import methods, regional
+from tessera.shared.metrics.eta import LIVE_TASKS
 from tessera.shared.problems import (
     Forbidden,
     InvalidUpdate,
@@ -29,7 +30,6 @@ from tessera.shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
-from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of

@@ -54,7 +54,7 @@ from tessera.worker.inventory import (
     prepared_of,
 )
 from tessera.worker.model.four_bits import REMEDY, library
-from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
+from tessera.worker.settings import DataSource, RegionSettings, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import ROLLED_BACK, StateRolledBack
 from tessera.worker.state.database import StateDatabase, StateError, file_system
@@ -96,7 +96,9 @@ def checks(
     yield "disk", lambda: _disk(settings)
     yield "state", lambda: _state(settings)
     yield "device", lambda: _device(settings)
-    for name, source in settings.datasets.items():
+    if settings.region:
+        yield "region", partial(_region, settings.region)
+    for name, source in settings.datasets.items() if settings.region is None else ():
         yield f"data {name}", partial(_dataset, settings, name, source)
     yield "policy", lambda: _policy(settings)
     if model:
@@ -114,6 +116,18 @@ def _notices(channel: Channel, *, notify: bool) -> Iterator[Finding]:
         yield fail(name, str(fault), "Correct [notices] in the settings.")
     else:
         yield ok(name, "a test notice was taken" if notify else "set up; send a test notice with --notify")
+
+
+def _region(region: RegionSettings) -> Iterator[Finding]:
+    with Client.from_options(
+        region.url, token_file=region.token_file, ca_bundle=region.ca_bundle, patience_seconds=0
+    ) as client:
+        sites = {worker.site for worker in client.workers() if not (worker.suspended or worker.revoked)}
+    about = f"{without_password(region.url)} answers, with {len(sites)} sites"
+    if len(sites) < region.min_sites:
+        yield warn("region", f"{about}; {region.min_sites} are needed (region.min_sites)", "Admit more sites there.")
+    else:
+        yield ok("region", about)
 
 
 def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator[Finding]:

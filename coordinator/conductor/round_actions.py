@@ -1,7 +1,7 @@
 """Opening, closing and merging a round. Each computes outside of any transaction and commits in one, guarded by the
 state that was decided upon. None of them does another's part."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,17 +11,16 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
 from tessera.coordinator.conductor.secure_sums import SecureRounds
+from tessera.coordinator.conductor.willing_plans import plans_beside
 from tessera.coordinator.db import round_tasks, rounds, versions
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import sites_at_work, sites_due, spec_in, terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
-from tessera.coordinator.domain.eligibility import unsuited
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, plan_willing, sites_of
+from tessera.coordinator.domain.workers import ids, in_study, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import chooses_blocks
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.versions import States
@@ -57,7 +56,7 @@ class RoundActions:
         willing = [worker for worker in willing if worker.site not in at_work]
         require(not spec.cohort.lack(sites_of(willing) | at_work.keys()), "too few sites are live")
         try:
-            plans = self._plans(spec, state, willing, at_work, again=again)
+            plans = plans_beside(at_work, spec, model, state, self.states.vocabulary, willing, again=again)
         except TooFewWilling as refusal:
             if round_:
                 with self.database.transaction() as session:
@@ -89,25 +88,6 @@ class RoundActions:
         here = ids(self.liveness.workers(session)) if self.liveness.is_settled() else None
         return sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
 
-    def _plans(
-        self, spec: RunSpec, state: State, willing: Sequence[LiveWorker], at_work: Collection[str], *, again: bool
-    ) -> Mapping[str, Plan]:
-        """Plan for the workers whose sites would do what is planned, beside these sites that are at work. Raises
-        TooFewWilling; with `again` also if there is no such worker."""
-        if not (cohort := spec.cohort.beside(at_work)):
-            require(not again, "the cohort has as many sites at work as its size")
-            return {}
-        spec, model = spec.model_copy(update={"cohort": cohort}), self.states.model(spec.model)
-        refused = {w.name: no for w in willing if (no := unsuited(spec, w.declared, model, self.states.vocabulary))}
-        suited = [worker for worker in willing if worker.name not in refused]
-        plans, more = plan_willing(spec, model, state, suited, max(spec.cohort.quorum, 1))
-        refused |= more
-        sites = sites_of(worker for worker in willing if worker.name not in refused)
-        if spec.cohort.lack(sites) or (again and not plans):
-            said = "; ".join(f"{name}: {found.rule}: {found.detail}" for name, found in sorted(refused.items())[:4])
-            raise TooFewWilling(f"{len(sites)} sites would do what the round asks: {said}")
-        return plans
-
     def close(self, round_id: str, reason: str) -> None:
         """Close a round to updates, and assign the accepted ones to the next version."""
         with self.database.transaction() as session:
@@ -129,13 +109,18 @@ class RoundActions:
             bounds, noise_key = versions.bounds_in_force(run), round_.noise_key or b""
         sums = self.secure.sums(run_id, round_id)
         self.room.require(self.states.model(spec.model).stored_bytes)
-        made = self.aggregation.merge(spec, bounds, base, accepted, sums, noise_key, earlier, latest)
+        try:
+            made = self.aggregation.merge(spec, bounds, base, accepted, sums, noise_key, earlier, latest)
+        except Exception:
+            # A site that withdraws takes its updates along, of which some may not have been read yet.
+            with self.database.snapshot() as session:
+                require(not (gone := versions.withdrawn(session, round_id, latest)), gone)
+            raise
         with self.database.transaction() as session:
             now, run = self.database.now(), session.get_one(RunRow, run_id)
             require(run.version_number == base.number, "the round was merged already")
             require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
-            still = versions.latest_updates(session, run_id, made.ref.number) if spec.cohort.memory else []
-            require(still == latest, "a site of the run's memory has withdrawn")
+            require(not (gone := versions.withdrawn(session, round_id, latest)), gone)
             if absent := spec.cohort.absent(worker.partition("/")[0] for worker in made.merged):
                 reason = f"cohort.require names {', '.join(absent)}, whose update was left out: its norm is too large"
                 rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason, spec.cohort)

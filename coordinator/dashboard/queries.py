@@ -29,10 +29,10 @@ from tessera.coordinator.db.tables import (
 from tessera.shared.api.runs import Coverage, Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, main_names, main_score
 from tessera.shared.metrics.convergence import RoundCost
+from tessera.shared.metrics.eta import TaskPace, expected_end
 from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.metrics.site_spread import PERSONAL, SiteScores, weighs_labels
 from tessera.shared.metrics.svg_charts import Band
-from tessera.shared.rounds.eta import TaskPace, expected_end
 from tessera.shared.schema import ACCEPTED, SCORED_LABELS
 
 MAX_POINTS = 60

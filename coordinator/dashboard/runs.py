@@ -54,6 +54,7 @@ from tessera.shared.metrics.comparison import (
     setting_text,
 )
 from tessera.shared.metrics.data_comparison import DataAnswers, SummedCounts
+from tessera.shared.metrics.eta import LIVE_TASKS
 from tessera.shared.metrics.membership import AttackResult
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import LISTED, PERSONAL, SiteScores, is_better_low, spreads
@@ -61,7 +62,6 @@ from tessera.shared.metrics.svg_charts import Interval, svg_file
 from tessera.shared.model.dataset_schema import class_names
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.count_table import BLOCK, CountTable
-from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.rounds.run_forecast import RunForecast
 from tessera.shared.run_settings import Training

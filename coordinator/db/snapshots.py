@@ -58,7 +58,7 @@ MAX_EARLIER = 100
 """Tasks of earlier rounds by whose times a round closes."""
 
 LEAST_SECONDS = 0.001
-"""The least time of training that counts, since clocks may be set back."""
+"""The least time of training that counts, since a worker's whole seconds may add up to more than all the time."""
 
 MEASURED_TASKS = 3
 """A worker's latest tasks by which its pace is judged: one more than half of them may be an exception."""
@@ -292,13 +292,13 @@ def paces(session: Session, run_id: str, training: Training, workers: Sequence[L
 def _pace(
     training: Training, planned: dict[str, Any], examples: int, offered: float, ended: float, progress: dict[str, Any]
 ) -> Pace | None:
-    """Return the pace of an accepted task; None if it trained nothing.
+    """Return the pace of an accepted task; None if it trained nothing, or if the clock was set back in it.
 
     Its worker reports the time of each phase in whole seconds. They divide the time from the offer to the acceptance,
     which is exact but may have begun before the worker was there.
     """
     plan, phases = Plan.model_validate(planned), dict(progress.get("phase_seconds", {}))
-    if not plan.train:
+    if not plan.train or ended < offered:
         return None
     reported = phases.pop("training", None)
     # People decide when a held update is released.
@@ -376,6 +376,8 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     rows = session.execute(in_round if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here, _required(session, spec))
     able = set() if round_ and not spec.cohort.buffers else sites_of(candidates(session, invited, live))
+    # If others are away, the run waits for them as any run does.
+    done = sites_done(session, invited).intersection(sites_of(eligible(invited, live)))
     at_work = sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
     if round_:
         able = able - at_work.keys() if spec.cohort.beside(at_work) else set()
@@ -395,7 +397,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         # An attempt that does not count as abandoned has a reason all the same.
         goes_on=ended is not None and ended > run.resumed_at and not because,
         eligible=0 if not round_ and spec.cohort.absent(able) else len(able),
-        done=len(sites_done(session, invited)),
+        done=0 if spec.cohort.lack(able | done) else len(done),
         idle_since=max(run.resumed_at, ended or 0.0, round_.opened_at if round_ else 0.0),
         evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
@@ -432,7 +434,7 @@ def _round_snapshot(
 def _earlier(session: Session, round_: RoundRow) -> tuple[float, ...]:
     """Return `RoundSnapshot.earlier`. A task that no worker began says nothing of its time."""
     rows = session.execute(_EARLIER, {"run": round_.run_id, "round": round_.id, "number": round_.number})
-    return tuple(inf if state == "cancelled" else max(0.0, (ended or 0.0) - began) for state, began, ended in rows)
+    return tuple(inf if state == "cancelled" else (ended or 0.0) - began for state, began, ended in rows)
 
 
 def _required(session: Session, spec: RunSpec) -> dict[str, str]:

@@ -15,6 +15,7 @@ from tessera.coordinator.db.engine import insert_missing
 from tessera.coordinator.db.tables import (
     RUNS,
     WORKER_NAME,
+    RoundRow,
     RunBlobRow,
     RunRow,
     SiteRow,
@@ -166,6 +167,16 @@ def latest_updates(session: Session, run_id: str, number: int) -> list[AcceptedU
     """Return each site's latest update that was merged before this version, but for sites that have withdrawn."""
     rows = session.execute(_LATEST_UPDATES, {"run": run_id, "number": number}).all()
     return [_accepted(*row) for row in rows]
+
+
+def withdrawn(session: Session, round_id: str, latest: Sequence[AcceptedUpdate]) -> str:
+    """Return the reason why a merge of a round counts no more, as a site has withdrawn whose update it took: one of
+    the round, or one of the run's memory; empty if there is none."""
+    round_ = session.get_one(RoundRow, round_id)
+    if round_.state != "merging":
+        return "the round was moved on already"
+    is_same = not latest or latest_updates(session, round_.run_id, round_.number) == latest
+    return "" if is_same else "a site of the run's memory has withdrawn"
 
 
 def earlier_choices(session: Session, run_id: str, number: int) -> list[Choices]:

@@ -15,6 +15,8 @@ LEAST_DEVIATION = 0.1
 def usual_seconds(took: Sequence[float]) -> float:
     """Return the median of these times and 3 median absolute deviations (MAD). Infinite times, of tasks that did not
     end, count as the longest; with half of them the result is infinite."""
+    # A negative time is unknown: the clock was set back in it.
+    took = [each if each >= 0 else inf for each in took]
     middle = median(took) if took else inf
     if middle == inf:
         return inf

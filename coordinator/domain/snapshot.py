@@ -104,7 +104,8 @@ class RunSnapshot:
     goes_on: bool = False
     """Its last change was the commit of a round, whose cohort was here a moment ago."""
     done: int = 0
-    """Sites that have begun to train from as many versions as the run allows a site."""
+    """Live sites that have begun to train from as many versions as the run allows a site; 0 if the run would be below
+    its quorum with these too."""
     answers: Answers | None = None
     """For a run without rounds."""
     adopts: bool = False

@@ -8,9 +8,10 @@ from tessera.coordinator.domain.eligibility import policy_of, refused_plans
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Participant, Plan, State
+from tessera.shared.methods.registry import epochs_left
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.planning import own_steps, plan_round
-from tessera.shared.schedule import Pace, steps_per_epoch, trains_on_few
+from tessera.shared.schedule import Pace, local_steps, steps_per_epoch, trains_on_few
 from tessera.shared.schema import DEFAULT_STUDY
 
 
@@ -64,8 +65,15 @@ def _permitted(spec: RunSpec, worker: Participant, policy: AdvertisedPolicy | No
     training, steps = spec.training, worker.steps
     if steps is None or policy is None:
         return steps
-    steps = min(steps, policy.max_epochs * steps_per_epoch(training, worker.examples))
-    return None if trains_on_few(training.of_steps(steps), worker.examples, policy.min_batch or 0) else steps
+    usual = local_steps(training, worker.examples)
+    if spec.privacy and spec.privacy.unit == "group":
+        # Only the site knows how many steps an epoch over its groups has.
+        most = usual
+    else:
+        most = epochs_left(spec.method, policy.max_epochs) * steps_per_epoch(training, worker.examples)
+    steps = min(steps, max(most, usual))
+    few = trains_on_few(training.of_steps(steps), worker.examples, policy.min_batch or 0)
+    return None if few or steps == usual else steps
 
 
 def plan_willing(

@@ -19,10 +19,10 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import Selector, named, roles
 from tessera.shared.model.spec import Head, Model, Prompts
 from tessera.shared.run_settings import Privacy
+from tessera.simulation import Stalled, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, laid_out, read_block, write_block
-from tessera.simulation import Stalled, Weights, simulate
 
 SITE = "site"
 RECORDED = "recorded"

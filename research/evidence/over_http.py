@@ -38,9 +38,9 @@ from evidence.sources.emoji import Emoji
 from evidence.sources.lit import LIT, class_caption
 from evidence.sources.prepare import EMOJI
 from evidence.sources.prepare import OUT as PREPARED
+from tessera.simulation import Conditions, Stalled, VirtualSite, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.normalization import PixelNormalization
-from tessera.simulation import Conditions, Stalled, VirtualSite, simulate
 
 ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
 """The tables and arms that are repeated, in the setting that claims are about."""

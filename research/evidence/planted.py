@@ -33,9 +33,9 @@ from evidence.selections import Selections, selections
 from evidence.statistics import shown_interval, shown_spread
 from tessera.shared.metrics.selections import choices_of
 from tessera.shared.model.blocks import layers_of
+from tessera.simulation import Conditions, Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
-from tessera.simulation import Conditions, Weights, simulate
 
 COMMAND = "python -m evidence.planted"
 SAVED = Path(__file__).parent / "results" / "planted.json"

@@ -26,11 +26,11 @@ from evidence.jobs import Job, rounds_of, setup_of, whole_rounds
 from evidence.plan import SITES, Arm, Away, Plan, Setting, Table
 from evidence.pool import Figures
 from evidence.scores import ROUNDED, Part, at_sites, majority, measured, zero_shot
-from tessera.shared.api.tasks import TaskView
 from evidence.selections import selections
+from tessera.shared.api.tasks import TaskView
 from tessera.shared.model.blocks import layers_of
-from tessera.worker.data.dataset import Dataset
 from tessera.simulation import Conditions, Result, Stalled, simulate
+from tessera.worker.data.dataset import Dataset
 
 DIVERGED = "diverged:"
 """The start of a task's failure that is a result of its learning rate."""

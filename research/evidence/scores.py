@@ -22,12 +22,12 @@ from sklearn.metrics import f1_score
 from common.names import LABELS, PERSONAL
 from tessera.shared.model.spec import MODALITIES
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation import Result
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import load, write_block
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompts import prompts_of
-from tessera.simulation import Result
 from tessera.worker.training.optimization.image_features import READ_BY_TOWER, ImageFeatures, images_once
 from tessera.worker.training.optimization.precision import autocast
 

@@ -19,11 +19,11 @@ from common.figures import Results
 from tessera.shared.model.blocks import Role
 from tessera.shared.model.spec import Head, Lora, stored_name
 from tessera.shared.tensors.lazy import Array
+from tessera.simulation import Weights, simulate
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.registry import load
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
-from tessera.simulation import Weights, simulate
 
 VIT: dict[str, Any] = {
     "model_type": "vit", "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "hidden_size": 32,

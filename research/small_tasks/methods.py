@@ -27,10 +27,10 @@ from rich.table import Table
 from common.modeling import init
 from common.names import PERSONAL
 from common.pooled import pooled
+from tessera.simulation import Conditions, Result, simulate
 from tessera.worker.data.partition.division import divide, hold_out, key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet
 from tessera.worker.data.registry import load
-from tessera.simulation import Conditions, Result, simulate
 
 VIT = Path(__file__).with_name("vit.json")
 """The model of the demo."""

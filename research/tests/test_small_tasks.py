@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from small_tasks import codec_ratios, methods, safl_bytes
+from small_tasks import codec_ratios, methods, safl_bytes, unequal_speeds
 from small_tasks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
+from small_tasks.unequal_speeds import Point
 from tessera.shared.model.blocks import layers_of
 
 
@@ -50,3 +51,21 @@ def test_an_arm_leaves_its_figures() -> None:
     assert set(figures) == set(methods.COLUMNS)
     # As in docs/benchmarks.md.
     assert figures["kB up"] == pytest.approx(217.9, rel=0.01)
+
+
+def test_the_time_to_a_score_counts_from_the_first_of_three_versions_that_have_it() -> None:
+    waits = [Point(10.0 * number, accuracy, accuracy) for number, accuracy in enumerate((0, 30, 60, 60, 60))]
+    soon = [Point(4.0 * number, accuracy, accuracy - 9) for number, accuracy in enumerate((0, 60, 60, 60, 63))]
+    never = [Point(4.0 * number, 50.0, 50.0) for number in range(5)]
+    found = unequal_speeds.row({0: soon, 1: never}, {0: waits, 1: waits})
+    assert (found["reached"], found["time to it"]) == ("1 of 2", "0.30")
+    assert found["accuracy"] == pytest.approx((61 + 50) / 2)
+    assert unequal_speeds.row({0: never}, {0: waits})["time to it"] == "never"
+
+
+@pytest.mark.long
+def test_each_way_of_waiting_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unequal_speeds.Results, "write", lambda _: None)
+    unequal_speeds.main(["--quick", "--tasks", "digits"])
+    shown = capsys.readouterr().out
+    assert all(arm.split(",")[0] in shown for arm in unequal_speeds.ARMS)

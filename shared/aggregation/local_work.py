@@ -7,11 +7,12 @@ share of the examples, d_k the update and a_k the l1 norm of its accumulation ve
 
 Plain SGD has a_k = steps. With momentum rho, a_k is the sum over the steps of the counter c = rho c + 1. Under a
 schedule each step counts with its share of the learning rate: the vector covers variable rates. Rates by role scale a
-block's d_k and a_k alike at all sites, so that they cancel out. AdamW has no such vector: the steps replace it,
-without the paper's proof. If all a_k are equal it is FedAvg, bit for bit. Blocks that only some workers sent are
-averaged by the run's `normalization`, with the same scaling. No step is scaled to more than the run's
-`max_update_norm`. A site whose weight is capped by the run's `max_examples` counts in tau_eff with the a_k of that
-many examples.
+block's d_k and a_k alike at all sites, so that they cancel out. FedProx's term pulls each step back: an earlier
+gradient counts 1 - rate mu times as much after each (ibid., without momentum), so that a_k nears 1 / (rate mu). AdamW
+has no such vector: the steps replace it, without the paper's proof. If all a_k are equal it is FedAvg, bit for bit.
+Blocks that only some workers sent are averaged by the run's `normalization`, with the same scaling. No step is scaled
+to more than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples` counts in tau_eff
+with the a_k of that many examples.
 """
 
 from collections.abc import Sequence
@@ -29,19 +30,22 @@ ROUNDING = 1e-9
 """The relative tolerance of a reported sum, for a worker that adds up step by step and rounds at each."""
 
 
-def effective_steps(steps: int, training: Training, round_number: int = 1, rounds: int = 1) -> float:
-    """Return a_k: the factor of a constant gradient in the update, in units of the learning rate.
+def effective_steps(steps: int, training: Training, round_number: int = 1, rounds: int = 1, mu: float = 0.0) -> float:
+    """Return a_k: the factor of a constant gradient in the update, in units of the learning rate. `mu` is the weight
+    of FedProx's term.
 
     Takes one iteration per binary digit of `steps`. The closed form, (n - rho (1 - rho^n) / (1 - rho)) / (1 - rho),
     loses precision where rho is close to 1; doubling adds only positive numbers. Under a schedule, which depends on
-    the round, it takes one iteration per step, and raises ValueError for too many of them.
+    the round, and with `mu`, it takes one iteration per step, and raises ValueError for too many of them.
     """
-    momentum = training.momentum if training.optimizer == "sgd" else 0.0
-    if training.scheduled:
-        require_summable(training, steps)
+    momentum, pull = training.momentum, training.learning_rate * mu
+    if training.optimizer != "sgd":
+        momentum = pull = 0.0
+    if training.scheduled or pull:
+        require_summable(training, steps, alike=not pull)
         moved, velocity = 0.0, 0.0
         for factor in rate_factors(training, steps, round_number, rounds):
-            velocity = momentum * velocity + 1
+            velocity = momentum * velocity + 1 - pull * moved
             moved += factor * velocity
         return moved
     # After n steps: the sum of the counters, the counter, and momentum ** n.

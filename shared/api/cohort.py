@@ -203,7 +203,10 @@ class Cohort(Value):
     @property
     def asked(self) -> int | None:
         """The number of sites that a round asks; None for all."""
-        return ceil(self.size * (1 + (self.over_selection or 0))) if self.size else None
+        if self.size is None:
+            return None
+        # Without what a product such as 100 * 0.07 has beyond 7.
+        return self.size + ceil(round(self.size * (self.over_selection or 0), 9))
 
     @property
     def enough(self) -> int | None:

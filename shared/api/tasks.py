@@ -406,10 +406,12 @@ class CohortTerms(Message):
 class ParentRun(Value):
     """The parent's run that a region's run is a part of, as the region's operator states it."""
 
-    coordinator: Annotated[str, Field(max_length=256)] = Field(description="the parent coordinator's URL")
+    coordinator: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=256)] = Field(
+        description="the parent coordinator's URL"
+    )
     run: Identifier = Field(description="the parent's run")
-    orchestrator: Annotated[str, Field(max_length=64)] | None = Field(
-        default=None, description="who started the parent's run, as the parent coordinator says"
+    orchestrator: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e]*$", max_length=64)] | None = (
+        Field(default=None, description="who started the parent's run, as the parent coordinator says")
     )
     terms: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
         description="digest of the terms of the parent's run, as its task states them"

@@ -47,6 +47,10 @@ class MethodSettings(Value):
         site whose policy asks for more examples for a figure uses as many."""
         return 0
 
+    def epochs_left(self, most: int) -> int:
+        """Return the most epochs of the phase that the run's settings measure, for all phases to have `most`."""
+        return most
+
 
 Guard = Literal["robust", "client_privacy", "secure_sums"]
 """A setting of a run by which updates affect a version only through a robust rule, or only through their mean."""
@@ -390,7 +394,12 @@ class CoordinatorHalf(Generic[C]):
         """Return the effective steps of a plan for a worker with that many examples."""
         training = self.run.training
         steps = local_steps(training.of_steps(plan.steps), examples)
-        return effective_steps(steps, training, int(plan.scalars.get(ROUND, 1)), self.run.rounds)
+        return effective_steps(steps, training, int(plan.scalars.get(ROUND, 1)), self.run.rounds, self._mu)
+
+    @property
+    def _mu(self) -> float:
+        """The weight of a term mu/2 |w - w_t|^2 in the loss by which sent blocks train, for the version w_t."""
+        return 0.0
 
     def step_scale(self, metrics: Mapping[str, float]) -> float:
         """Return the factor by which `merge` scales the step of an update with these metrics, up to a factor common

@@ -42,6 +42,9 @@ class DittoSettings(MethodSettings):
         default=None, le=1000, description="epochs for the personal model; the run's by default"
     )
 
+    def epochs_left(self, most: int) -> int:
+        return most - self.own_epochs if self.own_epochs else most // 2
+
 
 class DittoCoordinator(CoordinatorHalf[DittoSettings]):
     def warnings(self, state: State) -> Sequence[str]:

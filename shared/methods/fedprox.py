@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, TaskContext, WorkerHalf
+from tessera.shared.methods.base import (
+    CoordinatorHalf,
+    Method,
+    MethodSettings,
+    State,
+    TaskContext,
+    UnsupportedRun,
+    WorkerHalf,
+)
 from tessera.shared.run_settings import Training
 
 if TYPE_CHECKING:
@@ -23,6 +31,20 @@ class FedProxSettings(MethodSettings):
 
 
 class FedProxCoordinator(CoordinatorHalf[FedProxSettings]):
+    def start(self, state: State) -> State:
+        training, mu = self.run.training, self.settings.mu
+        if self.run.fitted and training.optimizer == "sgd" and training.learning_rate * mu > 1:
+            raise UnsupportedRun(
+                f"mu is {mu:g} and training.learning_rate {training.learning_rate:g}: their product is above 1, so "
+                "that a step may undo all earlier ones, and fitted work cannot count them. Lower either, or "
+                'set cohort.work to "fixed"'
+            )
+        return super().start(state)
+
+    @property
+    def _mu(self) -> float:
+        return self.settings.mu
+
     def warnings(self, state: State) -> Sequence[str]:
         return () if state.round else overshoots("mu", self.settings.mu, self.run.training)
 

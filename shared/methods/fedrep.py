@@ -15,6 +15,9 @@ from tessera.shared.model.selectors import Selector
 class FedRepSettings(FedPerSettings):
     head_epochs: int = Field(default=1, ge=1, le=1000, description="epochs for the head, before the body")
 
+    def epochs_left(self, most: int) -> int:
+        return most - self.head_epochs
+
 
 class FedRepWorker(FedPerWorker):
     settings: FedRepSettings

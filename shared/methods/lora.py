@@ -154,7 +154,6 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
                 raise UnsupportedRun(f'{name} {reason}: leave it out, or set average to "factors"')
 
     @property
-    @property
     def merges_regions(self) -> bool:
         """True for the mean of each factor: a product takes both factors of one site."""
         return self.settings.average == "factors"

@@ -302,6 +302,11 @@ def probe_examples(chosen: MethodSpec) -> int:
         return 0
 
 
+def epochs_left(chosen: MethodSpec, most: int) -> int:
+    """Return `MethodSettings.epochs_left`. Raises as `check`."""
+    return _method(chosen)[1].epochs_left(most)
+
+
 def charts(chosen: MethodSpec) -> tuple[Chart, ...]:
     """Return the method's charts; none if it is not installed."""
     method = methods().get(chosen.name)

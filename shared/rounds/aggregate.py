@@ -1,8 +1,8 @@
 """Blobs in, blobs out: a round's accepted updates become the next version, block by block, chunk by chunk.
 
 The updates are merged in the order of their workers' names, so the same set of updates gives the same bytes in any
-order of arrival (invariant I6). Memory is bounded by a few chunks (invariant I11), or by a few chunks per update for a
-robust rule, the updates' scores and their drift, which compare updates with each other.
+order of arrival (invariant I6). Memory is bounded by a few chunks (invariant I11), or by a few chunks per update for
+a robust rule, the updates' scores and their drift, which compare updates with each other.
 
 Sites count, not workers: a site's token admits any number of workers. So the updates of one site are pooled into one
 before they are judged, weighed or averaged.

@@ -164,7 +164,7 @@ class SummedRelease:
 
 def anonymous(updates: Sequence[Update]) -> list[Update]:
     """Return the updates as a method may see them: of equal weight, and without their sites' reports."""
-    return [replace(update, examples=1, metrics={}) for update in updates]
+    return [replace(update, examples=1, metrics={}, weights={}) for update in updates]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from tessera.shared import units
 from tessera.shared.api.runs import Coverage, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import RoundOutcome, RunProgress
+from tessera.shared.metrics.eta import TaskPace, expected_end
 from tessera.shared.metrics.site_spread import LISTED, PERSONAL, headlines, name_over_sites
-from tessera.shared.rounds.eta import TaskPace, expected_end
 from tessera.shared.schema import TaskState
 from tessera.shared.terminal import output
 

@@ -197,7 +197,7 @@ class VirtualCoordinator:
         room = cast("DiskSpace", SimpleNamespace(require=lambda _: None))
         aggregation = SeededAggregation(states, inspector)
         self.rounds = RoundActions(self.database, store, states, aggregation, room, self.liveness, secure)
-        self.actions = Actions(self.database, states, self.liveness, secure)
+        self.actions = Actions(self.database, store, states, self.liveness, secure)
         self.is_due = True
         """Whether something happened after which there may be something to decide."""
         # The parts that the operations on tasks and runs use.

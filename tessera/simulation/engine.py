@@ -18,7 +18,7 @@ from tessera.shared.api.runs import Round, RunSpec
 from tessera.shared.api.tasks import Claim
 from tessera.shared.client.round_outcomes import RoundOutcome, outcomes
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import InvalidUpdate
+from tessera.shared.problems import Conflict, InvalidUpdate
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.simulation.blob_folder import Folder
@@ -99,7 +99,7 @@ class Simulation:
         coordinator = self.coordinator
         self.workers.settle(coordinator.task)
         self._clear()
-        self._counted = coordinator.counted()
+        self._counted, self._offered = coordinator.counted(), coordinator.offered()
         for leased in coordinator.leased():
             self._expect(leased)
         reported = {(made.number, made.attempt) for made in coordinator.ended_rounds()}
@@ -154,8 +154,13 @@ class Simulation:
             for action in decide(run, coordinator.clock(), Timeouts(0.0, inf, LONGEST_SECONDS))
             if self._is_wanted(action, run, measures=measures, until=until)
         ]
-        for action in actions:
-            self._do(action, run)
+        for place, action in enumerate(actions):
+            try:
+                self._do(action, run)
+            except Conflict:
+                # An action before it may have overtaken it. The next look decides anew.
+                if place == 0:
+                    raise
         if not actions and measures and not coordinator.offered() and all(event.trains for event in self._events):
             self._measured = number
             coordinator.look()
@@ -172,7 +177,7 @@ class Simulation:
 
     def _do(self, action: Action, run: RunSnapshot) -> None:
         if isinstance(action, Pause):
-            raise Stalled(self._why_abandoned(run))
+            raise Stalled(self._why_abandoned(run) if run.abandoned else action.reason)
         try:
             self.coordinator.do(action)
         except TooFewWilling as fault:
@@ -393,10 +398,11 @@ class Simulation:
             self._clear()
             return
         used, _ = self.coordinator.open_updates()
-        over = {task: digest for task, digest in self._stored.items() if digest not in used}
         # No table has the updates that have not arrived yet.
         on_their_way = {event.leased.task.id for event in self._events}
-        for task in over.keys() - on_their_way:
+        used |= {digest for task, digest in self._stored.items() if task in on_their_way}
+        over = {task for task, digest in self._stored.items() if digest not in used}
+        for task in over:
             self.blobs.remove([self._stored.pop(task)])
         first = self._first_kept()
         if self._oldest < first:

@@ -121,3 +121,16 @@ def test_fitted_work_ends_at_all_sites_together_once_their_speeds_are_known(mode
     assert all(16 < took < 24 for took in later)
     steps = {task.worker: task.metrics["effective_steps"] for task in result.rounds[-1].tasks}
     assert [*steps.values()] == [17.0, 8.0, 4.0, 2.0]
+
+
+def test_a_buffer_measures_its_versions_also_where_workers_fall_silent(model: Weights) -> None:
+    sites = {name: images(seed, 8, held_out=2) for seed, name in enumerate(NAMES)}
+    spec = {"method": {"name": "fedavg"}, "training": FIVE_STEPS, "rounds": 12, "cohort": BUFFER}
+    spec |= {"evaluation": {"sites": True, "every": 2}}
+    conditions = Conditions.model_validate(
+        {"speed": ONE_TO_TEN, "jitter": 0.4, "dropout": 0.3, "policy": {"min_evaluation_examples": 1}}
+    )
+    # A silent worker is back when its lease ends. It is offered its task again, and is then too busy to measure.
+    result = simulate(spec, model, sites, conditions=conditions)
+    assert result.over
+    assert max(one.version for one in result.measurements) == 12

@@ -28,6 +28,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate
+from tessera.simulation.coordinator import VirtualCoordinator
 from tessera.simulation.virtual_sites import DataSizes, VirtualSites
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
@@ -465,6 +466,20 @@ def test_wherever_it_is_killed_it_goes_on_with_the_same_bits(
             }, at
 
 
+def test_killed_between_the_opening_of_a_round_and_the_claims_it_goes_on_at_the_same_time(
+    model: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VirtualCoordinator, "claim", claim)
+        with pytest.raises(Killed):
+            simulate(spec(), model, SITES, out=tmp_path)
+    whole, resumed = simulate(spec(), model, SITES), simulate(spec(), model, SITES, out=tmp_path)
+    assert (digests(resumed), resumed.simulated_seconds) == (digests(whole), whole.simulated_seconds)
+
+
 def test_until_stops_at_a_version_and_the_rest_is_the_same(model: Weights, tmp_path: Path) -> None:
     whole = simulate(spec(rounds=3), model, SITES, test=images(9))
     for until in (0, 1, 2, 2, None):
@@ -643,6 +658,11 @@ def test_a_spec_that_makes_no_run_is_refused(model: Weights, wanted: dict[str, A
 def test_a_simulation_asks_for_no_counts_of_data(model: Weights, asked: str) -> None:
     with refusing("invalid", "a simulation trains"):
         simulate(spec(rounds=0, **{asked: True}), model, SITES)
+
+
+def test_a_run_whose_sites_have_trained_as_often_as_they_may_stops_with_the_reason(model: Weights) -> None:
+    with pytest.raises(Stalled, match="max_updates_per_site"):
+        simulate(spec(rounds=3, cohort={"max_updates_per_site": 1}), model, SITES)
 
 
 def test_a_federation_needs_a_site(model: Weights) -> None:

@@ -21,6 +21,9 @@ class InProcess(Direct):
     def inventory(self) -> Inventory:
         return self.facts
 
+    def is_outdated(self) -> bool:
+        return False
+
     def memory_bytes(self) -> int:
         return 0
 

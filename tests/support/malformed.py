@@ -158,6 +158,8 @@ CORPUS: dict[str, tuple[bytes, Kind]] = {
     "a rank of no use": (coded("delta+lowrank=2", b"x"), "codec-unsuited"),
     "a weight of zero": (weighed("0"), "weight-invalid"),
     "a weight that is no number": (weighed("ten"), "weight-invalid"),
+    "a negative weight": (weighed("-5"), "weight-invalid"),
+    "a weight that is NaN": (weighed("nan"), "weight-invalid"),
     "a weight of thirteen digits": (weighed("1" * 13), "weight-invalid"),
     "a weight that nothing asks for": (weighed("10"), "weight-unusable"),
     "a smaller shape": (update_file({NAME: HEAD[:1].tobytes()}), "block-too-short"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tessera.shared.aggregation.local_work import EFFECTIVE_STEPS
 from tessera.shared.methods.base import LocalResult, MethodSpec, Participant, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
@@ -76,10 +77,13 @@ class Rounds:
                 subject=self.subject,
                 **self.training,
             )
-            self.half.check(plan, self.sites[name].examples, result.metrics)
+            examples = self.sites[name].examples
+            worked = {EFFECTIVE_STEPS: self.half.expected_steps(plan, examples)} if self.half.normalizes else {}
+            metrics = {**result.metrics, **worked}
+            self.half.check(plan, examples, metrics)
             sent: dict[str, Tensor] = {block: ArrayTensor(values) for block, values in result.upload.items()}
             extra: dict[str, Tensor] = {array: ArrayTensor(each.values) for array, each in result.extra.items()}
-            updates.append(Update(name, self.sites[name].examples, sent, result.metrics, plan=plan, extra=extra))
+            updates.append(Update(name, examples, sent, metrics, plan=plan, extra=extra))
             self.vaults[name], self.harvests[name] = dict(result.keep), result
         merged = self.half.merge(self.state, updates)
         self.state = replace(merged, model=_held(merged.model), server_state=_held(merged.server_state))

@@ -108,12 +108,14 @@ def killed(
     return process
 
 
+@pytest.mark.long
 def test_a_run_in_two_levels_survives_each_of_its_processes(
     levels: tuple[CoordinatorProcess, CoordinatorProcess], tmp_path: Path
 ) -> None:
     play(levels, tmp_path / "north", 4, [(0, "region"), (1, "inner"), (2, "parent")])
 
 
+@pytest.mark.long
 def test_the_page_joins_a_region_to_a_parent(
     levels: tuple[CoordinatorProcess, CoordinatorProcess], tmp_path: Path
 ) -> None:

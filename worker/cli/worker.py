@@ -127,7 +127,7 @@ def _settings_of_site(config: Path) -> WorkerSettings:
     """Return the settings of a worker with data of its own. Raises SettingsError."""
     settings = read_settings(config)
     if settings.region:
-        raise SettingsError(f"{config}: region: its sites have the data. `tessera regional` checks it at its start")
+        raise SettingsError(f"{config}: region: its sites have the data. `tessera worker doctor` checks its needs")
     return settings
 
 

@@ -29,6 +29,7 @@ from tessera.shared.rounds.regions import COUNTS, PARENT, ROUNDS, STEP, RegionCo
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.hashing import derive_seed
 from tessera.shared.tensors.lazy import Array, digest_of, from_bytes
+from tessera.shared.urls import without_password
 from tessera.worker.data.dataset_info import DatasetInfo, Inventory
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.executor import ProcessExecutor
@@ -59,7 +60,8 @@ class RegionalExecutor(ProcessExecutor):
 
     def __init__(self, region: RegionSettings, name: str, parent: Client, parent_url: str, *given: Any) -> None:
         super().__init__(*given)
-        self._region, self._name, self._parent, self._parent_url = region, name, parent, parent_url
+        # Sites see the URL, and not its password.
+        self._region, self._name, self._parent, self._parent_url = region, name, parent, without_password(parent_url)
         self._inner = Client.from_options(
             region.url, token_file=region.token_file, ca_bundle=region.ca_bundle, patience_seconds=0
         )
@@ -137,14 +139,18 @@ class RegionalExecutor(ProcessExecutor):
                 # It may be the reason why the task is no longer wanted.
                 run.check()
                 if not may_pass(problem):
-                    raise TaskFailure("region-refuses", f"the region's coordinator: {problem}") from problem
+                    # The parent learns the code alone: the text can name sites. The log has it as the cause.
+                    why = f"the region's coordinator refuses ({problem.code}); the region's own log has more"
+                    raise TaskFailure("region-refuses", why) from problem
                 if problem.code != said:
                     said = problem.code
                     log.warning("region-away", reason=said, detail=problem.detail)
             else:
                 if inner.state != "running":
-                    why = f"the region's run {inner.id} was {inner.state}: {inner.reason or 'by a person'}"
-                    raise TaskFailure("region-stopped", why)
+                    log.warning(
+                        "region-stopped", run=inner.id, state=inner.state, reason=inner.reason or "by a person"
+                    )
+                    raise TaskFailure("region-stopped", f"the region's run is {inner.state}; its own log has more")
             run.check()
             time.sleep(LOOK_SECONDS)
 
@@ -166,33 +172,40 @@ class RegionalExecutor(ProcessExecutor):
 
     def _on_version(self, run: TaskRun, fetched: FetchedVersion) -> Run:
         """Return the inner run, created if need be, with the task's version as its base."""
-        task, wanted = run.task, run.task.rounds * self._region.rounds
-        inner, version = self._find(task.run), _manifest(fetched)
+        task, version = run.task, _manifest(fetched)
         base = ParentVersion(number=task.version.number, version=digest_of(canonical(version)), plan=task.plan)
+        inner = self._find(self._spec(run, base))
         if inner is None or inner.spec.parent is None or inner.spec.parent.base != base:
             self._copy(run, fetched.document, version)
             if inner is None:
                 inner = self._create(run, base)
             elif inner.state not in ENDED:
                 inner = self._inner.set_base(inner.id, base)
+        wanted = task.rounds * _rounds_each(inner)
         if inner.spec.rounds != wanted and inner.state not in ENDED:
             inner = self._inner.patch_run(inner.id, RunPatch(rounds=wanted))
         return inner
 
-    def _find(self, parent: str) -> Run | None:
+    def _find(self, wanted: RunSpec) -> Run | None:
+        """Return the inner run of the parent's run, with the settings that the parent's task asks for: another
+        orchestrator of the region can create a run that names the same parent."""
+        assert wanted.parent  # noqa: S101 (of a region)
+        parent = wanted.parent.run
         if parent not in self._runs:
             for run in self._inner.runs():
-                told = run.spec.parent
-                if told and (told.run, told.coordinator) == (parent, self._parent_url):
-                    self._runs[parent] = run.id
+                if run.spec.parent and run.spec.parent.run == parent:
+                    if _is_same(run.spec, wanted):
+                        self._runs[parent] = run.id
+                    else:
+                        log.warning("inner-run-differs", run=run.id, remedy="See who created it, and cancel it.")
         return self._inner.run(self._runs[parent]) if parent in self._runs else None
 
-    def _create(self, run: TaskRun, base: ParentVersion) -> Run:
+    def _spec(self, run: TaskRun, base: ParentVersion) -> RunSpec:
         task, region = run.task, self._region
         deadline = region.deadline_seconds or DEADLINE_SHARE * task.cohort.deadline_seconds / region.rounds
         same = ("method", "model", "dataset", "training", "privacy", "codec", "upload_budget", "upload_seconds")
         bounds = ("max_examples", "max_update_norm", "max_norm_of_median")
-        spec = RunSpec(
+        return RunSpec(
             name=task.run_name,
             **{name: getattr(task, name) for name in (*same, *bounds)},
             version=base.version,
@@ -208,9 +221,11 @@ class RegionalExecutor(ProcessExecutor):
                 base=base,
             ),
         )
+
+    def _create(self, run: TaskRun, base: ParentVersion) -> Run:
         # A process that is killed before it reads the answer finds the run in the list.
-        inner = self._inner.create_run(spec, key=f"region-{task.run}-{base.number}")
-        log.info("inner-run-created", run=task.run_name, id=inner.id)
+        inner = self._inner.create_run(self._spec(run, base), key=f"region-{run.task.run}-{base.number}")
+        log.info("inner-run-created", run=run.task.run_name, id=inner.id)
         return inner
 
     def _copy(self, run: TaskRun, document: Model, manifest: Manifest) -> None:
@@ -232,7 +247,7 @@ class RegionalExecutor(ProcessExecutor):
         """Return the number of inner rounds that are done on the parent's version, and whether these are all."""
         scalars = self._scalars(inner)
         rounds = int(scalars[ROUNDS]) if scalars[PARENT] == number else 0
-        return rounds, rounds >= self._region.rounds
+        return rounds, rounds >= _rounds_each(inner)
 
     def _scalars(self, inner: Run) -> Mapping[str, float]:
         return next(iter(self._inner.versions(inner.id, inner.version.number))).scalars
@@ -259,6 +274,27 @@ class RegionalExecutor(ProcessExecutor):
         run.report.examples = examples = min(counts.examples, run.env.datasets[run.task.dataset].examples)
         run.report.metrics = {"region_sites": float(counts.sites), "region_withheld_blocks": float(withheld)}
         return TaskOutcome(examples, LocalResult(steps), weights=_weights(counts, examples, steps))
+
+
+def _rounds_each(inner: Run) -> int:
+    """Return the inner rounds for each round of the parent: fixed when the run was created, since its sites plan
+    schedules and privacy by them."""
+    assert inner.spec.parent  # noqa: S101 (of a region)
+    return inner.spec.parent.rounds_each
+
+
+def _is_same(found: RunSpec, wanted: RunSpec) -> bool:
+    """Return True if a run is as `wanted`, but for settings that change while it is live or follow from the region's
+    own settings."""
+    parent, asked = found.parent, wanted.parent
+    assert parent  # noqa: S101 (of a region)
+    assert asked  # noqa: S101 (the same)
+    cohort = wanted.cohort.model_copy(
+        update={"quorum": found.cohort.quorum, "deadline_seconds": found.cohort.deadline_seconds}
+    )
+    changing = {"terms": parent.terms, "rounds_each": parent.rounds_each, "base": parent.base}
+    own = {name: getattr(found, name) for name in ("version", "rounds", "seed")}
+    return found == wanted.model_copy(update={**own, "cohort": cohort, "parent": asked.model_copy(update=changing)})
 
 
 def _manifest(fetched: FetchedVersion) -> Manifest:

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import structlog
 
-from tessera.shared.rounds.eta import LIVE_TASKS
+from tessera.shared.metrics.eta import LIVE_TASKS
 from tessera.shared.schema import Value, canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.safetensors_file import ContainerError, read_header

@@ -17,10 +17,10 @@ from evidence.pool import Figures
 from evidence.runs import POLICY, code, machine, spec_of
 from evidence.scores import MASK
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.simulation import Conditions, Result, simulate
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import load
 from tessera.worker.model.build import write_block as write_values
-from tessera.simulation import Conditions, Result, simulate
 
 TABLE = "F-t"
 ALL, EQUAL = "fedavg", "fedavg, equal labels"

@@ -22,9 +22,9 @@ from common.arrays import Array
 from evidence.sources.phrases import CHAPTERS, WORDINGS, Encoded
 from evidence.sources.prepare import MODEL, PHRASES
 from tessera.shared.model.spec import Head
+from tessera.simulation import Weights
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
-from tessera.simulation import Weights
 
 HEAD = ("classifier.weight", "classifier.bias")
 STEP_SECONDS = (4.0, 1.0, 2.0)

@@ -253,7 +253,11 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
         pieces = _pieces_of(parsed.line, layout, file, nbytes, framed=bool(parsed.line))
         needed = any(stage.reads_base for stage in parsed.line)
         starts = base.chunks() if needed else (np.empty(0) for _ in chunk_counts(block.numel))
-        yield from map(lambda piece, start: _decode_chunk(parsed.line, *piece, start), pieces, starts)
+
+        def decoded(piece: tuple[list[ArrayLayout], Array], start: Array) -> Array:
+            return _decode_chunk(parsed.line, *piece, start)
+
+        yield from map(decoded, pieces, starts)
 
 
 def decode_group(

@@ -403,3 +403,21 @@ def test_a_cap_holds_behind_a_barrier_too(coordinator: LiveCoordinator) -> None:
     until(lambda: client.run(run.id).state == "paused")
     assert "as cohort.max_updates_per_site allows" in (client.run(run.id).reason or "")
     assert client.run(run.id).version.number == 1
+
+
+def test_a_run_waits_for_sites_that_are_away_although_another_has_done_its_share(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, lease_seconds=60, liveness_seconds=90) as live:
+        client, (a, b, c) = live.client(), sites(live, "a", "b", "c")
+        run = buffered(client, max_updates_per_site=2, max_attempts=100)
+        for number, other in ((1, b), (2, c)):
+            for worker in (a, other):
+                worker.train(worker.take())
+            reach(client, run, number)
+        live.elapse(400, a)
+        assert (a.claim(0), client.run(run.id).state) == (None, "running")
+        for worker in (b, c):
+            worker.enrol()
+        for worker in (b, c):
+            worker.train(worker.take())
+        reach(client, run, 3)

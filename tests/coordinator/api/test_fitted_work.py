@@ -13,6 +13,7 @@ from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import Run
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import Invalid, InvalidUpdate, RoundClosed, TaskCancelled
 from tessera.shared.run_settings import Privacy, Training
 from tests.support.coordinator import Clock, LiveCoordinator, until
@@ -142,6 +143,36 @@ def test_a_plan_keeps_to_its_site_s_policy(live: LiveCoordinator, clock: Clock) 
     steps = {name: task.plan.steps for name, task in a_round(live, clock, run, workers).items()}
     # 25 epochs of 5 batches are no limit to a; c's policy wants a pass over its 30 examples, and 7 steps are none.
     assert steps == {"a": 40, "b": None, "c": None}
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        # Each model of Ditto's has half of the 10 epochs, of 5 batches; FedRep's head has one.
+        (MethodSpec(name="ditto"), 25),
+        (MethodSpec(name="ditto", settings={"own_epochs": 3}), 35),
+        (MethodSpec(name="fedrep"), None),
+        (MethodSpec(name="fedrep", settings={"head_epochs": 4}), 30),
+    ],
+)
+def test_all_phases_together_keep_to_the_site_s_policy(
+    live: LiveCoordinator, clock: Clock, method: MethodSpec, most: int | None
+) -> None:
+    workers = sites(live, advertised_policy=AdvertisedPolicy(max_epochs=10), methods=(method.name,))
+    run = fitted(live, method=method, training=Training(steps=STEPS, optimizer="sgd", batch_size=2))
+    a_round(live, clock, run, workers)
+    assert workers["a"].take().plan.steps == (most or 40)
+
+
+def test_a_site_s_groups_are_not_trained_for_more_epochs_than_usual(live: LiveCoordinator) -> None:
+    # How many steps an epoch over groups has, and with it how many the policy permits, only the site knows.
+    about = {"advertised_policy": AdvertisedPolicy(max_epochs=100), "resources": {"seconds_per_step": 1.0}}
+    workers = sites(live, **about)
+    workers["c"].resources = {"seconds_per_step": 2.0}
+    workers["c"].enrol()
+    privacy = Privacy(unit="group", epsilon=4, delta=1e-5, clip_norm=1)
+    fitted(live, privacy=privacy, training=Training(steps=STEPS, optimizer="sgd", batch_size=2))
+    assert {name: worker.take().plan.steps for name, worker in workers.items()} == {"a": None, "b": None, "c": 10}
 
 
 def test_an_update_of_other_work_than_planned_is_refused(live: LiveCoordinator, clock: Clock) -> None:

@@ -177,7 +177,7 @@ def test_what_is_previewed_is_what_the_round_then_asks(coordinator: LiveCoordina
     assert len(drawn) == 2
     left = [said for name, prospect in prospects.items() if name not in drawn for said in prospect.warnings]
     assert {(said.rule, said.detail) for said in left} == {
-        ("cohort", "cohort.size is 2 of 4 sites, and the first round draws others")
+        ("cohort", "a round asks 2 of 4 sites, and the first round draws others")
     }
     run = client.create_run(spec)
     until(lambda: list(client.rounds(run.id)))

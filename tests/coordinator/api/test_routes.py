@@ -69,6 +69,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("PATCH", "/v1/runs/{run_id}"): Case(
         (412, 412, 404), (412, 403, 404), 403, 403, json={"state": "paused"}, headers=(("If-Match", '"0"'),)
     ),
+    ("PUT", "/v1/runs/{run_id}/base"): Case(422, 422, 403, 403, json={}),
     ("GET", "/v1/runs/{run_id}/rounds"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/rounds/{number}"): Case(READ, READ, READ, 403),
     ("GET", "/v1/runs/{run_id}/versions"): Case(READ, READ, READ, 403),

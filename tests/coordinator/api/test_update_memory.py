@@ -20,6 +20,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import Invalid
+from tessera.shared.rounds.aggregate import Aggregation, NextVersion
 from tessera.shared.rounds.server_step import MEMORY
 from tessera.shared.tensors.lazy import from_bytes
 from tests.support.coordinator import Clock, LiveCoordinator, until
@@ -136,16 +137,29 @@ def test_a_site_that_withdraws_leaves_the_memory(coordinator: LiveCoordinator) -
     np.testing.assert_allclose(head_of(client, run), START["head.weight"] + loop.head, atol=1e-5)
 
 
-def test_a_merge_that_a_withdrawal_overtakes_is_made_again(coordinator: LiveCoordinator) -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_merge_that_a_withdrawal_overtakes_is_made_again(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
     client, run, (a, _, _), loop = played(coordinator)
-    (site,) = (one for one in client.sites() if one.name == "slow")
-    with coordinator.services.conductor._merging:
-        a.train(a.take(), step=0.75)
-        until(lambda: client.round(run.id, 6).state == "merging")
-        client.withdraw_site(site.id)
-    del loop.latest["slow"]
+    ids, merge = {site.name: site.id for site in client.sites()}, Aggregation.merge
+    # The next memory is then computed from the updates of the others.
+    client.withdraw_site(ids["b"])
+    left = [ids["slow"]]
+
+    def overtaken(*about: Any) -> NextVersion:
+        """Merge, and withdraw a site of the memory before its update is read or before the commit."""
+        made = merge(*about) if is_read else None
+        while left:
+            client.withdraw_site(left.pop())
+        return made or merge(*about)
+
+    monkeypatch.setattr(Aggregation, "merge", overtaken)
+    a.train(a.take(), step=0.75)
+    until(lambda: client.run(run.id).version.number == 6 or client.run(run.id).state == "paused")
+    assert (client.run(run.id).state, client.run(run.id).reason) == ("running", None)
+    loop.latest = {"a": loop.latest["a"]}
     loop.send("a", 10, 0.75)
-    reach(client, run, 6)
     np.testing.assert_allclose(memory_of(client, run), loop.mean, atol=1e-6)
 
 

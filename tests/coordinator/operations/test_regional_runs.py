@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from tessera.coordinator.db.tables import RunBlobRow
 from tessera.shared.api.runs import ParentVersion, RegionalRun, Run
+from tessera.shared.api.tasks import Submission
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import Plan
@@ -16,7 +18,8 @@ from tessera.shared.model.selectors import Match, Selector, roles
 from tessera.shared.problems import Conflict, Forbidden, Invalid, Problem
 from tessera.shared.rounds.regions import COUNTS, PARENT, ROUNDS, STEP
 from tessera.shared.schema import canonical
-from tessera.shared.tensors.lazy import as_bytes, from_bytes
+from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
+from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -151,3 +154,23 @@ def test_a_base_is_refused_of_others_of_other_runs_and_without_its_blobs(standin
 def test_a_regions_run_only_averages(standing: LiveCoordinator, setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"only averages updates: leave out {setting}"):
         started(standing.client(), **{setting: value})
+
+
+def test_a_region_that_claims_more_examples_for_a_block_than_for_its_update_is_refused(
+    standing: LiveCoordinator,
+) -> None:
+    client, one = standing.client(), site(standing, "e-1")
+    run = start_run(client, MODEL, values(MODEL), rounds=1, cohort={"sites": ["e-1"]})
+    task = one.take()
+    base, head = one.fetch(task)[HEAD], MODEL.by_name[HEAD]
+
+    def send(weight: int) -> None:
+        file, before = io.BytesIO(), ArrayTensor(base, "F32")
+        write_update(file, task.codec, [TrainedBlock(head, ArrayTensor(base + 1, "F32"), before, weight=weight)])
+        update = one.client.put_bytes(file.getvalue())
+        about = {"token": task.token, "version": task.version.digest, "examples": 10}
+        one.client.submit(task.id, Submission(update=update, **about))
+
+    with pytest.raises(Problem, match="names 11 examples of its own; the update is of 10"):
+        send(11)
+    client.set_run_state(run.id, "cancelled")

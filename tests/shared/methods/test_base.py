@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tessera.shared.aggregation.local_work import EFFECTIVE_STEPS
 from tessera.shared.methods.base import (
     LocalResult,
     MethodSpec,
@@ -69,7 +71,11 @@ def plans_of(method: str, round_number: int, cohort: list[Participant]) -> dict[
 def harvest_of(method: str, round_number: int = 0) -> LocalResult:
     plan = plans_of(method, round_number, COHORT[:1])["a/w"]
     given = fetched(started(method, round_number), plan)
-    return one_task(method, round_number=round_number, plan=plan, server_state=given, subject=subject_of(method))[1]
+    result = one_task(method, round_number=round_number, plan=plan, server_state=given, subject=subject_of(method))[1]
+    half = coordinator_half(MethodSpec(name=method), facts_of(method))
+    # The worker reports it beside what `collect` returns.
+    worked = {EFFECTIVE_STEPS: half.expected_steps(plan, 10)} if half.normalizes else {}
+    return replace(result, metrics={**result.metrics, **worked})
 
 
 def updates_of(method: str) -> list[Update]:

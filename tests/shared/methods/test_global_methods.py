@@ -149,6 +149,39 @@ def test_effective_steps_count_each_step_with_its_share_of_the_rate(momentum: fl
     assert -weight.item() == pytest.approx(effective_steps(6, training, 2, 3))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("mu", [0.5, 5.0, 10.0])
+def test_fedprox_s_term_takes_back_a_part_of_each_step(mu: float, schedule: Any, momentum: float) -> None:
+    training = Training(optimizer="sgd", learning_rate=0.1, momentum=momentum, schedule=schedule, steps=1)
+    for steps in (1, 2, 7, 80):
+        weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
+        for factor in rate_factors(training, steps, 1, 1):
+            optimizer.param_groups[0]["lr"] = 0.1 * factor
+            optimizer.zero_grad()
+            # A constant gradient of -1, and the term.
+            (-weight.sum() + mu / 2 * weight.square().sum()).backward()
+            optimizer.step()
+        counted = effective_steps(steps, training, mu=mu)
+        assert counted == pytest.approx(weight.item() / 0.1, rel=1e-9)
+        if not momentum and schedule == "constant":
+            # The paper's equation.
+            assert counted == pytest.approx((1 - (1 - 0.1 * mu) ** steps) / (0.1 * mu))
+    with pytest.raises(ValueError, match=r"set training\.steps"):
+        effective_steps(1 << 39, training, mu=mu)
+
+
+def test_fedprox_counts_its_term_in_fitted_work_and_refuses_one_that_undoes_steps() -> None:
+    training = Training(optimizer="sgd", learning_rate=0.5, steps=40)
+    run = replace(half_of("fedprox").run, training=training, fitted=True)
+    half = coordinator_half(MethodSpec(name="fedprox", settings={"mu": 1.0}), run)
+    assert half.expected_steps(Plan(steps=2), 8) == 1.5
+    assert half.expected_steps(Plan(), 8) == pytest.approx(2.0)
+    with pytest.raises(UnsupportedRun, match="product is above 1"):
+        coordinator_half(MethodSpec(name="fedprox", settings={"mu": 2.5}), run).start(State(0, {}))
+
+
 def test_fednova_goes_the_same_way_under_a_schedule_whatever_the_sites_steps_are() -> None:
     half = half_of("fednova", batch_size=1, schedule="cosine", momentum=0.5, learning_rate=0.1)
     state = State(8, {"w": full(0.0)})

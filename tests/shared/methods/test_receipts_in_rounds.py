@@ -69,7 +69,7 @@ def test_attempts_that_were_abandoned_leave_no_trace(method: str, codec: str) ->
     # All that was accepted of them was left out, so that whoever tries again does so from where it stood.
     assert {task.state for made in result.rounds if made.state == "abandoned" for task in made.tasks} == {
         "left_out",
-        "expired",
+        "cancelled",
     }
     assert ([version.digest for version in result.versions], kept(result)) == calm(method, codec)
 

@@ -33,6 +33,7 @@ from tessera.shared.rounds.client_privacy import (
     Noise,
     NoisyMean,
     SummedRelease,
+    anonymous,
     next_clip,
     noise_share,
     rho_of_round,
@@ -549,3 +550,8 @@ def test_a_method_whose_versions_tell_more_than_the_noisy_mean_is_refused(
     with pytest.raises(Invalid) as refusal:
         begun(run, adapted_model(), State(0, {}))
     assert told in refusal.value.errors[0].detail
+
+
+def test_sites_of_equal_weight_name_none_for_their_blocks() -> None:
+    (one,) = anonymous([Update("w", 9, {}, weights={"head.weight": 8})])
+    assert (one.examples, one.weights) == (1, {})

@@ -11,17 +11,26 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import Run, RunPatch
-from tessera.shared.api.tasks import Task
+from tessera.shared.api.runs import ParentVersion, Privacy, RegionalRun, Run, RunPatch, Training
+from tessera.shared.api.tasks import ParentRun, Task
 from tessera.shared.client.client import Client, despite_changes
+from tessera.shared.diagnostics import examined
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.tensors.lazy import from_bytes
+from tessera.worker.doctor import checks
+from tessera.worker.executor.launcher import RankSettings
+from tessera.worker.executor.regional import RegionalExecutor
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.run_history import TaskStatement
-from tessera.worker.settings import WorkerSettings
+from tessera.worker.privacy.cost import epsilon_of
+from tessera.worker.settings import RegionSettings, WorkerSettings
+from tessera.worker.stores import ledger_of
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.federation import small_model, start_run, values
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.pretrained import plain_tokenizer
 from tests.support.regions import drawn, joined, settings_of, working
+from tests.support.tasks import untrained
+from tests.worker.task.test_packed_runs import LLAMA, WORDS
 
 ALONE = [("alone-1", 10), ("alone-2", 30)]
 TOP = ["alone-1", "alone-2", "north"]
@@ -147,8 +156,8 @@ def test_a_block_of_too_few_sites_stays_in_the_region(
         return moved if site != "north-1" else {HEAD: moved[HEAD]}
 
     with ExitStack() as stack:
-        stack.enter_context(joined(settings_of(tmp_path / "north", parent, inner, "north", {"min_sites": 3})))
         stack.enter_context(working(inner, NORTH, steps))
+        stack.enter_context(joined(settings_of(tmp_path / "north", parent, inner, "north", {"min_sites": 3})))
         run = start_run(client, MODEL, values(MODEL), rounds=1)
         until(lambda: client.run(run.id).state == "completed")
     (task,) = client.round(run.id, 1).tasks
@@ -172,6 +181,109 @@ def test_no_update_of_too_few_sites_leaves_a_region_whoever_lowers_its_quorum(
     (task,) = client.round(run.id, 1).tasks
     assert task.problem
     assert task.problem.detail == "region-too-small: updates of 2 sites were merged; 3 are needed"
+
+
+def test_a_run_of_another_orchestrator_that_names_the_same_parent_is_not_used(
+    parent: LiveCoordinator, inner: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, region = parent.client(), inner.client()
+    other, start = inner.client("orchestrator"), values(MODEL)
+    with ExitStack() as stack:
+        stack.enter_context(working(inner, NORTH, lambda site, task: drawn(site, task, MODEL)))
+        run = start_run(client, MODEL, start, rounds=1)
+        # Uploads what the run names; the version is that of the parent, and the settings of training are not.
+        first = start_run(other, MODEL, start, rounds=1)
+        told = RegionalRun(
+            coordinator=parent.url,
+            run=run.id,
+            terms="0" * 64,
+            base=ParentVersion(number=0, version=first.spec.version),
+        )
+        false = start_run(other, MODEL, start, rounds=1, parent=told, privacy=None, max_examples=1)
+        until(lambda: region.run(false.id).state == "completed")
+        stack.enter_context(joined(settings_of(tmp_path / "north", parent, inner, "north", {})))
+        until(lambda: client.run(run.id).state == "completed")
+    (task,) = client.round(run.id, 1).tasks
+    assert task.examples == 65
+    assert len([one for one in region.runs() if one.spec.parent]) == 2
+
+
+@pytest.mark.long
+def test_an_inner_run_keeps_its_number_of_rounds_and_is_cancelled_with_the_parents(
+    parent: LiveCoordinator, inner: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, region, done = parent.client(), inner.client(), list[Task]()
+
+    def steps(site: str, task: Task) -> dict[str, np.ndarray]:
+        done.append(task)
+        return drawn(site, task, MODEL)
+
+    told = {"min_sites": 3, "rounds": 2}
+    settings = settings_of(tmp_path / "north", parent, inner, "north", told)
+    with ExitStack() as stack:
+        stack.enter_context(working(inner, NORTH, steps))
+        with joined(settings):
+            run = start_run(client, MODEL, values(MODEL), rounds=50, cohort={"quorum": 1})
+            until(lambda: client.run(run.id).version.number >= 1)
+        (own,) = region.runs()
+        assert own.spec.rounds == 100
+        # More rounds in its settings are for later runs: the sites have planned for these.
+        more = settings.model_copy(update={"region": settings.region.model_copy(update={"rounds": 3})})
+        with joined(more):
+            before = client.run(run.id).version.number
+            until(lambda: client.run(run.id).version.number > before)
+            assert region.run(own.id).spec.rounds == 100
+            client.set_run_state(run.id, "paused")
+        client.set_run_state(run.id, "cancelled")
+        with joined(settings):
+            until(lambda: region.run(own.id).state == "cancelled")
+    assert [one.id for one in region.runs()] == [own.id]
+
+
+def test_the_parent_does_not_learn_why_an_inner_run_stopped(
+    parent: LiveCoordinator, inner: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, region = parent.client(), inner.client()
+    for site, examples in NORTH:
+        # They take no task.
+        ScriptedWorker(inner.client("site", site=site), datasets={"data": examples}).enrol()
+    with joined(settings_of(tmp_path / "north", parent, inner, "north", {})):
+        run = start_run(client, MODEL, values(MODEL), rounds=1, cohort={"max_attempts": 1})
+        own = until(lambda: next(iter(region.runs()), None))
+        region.set_run_state(own.id, "cancelled")
+        until(lambda: client.run(run.id).state == "paused")
+    (task,) = client.round(run.id, 1).tasks
+    assert task.problem
+    assert task.problem.detail == "region-stopped: the region's run is cancelled; its own log has more"
+
+
+def test_a_region_is_examined_by_its_coordinator(
+    parent: LiveCoordinator, inner: LiveCoordinator, tmp_path: Path
+) -> None:
+    settings = settings_of(tmp_path / "north", parent, inner, "north", {"min_sites": 2})
+
+    def found() -> list[tuple[str, str]]:
+        named = [
+            (name, check) for name, check in checks(settings, probe=False) if name.split()[0] in ("region", "data")
+        ]
+        return [(one.verdict, one.detail) for one in examined(named)]
+
+    assert found() == [("warn", f"{inner.url} answers, with 0 sites; 2 are needed (region.min_sites)")]
+    for site in ("north-1", "north-2"):
+        ScriptedWorker(inner.client("site", site=site), datasets={"data": 1}).enrol()
+    assert found() == [("ok", f"{inner.url} answers, with 2 sites")]
+
+
+def test_sites_see_the_parents_url_without_its_password(tmp_path: Path) -> None:
+    region = RegionSettings(url="http://127.0.0.1:2", token_file=tmp_path / "token")
+    (tmp_path / "token").write_text("t")
+    given = (RankSettings.model_construct(devices=("cpu",)), tmp_path, None, None)
+    executor = RegionalExecutor(region, "w", None, "https://me:secret@parent.example", *given)
+    assert executor._parent_url == "https://me:***@parent.example"
+    with pytest.raises(ValidationError, match="coordinator"):
+        ParentRun(coordinator="https://x\nThis run was approved by all.", run="r", terms="0" * 64)
+    with pytest.raises(ValidationError, match="orchestrator"):
+        ParentRun(coordinator="https://x", run="r", terms="0" * 64, orchestrator="a\x1b[2Kb")
 
 
 @pytest.mark.parametrize(
@@ -228,3 +340,41 @@ def test_the_bytes_of_the_parent_fall_by_the_number_of_sites_in_a_region(tmp_pat
     # The codecs differ, of new values and of steps, by less than a quarter.
     assert plain[0] / nested[0] == pytest.approx(20, rel=0.25)
     np.testing.assert_allclose(head, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+def test_sites_of_a_region_spend_no_more_than_the_parent_announced(
+    parent: LiveCoordinator, inner: LiveCoordinator, tmp_path: Path
+) -> None:
+    """Two real sites, two rounds of the parent, and two inner rounds on each version."""
+    privacy, client = Privacy(clip_norm=1.0, epsilon=8.0, delta=1e-2), parent.client()
+    document, start = untrained(LLAMA, "causal-lm", seed=0)
+    plain = Training(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, batch_size=2)
+    ledgers = []
+    told = settings_of(tmp_path / "north", parent, inner, "north", {"min_sites": 2, "rounds": 2})
+    told = told.model_copy(update={"datasets": {"notes": told.datasets["data"]}})
+    with ExitStack() as stack:
+        for site in ("north-1", "north-2"):
+            folder = tmp_path / site
+            folder.mkdir()
+            (folder / "notes.jsonl").write_text(f'{{"text": "{" ".join(WORDS[:3])}"}}\n' * 6)
+            notes = {
+                "kind": "text", "file": str(folder / "notes.jsonl"), "head": "causal-lm", "max_length": 8,
+                "tokenizer": str(plain_tokenizer(folder / "plain", WORDS)),
+            }  # fmt: skip
+            settings = WorkerSettings(
+                url=inner.url, token=inner.token("site", site), name="w", state_dir=folder / "state", threads=1,
+                poll_seconds=1, datasets={"notes": notes},
+            )  # fmt: skip
+            stack.enter_context(joined(settings))
+            ledgers.append(ledger_of(settings))
+        stack.enter_context(joined(told))
+        run = start_run(client, document, start, rounds=2, dataset="notes", training=plain, privacy=privacy)
+        until(lambda: client.run(run.id).state == "completed", 120)
+    (own,) = inner.client().runs()
+    assert (own.spec.privacy, own.spec.rounds) == (privacy, 4)
+    for ledger in ledgers:
+        events = [event for entry in ledger.read("notes") for event in entry.events]
+        assert len(ledger.read("notes")) == 4
+        # All of it is spent by the last round, and no more: the noise is that of four rounds.
+        assert 7.0 < epsilon_of(events, privacy.delta) <= privacy.epsilon

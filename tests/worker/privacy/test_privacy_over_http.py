@@ -39,13 +39,21 @@ PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
 
 
 @contextmanager
-def site(coordinator: LiveCoordinator, folder: Path, *, executes: bool = False, **source: Any) -> Iterator[None]:
+def site(
+    coordinator: LiveCoordinator,
+    folder: Path,
+    *,
+    executes: bool = False,
+    name: str = "a",
+    resources: dict[str, float] | None = None,
+    **source: Any,
+) -> Iterator[None]:
     """A worker with an eighth of the digits, held under a name of its own. It may execute its tasks itself."""
     digits = eighth_of_digits(folder / "data", held_out=0.2) if "part" not in source else {"kind": "digits"}
     settings = WorkerSettings(
-        url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "a",
+        url=coordinator.url, token=coordinator.token("site", name), name="w", state_dir=folder / name,
         datasets={"digits": {**digits, **source}}, threads=1, poll_seconds=1,
-        held_out_key_file=key_file(folder / "data"),
+        resources=resources or {}, held_out_key_file=key_file(folder / "data"),
     )  # fmt: skip
     stop = Stop()
     agent = Agent(settings, stop, executor=in_process(settings) if executes else None)
@@ -127,6 +135,24 @@ def test_a_capped_run_spends_its_epsilon_in_as_many_trainings_and_the_site_does_
     else:
         assert not refused
         assert "as many as cohort.max_updates_per_site allows" in (run.reason or "")
+
+
+@pytest.mark.usefixtures("fine_grid")
+def test_of_fitted_work_the_ledger_has_the_steps_of_the_plan(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client, planned = coordinator.client(), {"a": 8, "b": 4}
+    with (
+        site(coordinator, tmp_path, resources={"seconds_per_step": 1.0}),
+        site(coordinator, tmp_path, name="b", resources={"seconds_per_step": 2.0}),
+    ):
+        run = ended(client, privacy=PRIVACY, cohort=Cohort(size=2, quorum=2, max_attempts=1, work="fitted"))
+    assert run.state == "completed", run.reason
+    tasks = tasks_of(client, run)
+    # Both have 5 steps an epoch, and declare 5 s and 10 s for it: 7.5 s are 8 and 4 steps, whatever the time was.
+    assert [(task.worker, task.metrics["effective_steps"]) for task in tasks] == [("a/w", 8.0), ("b/w", 4.0)] * 2
+    for name, steps in planned.items():
+        events = [event for entry in ledger_in(tmp_path / name).read("digits") for event in entry.events]
+        assert [event.steps for event in events if isinstance(event, NoisySteps)] == [steps] * 2
+        assert 0.98 * 4.0 < epsilon(events, 1e-5) <= 4.0
 
 
 def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(

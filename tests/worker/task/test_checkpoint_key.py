@@ -55,6 +55,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "version": ("base", {"version": {"number": 0, "digest": digest("c")}}),
     "plan": ("plan", {"plan": Plan(train=roles("head"))}),
     "a plan's numbers": ("plan", {"plan": Plan(scalars={"layers": 2.0})}),
+    "a plan's steps": ("plan", {"plan": Plan(steps=3)}),
     "training": ("settings", {"training": {"batch_size": 9}}),
     "method": ("settings", {"method": MethodSpec(name="fedprox")}),
     "a method's settings": ("settings", {"method": MethodSpec(name="fedavg", settings={"x": 1})}),

@@ -570,6 +570,32 @@ CASES = [
         says(**OTHER_RUN, training={"batch_size": 10**12}),
         at="strict",
     ),
+    Case(
+        "another number of steps than the run's",
+        "invalid-plan: the plan has 2 steps; with cohort.work 'fixed'",
+        says(**OTHER_RUN, plan={"steps": 2}),
+    ),
+    Case(
+        "more steps than the factor of a run with fitted work allows",
+        "invalid-plan: the plan has 13 steps; .*the run allows 1 to 12",
+        says(**OTHER_RUN, cohort={"work": "fitted"}, plan={"steps": 13}),
+    ),
+    Case(
+        "fewer steps than the factor of a run with fitted work allows",
+        "invalid-plan: the plan has 9 steps; .*the run allows 10 to 90",
+        says(**OTHER_RUN, cohort={"work": "fitted", "work_factor": 3}, training={"epochs": 10}, plan={"steps": 9}),
+    ),
+    Case(
+        "more epochs of fitted work than the site's policy allows",
+        "policy-violation: max_epochs: 134 epochs are more than the 100 allowed",
+        says(**OTHER_RUN, cohort={"work": "fitted", "work_factor": 1000}, plan={"steps": 400}),
+    ),
+    Case(
+        "fitted work in the middle of a run",
+        "policy-violation: run: .* has changed its cohort$",
+        says(cohort={"work": "fitted", "work_factor": 1000}, plan={"steps": 400}),
+    ),
+    garbled("more steps than any run has", "/plan/steps", plan={"steps": 10**7}),
     garbled("a learning rate that is no number", "/training/learning_rate", training={"learning_rate": float("nan")}),
     garbled("an infinite learning rate", "/training/learning_rate", training={"learning_rate": float("inf")}),
     garbled("a learning rate of a million", "/training/learning_rate", training={"learning_rate": 1e6}),

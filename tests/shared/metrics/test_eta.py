@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tessera.shared.rounds.eta import TaskPace, expected_end
+from tessera.shared.metrics.eta import TaskPace, expected_end
 
 
 def test_a_round_ends_about_when_rounds_before_it_did_and_its_slowest_worker_will() -> None:
