@@ -15,6 +15,7 @@ from examples.processes import ROOT
 from tessera.shared.aggregation.robust import Guard, Mean
 from tessera.shared.aggregation.server_optimizer import AdaptiveOptimizer, Momentum, NoOptimizer
 from tessera.shared.api.secure_sums import SecureSums
+from tessera.shared.methods.base import MODES
 from tessera.shared.methods.registry import methods
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.shared.schema import Compatibility
@@ -26,9 +27,6 @@ BEGIN = "<!-- made by `make bench-methods` from benchmarks/methods/table.json: d
 END = "<!-- end of what is made -->\n"
 BASELINE = "fedavg"
 BEGIN_MODES = "<!-- made by `python -m docs.method_table` from the classes' declarations: do not edit -->\n"
-MODES = {"buffered": "buffering"}
-"""The columns of the table of modes, which are attributes of settings' classes: for each, the class method of a
-method's coordinator half that returns the same."""
 COLUMNS = f"""\
 - **sites**: the mean score of the sites on their held-out examples, in percent, and its standard deviation
   over seeds. A method with models of the sites' own is measured by these.
@@ -78,7 +76,7 @@ def write(found: Mapping[str, Any]) -> None:
 def modes() -> str:
     """Return a row for each method and for each setting of a kind, with the modes of cohorts that it goes with."""
     rows = [
-        [name, *(_compatible(getattr(method.coordinator, of_method)()) for of_method in MODES.values())]
+        [name, *(_compatible(method.coordinator.declared(mode)) for mode in MODES)]
         for name, method in sorted(methods().items())
     ]
     kinds: dict[str, Any] = {
@@ -92,8 +90,11 @@ def modes() -> str:
         "`client_privacy`": ClientPrivacy,
         "`secure_sums`": SecureSums,
     }
-    rows += [[name, *(_compatible(getattr(kind, mode)) for mode in MODES)] for name, kind in kinds.items()]
-    return _table(["method or setting", *MODES], rows, "---")
+    rows += [
+        [name, *(_compatible(getattr(kind, mode)) if hasattr(kind, mode) else "" for mode in MODES)]
+        for name, kind in kinds.items()
+    ]
+    return _table(["method or setting", *(mode.replace("_", " ") for mode in MODES)], rows, "---")
 
 
 def _compatible(declared: Compatibility) -> str:

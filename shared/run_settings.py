@@ -328,8 +328,9 @@ class Privacy(UnitBudget):
     of one worker's data set. It does not cover whole sites, nor evaluations.
     """
 
-    # A site trains at most once from each version, and its ledger counts each training.
+    # A site trains at most once from each version, and its ledger counts each training with the steps of its plan.
     buffered: ClassVar[Compatibility] = Compatibility()
+    unequal_steps: ClassVar[Compatibility] = Compatibility()
 
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
@@ -405,6 +406,7 @@ class ClientPrivacy(Budget):
     """
 
     buffered: ClassVar[Compatibility] = Compatibility("its noise is computed for updates of one version")
+    unequal_steps: ClassVar[Compatibility] = Compatibility("a step that was divided is no longer within clip_norm")
 
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of sites")
     clip_norm: float = Field(

@@ -112,7 +112,7 @@ class RoundActions:
         try:
             made = self.aggregation.merge(spec, bounds, base, accepted, sums, noise_key, earlier, latest)
         except Exception:
-            # A site that withdraws takes its updates along, of which some may not have been read yet.
+            # A site that withdraws takes its updates along; the merge may not have read all of them.
             with self.database.snapshot() as session:
                 require(not (gone := versions.withdrawn(session, round_id, latest)), gone)
             raise

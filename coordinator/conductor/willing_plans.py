@@ -1,4 +1,4 @@
-"""The plans of a round's workers, of which each would be accepted by its site."""
+"""Plans for a round's workers that their sites would accept."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -241,8 +241,8 @@ class Retention:
         return {blob for version in versions for blob in self.states.manifest(version.digest).digests}
 
     def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """Return the first version, the latest, those of open tasks, of unmerged or remembered updates, and those to
-        evaluate."""
+        """Return the first version, the latest, the versions of open tasks and of unmerged or remembered updates, and
+        the versions to evaluate."""
         live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED | _REMEMBERED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         spec = RunSpec.model_validate(run.spec)

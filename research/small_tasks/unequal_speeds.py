@@ -145,7 +145,7 @@ def _points(result: Result) -> Iterator[Point]:
 
 
 def row(found: Mapping[int, Sequence[Point]], all_: Mapping[int, Sequence[Point]]) -> dict[str, Cell]:
-    """Compare an arm's curves with those of `all`, by seed."""
+    """Compare an arm's curves with the curves of `all`, by seed."""
     ratios, central, slow, last = list[float](), list[float](), list[float](), list[float]()
     for seed, points in found.items():
         other, own = list(smoothed(all_[seed])), list(smoothed(points))
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     seeds = range(1 if chosen.quick else chosen.seeds)
     rounds = QUICK_ROUNDS if chosen.quick else ROUNDS
-    results = Results("unequal_speeds", "Eight sites of which the slowest takes ten times as long as the fastest")
+    results = Results("unequal_speeds", "Eight sites: the slowest takes ten times as long as the fastest")
     runs = list(product(chosen.tasks, DATA, ARMS, seeds))
     with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
         curves = dict(zip(runs, pool.map(curve, *zip(*runs, strict=True), [rounds] * len(runs)), strict=True))

@@ -41,8 +41,11 @@ FEW_SENDERS = "blocks_with_few_senders"
 class RobustRule(Value):
     """One way to make a step of many."""
 
-    buffered: ClassVar[Compatibility]
+    # It merges steps, each from the version of its own, and divided by its local work.
+    buffered: ClassVar[Compatibility] = Compatibility()
     """Says whether it takes steps from different versions."""
+    unequal_steps: ClassVar[Compatibility] = Compatibility()
+    """Says whether it takes steps of unequal local work."""
 
     @property
     def neutral(self) -> bool:
@@ -62,7 +65,6 @@ class RobustRule(Value):
 class Mean(RobustRule):
     """The mean by examples. Breakdown point 0: a single worker moves it anywhere."""
 
-    buffered = Compatibility()
     rule: Literal["mean"] = "mean"
 
     @property
@@ -75,9 +77,6 @@ class Mean(RobustRule):
 
 class Guard(RobustRule):
     """A rule that tolerates attackers."""
-
-    # It compares steps, each from the version of its own.
-    buffered = Compatibility()
 
     attackers: PositiveInt = Field(default=1, le=1000, description="malicious workers that a round must tolerate")
 

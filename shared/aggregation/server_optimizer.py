@@ -39,6 +39,8 @@ class OptimizerRule(Value):
         "its memory would add to steps that come late", 'kind = "none"', lambda optimizer: optimizer.neutral
     )
     """Says whether it takes steps from different versions."""
+    unequal_steps: ClassVar[Compatibility] = Compatibility()
+    """Says whether it takes steps of unequal local work."""
 
     @property
     def neutral(self) -> bool:

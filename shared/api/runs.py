@@ -352,11 +352,9 @@ class RunSpec(Value):
             raise ValueError(f"parent: a region's run trains, and only averages updates: leave out {named}")
         return self
 
-    @model_validator(mode="after")
-    def _can_be_buffered(self) -> Self:
-        """Refuse settings that act on updates of one version alone. Methods are asked when the run is created."""
-        if not self.cohort.buffers:
-            return self
+    def _unfit(self, mode: Literal["buffered", "unequal_steps"]) -> dict[str, str]:
+        """Return the settings that declare that they do not go with a mode of cohorts, with the reasons. Methods are
+        asked when the run is created."""
         codec = pipeline.parse(self.codec)
         declaring = {
             "secure_sums": (self.secure_sums,),
@@ -366,12 +364,39 @@ class RunSpec(Value):
             "robust": (self.robust,),
             "codec": (*codec.line, codec.lowrank),
         }
-        unfit = {
-            name: one.buffered.fault
+        return {
+            name: declared.fault
             for name, ones in declaring.items()
             for one in ones
-            if one is not None and not one.buffered.allows(one)
+            if one is not None and not (declared := getattr(one, mode)).allows(one)
         }
+
+    @model_validator(mode="after")
+    def _can_be_fitted(self) -> Self:
+        """Refuse settings that go with equal numbers of local steps alone."""
+        if self.cohort.work == "fixed":
+            return self
+        by_groups = self.privacy is not None and self.privacy.unit == "group" and self.training.steps is None
+        others = {
+            "cohort.workers_per_site": (
+                self.cohort.workers_per_site > 1,
+                "a site's updates are pooled before they are divided",
+            ),
+            "privacy.unit": (
+                by_groups,
+                "only the site knows the number of groups, and so the steps of an epoch: set training.steps",
+            ),
+        }
+        if unfit := self._unfit("unequal_steps") | {name: why for name, (is_set, why) in others.items() if is_set}:
+            said = "; ".join(f"{name}: {why}" for name, why in unfit.items())
+            raise ValueError(f"cohort.work 'fitted' does not go with {said}. Leave it out, or set work to 'fixed'")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_buffered(self) -> Self:
+        """Refuse settings that act on updates of one version alone."""
+        if not self.cohort.buffers:
+            return self
         others = {
             "normalization": (
                 self.normalization == "inverse-probability",
@@ -384,7 +409,7 @@ class RunSpec(Value):
                 "cohort.memory would bring back the steps that the rule left out",
             ),
         }
-        if unfit := unfit | {name: why for name, (is_set, why) in others.items() if is_set}:
+        if unfit := self._unfit("buffered") | {name: why for name, (is_set, why) in others.items() if is_set}:
             said = "; ".join(f"{name}: {why}" for name, why in unfit.items())
             raise ValueError(f"cohort.mode 'buffer' does not go with {said}. Leave it out, or set mode to 'barrier'")
         return self
@@ -712,7 +737,7 @@ class Round(Message):
     version: int | None = None
     updates: int | None = None
     """Accepted updates for its version, whichever rounds asked for them; of an abandoned attempt, its own that no
-    version took. None if they are those of its tasks."""
+    version took. None where its tasks have sent all of its updates."""
     tasks: tuple[TaskView, ...] = ()
     """That it asked for; of the open round of a run that buffers updates, read alone, also those that go on."""
 

@@ -26,6 +26,7 @@ class SecureSums(Value):
     privacy beside it, the sum itself is exact."""
 
     buffered: ClassVar[Compatibility] = Compatibility("the terms of a sum name one version for all")
+    unequal_steps: ClassVar[Compatibility] = Compatibility("the plan of a sum is the same for all sites")
 
     helpers: tuple[Label, ...] = Field(
         min_length=3,

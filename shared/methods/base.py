@@ -269,6 +269,16 @@ class RunInfo:
             )
 
 
+Mode = Literal["buffered", "unequal_steps", "regional"]
+MODES: Mapping[Mode, tuple[str, ...]] = {
+    "buffered": ("plan", "merge"),
+    "unequal_steps": ("plan", "check", "merge"),
+    "regional": ("merge",),
+}
+"""The modes that a method declares itself compatible with or not, and the hooks on which each declaration rests: a
+class that overrides one of these hooks declares it again."""
+
+
 class CoordinatorHalf(Generic[C]):
     """The coordinator's half: numpy only; no clock, no network, no files."""
 
@@ -281,8 +291,13 @@ class CoordinatorHalf(Generic[C]):
     adapters of different ranks."""
 
     buffered: ClassVar[Compatibility] = Compatibility()
-    """Says whether `merge` takes updates that started from earlier versions (`cohort.mode = "buffer"`). A class that
-    overrides `plan` or `merge` says it again: a memory of its sites may assume that they hold the present version."""
+    """Says whether `merge` takes updates that started from earlier versions (`cohort.mode = "buffer"`): a memory of
+    its sites may assume that they hold the present version."""
+    unequal_steps: ClassVar[Compatibility] = Compatibility()
+    """Says whether each site may make its own number of steps (`cohort.work = "fitted"`) and nothing but `scaled` is
+    needed for that."""
+    regional: ClassVar[Compatibility] = Compatibility()
+    """Says whether the mean of a region's sites, with the weights of its blocks, can stand for their updates."""
 
     normalized: ClassVar[bool] = False
     """True if each step is divided by its worker's local work in every run, as it is in all runs with fitted work."""
@@ -296,26 +311,19 @@ class CoordinatorHalf(Generic[C]):
         self.run = run
 
     @classmethod
-    def buffering(cls) -> Compatibility:
-        """Return the declaration in `buffered`, unless a later class overrides `plan` or `merge`."""
-        names = ("buffered", "plan", "merge")
-        declaring, *acting = (next(each for each in cls.__mro__ if name in vars(each)) for name in names)
+    def declared(cls, mode: Mode) -> Compatibility:
+        """Return the declaration of that name, unless a later class overrides a hook on which it rests."""
+        declaring, *acting = (next(c for c in cls.__mro__ if name in vars(c)) for name in (mode, *MODES[mode]))
         if any(declaring in each.__mro__[1:] for each in acting):
-            return Compatibility("the method does not say that it merges updates of earlier versions")
-        return cls.buffered
+            return Compatibility(f"the method overrides {' or '.join(MODES[mode])} and does not declare {mode}")
+        return getattr(cls, mode)  # type: ignore[no-any-return]  # a declaration
 
-    @property
-    def merges_earlier_updates(self) -> bool:
-        """True if the method, with its settings, can merge an update that started from an earlier version."""
-        return self.buffering().allows(self.settings)
-
-    def check_buffered(self) -> None:
-        """Raise UnsupportedRun if updates of a run in mode `buffer` may be of versions that `merge` does not take."""
-        if not self.merges_earlier_updates:
-            declared = self.buffering()
-            raise UnsupportedRun(
-                f"{declared.fault}: {declared.remedy}set cohort.mode to barrier, or choose a method such as fedavg"
-            )
+    def require(self, mode: Mode, otherwise: str) -> None:
+        """Raise UnsupportedRun if the method, with its settings, does not go with a mode. `otherwise` is the setting
+        that leaves it."""
+        declared = self.declared(mode)
+        if not declared.allows(self.settings):
+            raise UnsupportedRun(f"{declared.fault}: {declared.remedy}{otherwise}, or choose a method such as fedavg")
 
     def check_memory(self) -> None:
         """Raise UnsupportedRun for a memory of updates, unless all sites send the same blocks in all rounds and
@@ -338,27 +346,15 @@ class CoordinatorHalf(Generic[C]):
             )
 
     @property
-    def merges_unequal_steps(self) -> bool:
-        """True if each site may make its own number of steps, and the method needs nothing beyond `scaled` for that.
-        A class that overrides `plan`, `check` or `merge` says so itself."""
-        own = type(self)
-        return all(getattr(own, name) is getattr(CoordinatorHalf, name) for name in ("plan", "check", "merge"))
-
-    @property
     def normalizes(self) -> bool:
         """True if `merge` divides each step by its worker's local work (`shared.aggregation.local_work`)."""
         return self.normalized or self.run.fitted
 
     @property
-    def merges_regions(self) -> bool:
-        """True if a region's mean of its sites' updates, with the weights of its blocks, can stand for these updates:
-        `merge` only averages blocks. A class that overrides `merge` says so itself."""
-        return type(self).merge is CoordinatorHalf.merge
-
-    @property
     def takes_regions(self) -> bool:
         """True if a region may stand for its sites in the run: single sites have local work and latest updates."""
-        return self.merges_regions and not self.normalizes and not self.run.memory
+        is_declared = self.declared("regional").allows(self.settings)
+        return is_declared and not self.normalizes and not self.run.memory
 
     def open_blocks(self, state: State) -> Selector:
         """Return the blocks that this state's updates may change: what an update of an earlier version says of others
@@ -461,8 +457,8 @@ class CoordinatorHalf(Generic[C]):
         """
         if self.normalizes and guard != "robust":
             raise UnsupportedRun(
-                f"steps are divided by each site's local work, of which {guard} would know nothing: leave {guard} "
-                'out, or choose a method such as fedavg with cohort.work = "fixed"'
+                f"steps are divided by each site's local work, and {guard} does not take that into account: "
+                f'leave {guard} out, or choose a method such as fedavg with cohort.work = "fixed"'
             )
         if type(self).merge is not CoordinatorHalf.merge:
             raise UnsupportedRun(

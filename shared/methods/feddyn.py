@@ -67,6 +67,8 @@ class FedDynSettings(PopulationSettings):
 
 class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
     buffered = Compatibility("the sum of all sites' drifts takes each update at its own version")
+    unequal_steps = Compatibility("its proof is for equal numbers of steps")
+    regional = Compatibility("the sum of drifts takes the step of each site")
     _keeps = "a gradient"
 
     def start(self, state: State) -> State:

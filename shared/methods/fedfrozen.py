@@ -190,8 +190,8 @@ class FedFrozenSettings(MethodSettings):
 
 
 class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
-    buffered = Compatibility(
-        "signals and an automatic warm-up compare updates of one version",
+    buffered = unequal_steps = regional = Compatibility(
+        "signals and an automatic warm-up compare the updates of one version as sites sent them",
         "warmup_rounds of a number and signals = false",
         lambda settings: settings.warmup_rounds != "auto" and not settings.signals,
     )
@@ -250,11 +250,6 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             scalars[SINCE] = state.round - (state.scalars[FROZEN_FROM] if warmup == "auto" else warmup)
         return Plan(stage=stage, train=trained, upload=trained, scalars=scalars)
 
-    @property
-    def merges_unequal_steps(self) -> bool:
-        """True without the signals, which compare steps as they were sent."""
-        return self.merges_earlier_updates
-
     def open_blocks(self, state: State) -> Selector:
         return self.plan_for(state, Participant("any", 1)).upload
 
@@ -296,11 +291,6 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         if self.settings.warmup_rounds == "auto":
             return FROZEN_FROM in state.scalars
         return state.round >= self.settings.warmup_rounds
-
-    @property
-    def merges_regions(self) -> bool:
-        """True unless the warm-up follows from how the sites' updates differ."""
-        return self.settings.warmup_rounds != "auto" and not self.settings.signals
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged, settings = super().merge(state, updates), self.settings

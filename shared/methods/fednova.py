@@ -5,10 +5,12 @@ methods too.
 """
 
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings
+from tessera.shared.schema import Compatibility
 
 
 class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
     normalized = True
+    regional = Compatibility("steps are divided by the local work of single sites")
 
 
 METHOD = Method(

@@ -62,6 +62,8 @@ def _shape(run: RunInfo) -> tuple[int, int]:
 
 class FedProtoCoordinator(CoordinatorHalf[FedProtoSettings]):
     buffered = Compatibility("prototypes of different versions cannot be averaged")
+    unequal_steps = Compatibility("no step is merged, which local work could divide")
+    regional = Compatibility("prototypes are of single sites")
 
     def start(self, state: State) -> State:
         if not _matrices(self.run) or self.run.head not in (None, "image-classification", "text-classification"):

@@ -113,8 +113,8 @@ def adapters_of(blocks: Sequence[Block], lora: Lora | None) -> list[Adapter]:
 
 
 class LoraCoordinator(CoordinatorHalf[LoraSettings]):
-    buffered = Compatibility(
-        "a product of adapters takes both factors of one version",
+    buffered = unequal_steps = regional = Compatibility(
+        "a product of adapters takes both factors as a site sent them from one version",
         'average = "factors"',
         lambda settings: settings.average == "factors",
     )
@@ -154,11 +154,6 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
                 raise UnsupportedRun(f'{name} {reason}: leave it out, or set average to "factors"')
 
     @property
-    def merges_regions(self) -> bool:
-        """True for the mean of each factor: a product takes both factors of one site."""
-        return self.settings.average == "factors"
-
-    @property
     def _heads(self) -> list[Block]:
         """The blocks of the head that can train."""
         return [block for block in self.run.blocks if HEAD.holds(block) and self.run.trainable.holds(block)]
@@ -187,11 +182,6 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
             exclude=(A_FACTORS,) if self.settings.freeze_a else (),
         )
         return Plan(stage="adapters", train=adapters, upload=adapters)
-
-    @property
-    def merges_unequal_steps(self) -> bool:
-        """True for means of blocks: products are of updates as they were sent."""
-        return self.settings.average == "factors"
 
     def check_merge(self, guard: Guard) -> None:
         """Accept everything for the means of blocks, and nothing for products: these need each update as it is."""

@@ -100,8 +100,8 @@ def trained_prompts(settings: PFedDCSettings, run: RunInfo) -> dict[Modality, st
 
 
 class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
-    # `merge` adds metrics of each update by itself.
-    buffered = Compatibility()
+    # `merge` adds metrics of each update by itself. Of a region, charts and warnings alone lack them.
+    buffered = unequal_steps = regional = Compatibility()
 
     def start(self, state: State) -> State:
         fusion = self.settings.fusion
@@ -121,16 +121,6 @@ class PFedDCCoordinator(PromptCoordinator[PFedDCSettings]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         plan = super().plan_for(state, worker)
         return plan.model_copy(update={"upload": NOTHING}) if self.settings.share == "nothing" else plan
-
-    @property
-    def merges_unequal_steps(self) -> bool:
-        """True: `merge` adds metrics of each update by itself."""
-        return True
-
-    @property
-    def merges_regions(self) -> bool:
-        """True: without the sites' own metrics, only charts and warnings lack values."""
-        return True
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)

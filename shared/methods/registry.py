@@ -334,8 +334,8 @@ def regional() -> list[str]:
     """Return the methods that a region can do for its sites with some settings."""
 
     def may(half: type[CoordinatorHalf[Any]]) -> bool:
-        says = half.merges_regions is not CoordinatorHalf.merges_regions
-        return (says or half.merge is CoordinatorHalf.merge) and not half.normalized
+        declared = half.declared("regional")
+        return not declared.fault or bool(declared.settings)
 
     return [name for name, method in methods().items() if may(method.coordinator)]
 

@@ -101,7 +101,9 @@ DRAWN = "drawn"
 
 
 class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
-    buffered = Compatibility(
+    # `merge` adds the choices of sites, and averages scaled steps.
+    unequal_steps = Compatibility()
+    buffered = regional = Compatibility(
         "the method compares the sites' scores of one version",
         'chooser = "worker" or a score that reads no data',
         lambda settings: settings.chooser == "worker" or not settings.looks_at_data,
@@ -234,16 +236,6 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         return Plan(train=selector, upload=selector, scalars=scalars)
 
     # ------------------------------------------------------------ merging
-
-    @property
-    def merges_unequal_steps(self) -> bool:
-        """True: `merge` adds the sites' choices, and averages scaled steps."""
-        return True
-
-    @property
-    def merges_regions(self) -> bool:
-        """True unless the sites' scores are compared, of which a region sends none."""
-        return self.merges_earlier_updates
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         super().check(plan, examples, metrics)

@@ -52,6 +52,8 @@ class ScaffoldSettings(PopulationSettings):
 
 class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
     buffered = Compatibility("the control variates of all sites are of one version")
+    unequal_steps = Compatibility("its proof is for equal numbers of steps")
+    regional = Compatibility("a control variate is the change of a site over its own steps")
     _keeps = "a control"
     _replaces = True
 

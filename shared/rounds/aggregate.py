@@ -201,7 +201,7 @@ class Aggregation:
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
             sent = [self._update(entry, spec.cohort, model, state) for entry in entries]
             if any(update.staleness for update in sent):
-                half.check_buffered()
+                half.require("buffered", "set cohort.mode to barrier")
             blocks |= {update.worker: set(update.blocks) for update in sent}
             sent = [_without(one, frozen) if one.staleness else one for one in sent]
             update = pooled(state.model, sent, spec.normalization)

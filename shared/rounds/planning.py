@@ -395,7 +395,7 @@ def _check_half(half: CoordinatorHalf[Any]) -> None:
         if is_set:
             check_merge(half, guard)
     if half.run.buffered:
-        half.check_buffered()
+        half.require("buffered", "set cohort.mode to barrier")
     if half.run.memory:
         half.check_memory()
     if half.normalizes:
@@ -412,26 +412,8 @@ def _check_local_work(half: CoordinatorHalf[Any]) -> None:
             "the local work counts a site's momentum from zero in each round (fednova, and cohort.work): leave "
             "training.keep_moments out, or train with adamw"
         )
-    if not run.fitted:
-        return
-    remedy = 'set cohort.work to "fixed"'
-    if not half.merges_unequal_steps:
-        raise UnsupportedRun(
-            "with these settings the method does not merge updates of unequal numbers of steps: "
-            f"{remedy}, or choose a method such as fedavg"
-        )
-    unfit = {
-        "secure_sums": (run.secure_sums, "the plan of a sum is the same for all sites"),
-        "client_privacy": (run.client_privacy is not None, "a step that was divided is no longer within clip_norm"),
-        "cohort.workers_per_site": (run.workers_per_site > 1, "a site's updates are pooled before they are divided"),
-        "privacy.unit": (
-            run.privacy is not None and run.privacy.unit == "group" and run.training.steps is None,
-            "the steps of an epoch follow from the number of groups, which only the site knows: set training.steps",
-        ),
-    }
-    if found := {name: why for name, (is_set, why) in unfit.items() if is_set}:
-        said = "; ".join(f"{name}: {why}" for name, why in found.items())
-        raise UnsupportedRun(f"fitted work does not go with {said}. Leave it out, or {remedy}")
+    if run.fitted:
+        half.require("unequal_steps", 'set cohort.work to "fixed"')
 
 
 def _check_parts(half: CoordinatorHalf[Any]) -> None:

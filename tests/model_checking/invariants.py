@@ -551,7 +551,7 @@ class Watch:
 
     def after_heartbeat(self, task: str, over: bool) -> None:
         """A worker learns at its next heartbeat that its task is over."""
-        _hold(not over, "told", f"a heartbeat on task {task} was answered, and it was over before")
+        _hold(not over, "told", f"a heartbeat was answered for task {task}, which had ended")
 
     def _kept(self, now: dict[str, Rows], task: str, token: int, update: str | None) -> None:
         row = now["tasks"][task]

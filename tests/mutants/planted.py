@@ -491,7 +491,7 @@ FAULTS: dict[str, Fault] = {
     "each version ends the work that goes on": Fault(
         ((rounds, "cancel_obsolete", all_cancelled),), buffered=True, planted_in="make test-long"
     ),
-    "a worker is not told that its task is over": Fault(
+    "a heartbeat does not say that its task has ended": Fault(
         ((task_operations, "heartbeat", untold),), buffered=True, planted_in="make test-long"
     ),
     "a site is asked from the version before the latest": Fault(

@@ -1,4 +1,4 @@
-"""Simulated time: what follows from speeds, lines and absence, and rounds that wait for nobody."""
+"""Test simulated time: durations by speed, line and absence, and buffered rounds."""
 
 from __future__ import annotations
 

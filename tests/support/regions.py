@@ -72,7 +72,7 @@ def working(
     steps: Steps,
     methods: Sequence[str] = ("fedavg",),
 ) -> Iterator[list[Task]]:
-    """Sites of this coordinator at work, each with so many examples. Yields the tasks that they have done."""
+    """Sites of this coordinator at work, with their numbers of examples. Yields the tasks that they have done."""
     stopped, done = threading.Event(), list[Task]()
     with ExitStack() as stack:
         stack.callback(stopped.set)
@@ -94,14 +94,14 @@ def settings_of(
 ) -> WorkerSettings:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "token").write_text(inner.token("orchestrator"))
-    told = {"url": inner.url, "token_file": folder / "token", **region}
+    settings = {"url": inner.url, "token_file": folder / "token", **region}
     return WorkerSettings(
         url=parent.url,
         token=parent.token("site", site=name),
         name="region",
         state_dir=folder / "state",
         datasets={"data": {"kind": "region"}},
-        region=told,
+        region=settings,
         poll_seconds=1,
         **others,
     )

@@ -48,7 +48,7 @@ def levels(tmp_path: Path) -> Iterator[tuple[CoordinatorProcess, CoordinatorProc
 
 
 def expected(rounds: int) -> np.ndarray:
-    """The head after so many rounds of all four sites, in float64."""
+    """The head after rounds of all four sites, in float64."""
     head = values(MODEL)["head.weight"].astype(np.float64)
     weights = dict([*SITES, *ALONE])
     for number in range(1, rounds + 1):
@@ -76,7 +76,7 @@ def check(client: Client, region: Client, run: str, rounds: int) -> None:
 def play(
     levels: tuple[CoordinatorProcess, CoordinatorProcess], folder: Path, rounds: int, kills: list[tuple[int, str]]
 ) -> None:
-    """Run so many rounds, and kill a process each time that a version is there."""
+    """Run some rounds, and kill a process each time that a version is there."""
     parent, inner = levels
     with ExitStack() as stack:
         stack.enter_context(working(inner, SITES, steps))

@@ -319,7 +319,7 @@ def require_nestable(run: TaskRun, document: Model) -> None:
     half = coordinator_half(task.method, facts_of(task, document))
     reasons = {
         f"the method {task.method.name} with these settings merges more than means of blocks: choose another, such "
-        "as fedavg": not half.merges_regions,
+        "as fedavg": not half.declared("regional").allows(half.settings),
         "cohort.work and cohort.memory: a region has neither local steps nor a latest update of each site": (
             task.cohort.work == "fitted" or task.cohort.memory
         ),

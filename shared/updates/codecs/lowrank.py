@@ -30,7 +30,7 @@ class LowRank:
 
     name = "lowrank"
     lossless = False
-    buffered = Stage.buffered
+    buffered, unequal_steps = Stage.buffered, Stage.unequal_steps
 
     rank: int
 

@@ -43,6 +43,7 @@ class Stage:
     """True if it needs the version's chunk, and so comes first."""
     # The update is decoded with the version that it started from.
     buffered: ClassVar[Compatibility] = Compatibility()
+    unequal_steps: ClassVar[Compatibility] = Compatibility()
 
     @classmethod
     def of(cls, parameter: str | None) -> Self:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from tessera.coordinator.operations.remerge import remerge
 from tessera.shared.api.cohort import Cohort
@@ -207,16 +208,8 @@ def test_buffered_sites_make_steps_by_their_speed(live: LiveCoordinator, clock: 
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"method": {"name": "scaffold"}}, "does not merge updates of unequal numbers of steps"),
-        ({"method": {"name": "feddyn"}}, "does not merge updates of unequal numbers of steps"),
-        ({"cohort": {"workers_per_site": 2}}, "cohort.workers_per_site: a site's updates are pooled"),
-        (
-            {
-                "privacy": {"unit": "group", "epsilon": 4, "delta": 1e-5, "clip_norm": 1},
-                "training": {"epochs": 2, "optimizer": "sgd"},
-            },
-            "only the site knows: set training.steps",
-        ),
+        ({"method": {"name": "scaffold"}}, "its proof is for equal numbers of steps"),
+        ({"method": {"name": "feddyn"}}, "its proof is for equal numbers of steps"),
         (
             {"training": {"steps": 20, "optimizer": "sgd", "momentum": 0.9, "keep_moments": True}},
             "counts a site's momentum from zero",
@@ -231,6 +224,32 @@ def test_what_would_be_merged_wrongly_is_refused_with_a_remedy(
     assert said in refusal.value.errors[0].detail
     remedies = ('set cohort.work to "fixed"', "leave training.keep_moments out")
     assert any(remedy in refusal.value.errors[0].detail for remedy in remedies)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"cohort": {"workers_per_site": 2}}, "cohort.workers_per_site: a site's updates are pooled"),
+        (
+            {
+                "privacy": {"unit": "group", "epsilon": 4, "delta": 1e-5, "clip_norm": 1},
+                "training": {"epochs": 2, "optimizer": "sgd"},
+            },
+            "privacy.unit: only the site knows the number of groups",
+        ),
+        (
+            {"client_privacy": {"delta": 1e-5, "clip_norm": 1.0, "epsilon": 4}},
+            "client_privacy: a step that was divided",
+        ),
+        ({"secure_sums": {"helpers": ["a", "b", "c"]}}, "secure_sums: the plan of a sum"),
+    ],
+)
+def test_settings_for_equal_numbers_of_steps_are_refused(
+    standing: LiveCoordinator, about: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match="set work to 'fixed'") as refusal:
+        fitted(standing, keep_updates="round", **about)
+    assert said in str(refusal.value)
 
 
 # ---------------------------------------------------------------- rounds that close by arrivals

@@ -168,7 +168,7 @@ def test_a_merge_that_does_not_say_it_can_is_given_no_earlier_version(
 ) -> None:
     run = Run(tmp_path, "remembering")
     assert run.merged(run.update(3, 0.5))
-    with pytest.raises(UnsupportedRun, match="does not say that it merges updates of earlier versions: set"):
+    with pytest.raises(UnsupportedRun, match="overrides plan or merge and does not declare buffered: set"):
         run.merged(run.update(3, 0.5), run.update(2, 0.5, worker="b"))
 
 
