@@ -13,7 +13,7 @@ from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
 from tessera.shared.rounds.client_privacy import CLIP_NORM, EPSILON, simulated_key
-from tessera.simulation import Conditions, Weights, simulate
+from tessera.simulation import Conditions, VirtualSite, Weights, simulate
 from tessera.simulation.virtual_sites import WORKER
 from tessera.worker.agent import Agent
 from tessera.worker.data.registry import load
@@ -21,6 +21,7 @@ from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop
 from tests.simulation.conftest import SITES
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.processes import audit_key
 
 SPEC: dict[str, Any] = {
     "name": "private",
@@ -43,8 +44,9 @@ THREADS = Conditions(threads=1)
 
 
 def simulated(spec: dict[str, Any], model: Weights, files: dict[str, Path], **changes: Any) -> list[str]:
-    """The digests of a simulation's versions."""
-    sites = {site: load("arrays", {"file": file}) for site, file in files.items()}
+    """The digests of a simulation's versions, whose sites have the keys of `settings`."""
+    data = {site: load("arrays", {"file": file}) for site, file in files.items()}
+    sites = {site: VirtualSite(each, audit_key=audit_key(site)) for site, each in data.items()}
     versions = simulate({**spec, **changes}, model, sites, conditions=THREADS).versions
     if spec is SUMMED:
         assert versions[-1].scalars[EPSILON] == pytest.approx(50, rel=1e-6)
@@ -109,4 +111,5 @@ def settings(live: LiveCoordinator, folder: Path, site: str, file: Path) -> Work
         datasets={"images": {"kind": "arrays", "file": str(file)}},
         threads=1,
         poll_seconds=0,
+        audit_key=audit_key(site).hex(),
     )

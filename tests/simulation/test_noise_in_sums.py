@@ -30,6 +30,7 @@ from tessera.worker.task.heartbeat import Stop
 from tests.simulation.conftest import SITES
 from tests.simulation.test_client_privacy import SUMMED, THREADS, simulated
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.processes import audit_key
 from tests.support.tasks import VIT
 
 
@@ -179,4 +180,5 @@ def settings(live: LiveCoordinator, folder: Path, site: str, file: Path, roster:
         policy={"require_client_privacy": {"epsilon": 50.0, "delta": 1e-5}},
         threads=1,
         poll_seconds=0,
+        audit_key=audit_key(site).hex(),
     )
