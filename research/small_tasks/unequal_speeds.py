@@ -10,9 +10,10 @@ these.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import product
 from math import ceil
@@ -22,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from common.figures import Cell, Results
+from common.figures import OUT, Cell, Results
 from evidence.statistics import interval
 from small_tasks.docstrings import AREAS, BERT, OTHERS, docstrings, others
 from small_tasks.lora_ranks import HEAD, VIT
@@ -136,12 +137,26 @@ def curve(task: Task, data: Data, arm: str, seed: int, rounds: int) -> list[Poin
     return [point for point in _points(result) if point.seconds <= longest]
 
 
+def kept(task: Task, data: Data, arm: str, seed: int, rounds: int) -> list[Point]:
+    """Return an arm's curve from its file; make the file where there is none: a study that was stopped goes on."""
+    file = OUT / "unequal_speeds" / f"{task}, {data}, {arm}, seed {seed}, {rounds} rounds.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = file.with_suffix(".made")
+        made.write_text(json.dumps([asdict(point) for point in curve(task, data, arm, seed, rounds)]))
+        made.rename(file)
+    return [Point(**point) for point in json.loads(file.read_text())]
+
+
 def _points(result: Result) -> Iterator[Point]:
+    """Yield a point for each version that was measured. A site at work measures later versions: its last one counts."""
+    own: dict[str, float] = {}
     for version in result.versions:
         found = [one for one in result.measurements if one.version == version.number]
-        own = [one.metrics["accuracy"] for one in found if one.held_out and one.worker.partition("/")[0] in SLOW]
-        (central,) = (one.metrics["accuracy"] for one in found if not one.held_out)
-        yield Point(result.simulated_seconds[version.number], 100 * central, 100 * fmean(own))
+        own |= {one.worker.partition("/")[0]: one.metrics["accuracy"] for one in found if one.held_out}
+        for central in (one.metrics["accuracy"] for one in found if not one.held_out):
+            slow = fmean(own[site] for site in SLOW if site in own)
+            yield Point(result.simulated_seconds[version.number], 100 * central, 100 * slow)
 
 
 def row(found: Mapping[int, Sequence[Point]], all_: Mapping[int, Sequence[Point]]) -> dict[str, Cell]:
@@ -185,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results("unequal_speeds", "Eight sites: the slowest takes ten times as long as the fastest")
     runs = list(product(chosen.tasks, DATA, ARMS, seeds))
     with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
-        curves = dict(zip(runs, pool.map(curve, *zip(*runs, strict=True), [rounds] * len(runs)), strict=True))
+        curves = dict(zip(runs, pool.map(kept, *zip(*runs, strict=True), [rounds] * len(runs)), strict=True))
     for task, data, arm in product(chosen.tasks, DATA, ARMS):
         found, all_ = ({seed: curves[task, data, name, seed] for seed in seeds} for name in (arm, ALL))
         results.add(task=task, data=data, arm=arm, **row(found, all_))

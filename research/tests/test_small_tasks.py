@@ -64,8 +64,10 @@ def test_the_time_to_a_score_counts_from_the_first_of_three_versions_that_have_i
 
 
 @pytest.mark.long
-def test_each_way_of_waiting_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unequal_speeds.Results, "write", lambda _: None)
+def test_each_way_of_waiting_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     unequal_speeds.main(["--quick", "--tasks", "digits"])
     shown = capsys.readouterr().out
     assert all(arm.split(",")[0] in shown for arm in unequal_speeds.ARMS)
