@@ -1,4 +1,4 @@
-"""The virtual workers, which run their tasks one after the other and share one cache of models."""
+"""The virtual workers, which run their tasks one after the other and share a model and its block table."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from tessera.simulation.virtual_sites import SharedDiskCache, VirtualSites
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.stages.direct import Direct
-from tessera.worker.executor.stages.run_cache import ModelCache, RunCache
+from tessera.worker.executor.stages.run_cache import RunCache
 from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
@@ -158,7 +158,8 @@ class Workers:
     device: torch.device
     policy: Policy
     mappings: Mapping[str, MappingFile]
-    models: ModelCache = field(default_factory=ModelCache)
+    shared: RunCache = field(default_factory=RunCache)
+    """The caches of all sites: of these, the model and its block table are the same at each."""
     _vaults: dict[Path, Vault] = field(default_factory=dict)
 
     def settle(self, ask: Callable[[str], TaskView]) -> None:
@@ -189,7 +190,9 @@ class Workers:
         runner = TaskRunner(
             coordinator=client,
             datasets={task.dataset: dataset.info},
-            executor=Direct({task.dataset: dataset}, TrainingSetup(self.device), RunCache(self.models)),
+            executor=Direct(
+                {task.dataset: dataset}, TrainingSetup(self.device), RunCache(self.shared.models, self.shared.tables)
+            ),
             for_evaluation=frozenset({task.dataset} if work.central else ()),
             vault=self._vault(home),
             shelf=shelf,
