@@ -2,9 +2,9 @@
 
 Eight sites train a model that was pre-trained on other data; a step takes the slowest ten times as long as the
 fastest. Each way of waiting has the simulated time in which the first one, `all`, makes its rounds. A score is the
-mean of three versions in a row. The time to a score is that in which an arm first has the last score of `all` with
-the same seed, over the time that `all` took to it. `reached` counts the seeds that got there, and the ratio is of
-these.
+mean of three measurements in a row, at the time of the second; in the time of a round of `all` are at most four.
+The time to a score is that in which an arm first has the last score of `all` with the same seed, over the time that
+`all` took to it. `reached` counts the seeds that got there, and the ratio is of these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil
@@ -48,8 +48,8 @@ SLOW = tuple(SPEEDS)[-SITES // 3 :]
 """The slowest third."""
 UPDATES = SLOWEST * sum(1 / seconds for seconds in SPEEDS.values())
 """Updates that the sites can make in the time of a round that waits for all."""
-ROUNDS, QUICK_ROUNDS = 24, 4
-SMOOTHED = 3
+ROUNDS, QUICK_ROUNDS = 12, 4
+MEASURED, SMOOTHED = 4, 3
 ALPHA, HELD_OUT = 0.3, 0.2
 TRAINING: Mapping[str, Any] = {"optimizer": "adamw", "learning_rate": 5e-4, "batch_size": 32, "weight_decay": 0.0}
 STEPS, EPOCHS = 8, 20
@@ -83,6 +83,7 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True)
 class Point:
+    version: int
     seconds: float
     accuracy: float
     """On central data."""
@@ -93,7 +94,8 @@ class Point:
 def smoothed(points: Sequence[Point]) -> Iterator[Point]:
     for end in range(SMOOTHED, len(points) + 1):
         last = points[end - SMOOTHED : end]
-        yield Point(last[-1].seconds, fmean(p.accuracy for p in last), fmean(p.slow for p in last))
+        middle = last[SMOOTHED // 2]
+        yield replace(middle, accuracy=fmean(p.accuracy for p in last), slow=fmean(p.slow for p in last))
 
 
 @cache
@@ -119,7 +121,7 @@ def _trained(config: Mapping[str, Any], head: Head, data: Dataset) -> Weights:
 def curve(task: Task, data: Data, arm: str, seed: int, rounds: int) -> list[Point]:
     """Return the scores of an arm's versions in the time of `rounds` rounds that wait for all."""
     torch.set_num_threads(1)
-    train, test = docstrings() if task == "docstrings" else (load("digits", {"split": s}) for s in ("train", "test"))
+    train, test = _sets(task)
     alike = Iid(scheme="iid", count=SITES, seed=seed)
     scheme = alike if data == "similar" else Dirichlet(scheme="dirichlet", count=SITES, alpha=ALPHA, seed=seed)
     parts = [hold_out(part, HELD_OUT, key_of_seed(seed)) for part in divide(train, scheme)]
@@ -128,13 +130,22 @@ def curve(task: Task, data: Data, arm: str, seed: int, rounds: int) -> list[Poin
         "rounds": ceil(rounds * ARMS[arm].versions),
         "seed": seed,
         "training": {**TRAINING, "steps": STEPS},
-        "evaluation": {"dataset": "test", "sites": True},
+        "evaluation": {"dataset": "test", "sites": True, "every": ceil(ARMS[arm].versions / MEASURED)},
         "cohort": {**ARMS[arm].cohort, "deadline_seconds": 1e6},
     }
     conditions = Conditions(threads=1, speed=SPEEDS)
     result = simulate(spec, base(task), dict(zip(SPEEDS, parts, strict=True)), test=test, conditions=conditions)
     longest = rounds * STEPS * SLOWEST
     return [point for point in _points(result) if point.seconds <= longest]
+
+
+@cache
+def _sets(task: Task) -> tuple[Dataset, Dataset]:
+    return (
+        docstrings()
+        if task == "docstrings"
+        else (load("digits", {"split": "train"}), load("digits", {"split": "test"}))
+    )
 
 
 def kept(task: Task, data: Data, arm: str, seed: int, rounds: int) -> list[Point]:
@@ -149,14 +160,14 @@ def kept(task: Task, data: Data, arm: str, seed: int, rounds: int) -> list[Point
 
 
 def _points(result: Result) -> Iterator[Point]:
-    """Yield a point for each version that was measured. A site at work measures later versions: its last one counts."""
+    """Yield a point for each measured version. A site at work measures later versions: its last one counts."""
     own: dict[str, float] = {}
     for version in result.versions:
         found = [one for one in result.measurements if one.version == version.number]
         own |= {one.worker.partition("/")[0]: one.metrics["accuracy"] for one in found if one.held_out}
         for central in (one.metrics["accuracy"] for one in found if not one.held_out):
             slow = fmean(own[site] for site in SLOW if site in own)
-            yield Point(result.simulated_seconds[version.number], 100 * central, 100 * slow)
+            yield Point(version.number, result.simulated_seconds[version.number], 100 * central, 100 * slow)
 
 
 def row(found: Mapping[int, Sequence[Point]], all_: Mapping[int, Sequence[Point]]) -> dict[str, Cell]:
@@ -171,7 +182,7 @@ def row(found: Mapping[int, Sequence[Point]], all_: Mapping[int, Sequence[Point]
         central.append(own[-1].accuracy - goal)
         slow.append(own[-1].slow - other[-1].slow)
     return {
-        "versions": fmean(len(points) - 1 for points in found.values()),
+        "versions": fmean(points[-1].version for points in found.values()),
         "accuracy": fmean(last),
         "reached": f"{len(ratios)} of {len(found)}",
         "time to it": _spread(ratios),
