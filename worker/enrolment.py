@@ -63,6 +63,7 @@ class Registration:
     """A worker's settings file and secret.
 
     `tls` holds the settings for TLS. `missing` holds the lines that an existing settings file lacks or contradicts.
+    `is_region` says whether the file has a `[region]`.
     """
 
     config: Path
@@ -71,6 +72,7 @@ class Registration:
     secret: str
     tls: dict[str, Path]
     missing: tuple[str, ...]
+    is_region: bool
 
 
 def prepare(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Registration:
@@ -113,7 +115,7 @@ def prepare(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> R
         needed["name"] = called
     missing = tuple(f"{key} = {json.dumps(value)}" for key, value in needed.items())
     trusted = {key: Path(given[key]) for key in TLS if key in given} | tls
-    return Registration(config, token_file, called, secret, trusted, missing)
+    return Registration(config, token_file, called, secret, trusted, missing, "region" in given)
 
 
 def _differs(key: str, given: dict[str, Any], more: dict[str, str]) -> bool:

@@ -180,20 +180,26 @@ def _rounds_before(session: Session, run: RunRow, workers: Iterable[LiveWorker])
 def left_out(session: Session, run: RunRow, first: int) -> dict[int, dict[str, str]]:
     """Return the reasons for which committed rounds, from round `first` on, were merged without tasks that they
     offered, by round and site."""
+    # A run that buffers updates may have assigned one to a later round than that which asked for it.
+    of_round = func.coalesce(TaskRow.merged_in, RoundRow.number)
+    oldest = terms_of(session, run.id, run.changes).spec.cohort.oldest_base(first)
     rows = session.execute(
-        select_tasks(RoundRow.number, SiteRow.name, TaskRow.state, TaskRow.problem, RoundRow.reason)
+        select_tasks(of_round, SiteRow.name, TaskRow.state, TaskRow.merged_in, TaskRow.problem, RoundRow.reason)
         .join(RoundRow, RoundRow.id == TaskRow.round_id)
-        .where(RoundRow.run_id == run.id, RoundRow.number >= first, RoundRow.state == "committed")
+        .where(RoundRow.run_id == run.id, RoundRow.number > oldest, of_round >= first)
+        .where((RoundRow.state == "committed") | TaskRow.merged_in.is_not(None))
         .where(TaskRow.kind == "train", TaskRow.state != "merged")
     )
     found = defaultdict[tuple[int, str], list[str]](list)
-    for number, site, state, problem, closed_because in rows:
+    for number, site, state, assigned, problem, closed_because in rows:
         if problem:
             found[number, site].append(f"{problem['code']}: {problem['detail'][:200]}")
         elif state == "expired":
             found[number, site].append("its lease ran out, and nothing was heard of it")
-        elif state == "left_out":
+        elif state == "left_out" and assigned:
             found[number, site].append("its update was left out: its norm is too large")
+        elif state == "left_out":
+            found[number, site].append("its update came too late for the last version, or its site withdrew")
         elif state == "cancelled":
             found[number, site].append(f"its update had not come when the round closed: {closed_because}")
     by_round = defaultdict[int, dict[str, str]](dict)

@@ -96,6 +96,7 @@ def preview(
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
             *_measured_in_part(invited.spec, workers),
+            *_capped(invited.spec, len({worker.site for worker in pool})),
             *(_limited(half, invited.spec, pool) if trains else []),
             *warnings_of(invited.spec, model, state),
         ),
@@ -229,6 +230,16 @@ def _measured_in_part(spec: RunSpec, workers: Sequence[WorkerPreview]) -> list[s
         return []
     remedy = "raise evaluation.every, or have the site raise max_run_evaluations or max_evaluations"
     return [f"the run measures {versions} versions, more than {listed(few)} would: {remedy}"]
+
+
+def _capped(spec: RunSpec, sites: int) -> list[str]:
+    """Return a warning if the sites would have trained as often as the run allows them before its last round."""
+    most, asked = spec.cohort.max_updates_per_site, spec.cohort.target_updates if spec.cohort.buffers else None
+    each = min(asked or spec.cohort.asked or sites, sites)
+    if most is None or not each or (reached := most * sites // each) >= spec.rounds:
+        return []
+    subject = f"{sites} sites, each of which trains from {most} versions at most, make about {reached} versions"
+    return [f"{subject} of {spec.rounds}: set rounds to {max(reached, 1)}, or raise cohort.max_updates_per_site"]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import httpx
@@ -17,6 +17,7 @@ import tessera
 from common.processes import HOST, Processes, await_true, free_port
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Run
+from tessera.shared.client.client import Client
 
 Options = Mapping[str, Any]
 """Those of a data set, as a worker's settings have them."""
@@ -70,9 +71,21 @@ class Federation:
             return httpx.get(f"{self._url}/healthz/ready", timeout=5).is_success
         return False
 
-    def start_worker(self, site: str, dataset: str, options: Options, name: str, audit_key: bytes) -> None:
+    @property
+    def client(self) -> Client:
+        return self._session.client
+
+    def start_worker(
+        self,
+        site: str,
+        dataset: str,
+        options: Options,
+        name: str,
+        audit_key: bytes,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Start `tessera worker run` for a new site with one data set. Training seeds follow from the audit key."""
-        home, client = self._folder / site, self._session.client
+        home, client = self._folder / site, self.client
         home.mkdir()
         client.create_site(site)
         secret = client.issue_token(TokenSpec(name=site, role="site", site=site)).secret
@@ -82,13 +95,14 @@ class Federation:
         lines = [f"{key} = {json.dumps(value)}" for key, value in {**settings, "device": "cpu", "threads": 1}.items()]
         lines += [f"[datasets.{dataset}]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())]
         (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
-        self._processes.start(site, _tessera("worker", "run", "--config", str(home / "worker.toml")), self._methods)
+        command = _tessera("worker", "run", "--config", str(home / "worker.toml"))
+        self._processes.start(site, command, {**self._methods, **environment})
         self._workers += 1
 
     def run(self, spec: Mapping[str, Any], model: Path) -> Run:
         """Start a run once all workers wait, and return it when it has ended."""
         client = self._session.client
-        await_true(self._all_wait, READY_SECONDS + 10 * self._workers, "the workers are waiting")
+        await_true(self._all_wait, READY_SECONDS + 30 * self._workers, "the workers are waiting")
         started, rounds = self._session.start(spec, model=model), int(spec["rounds"])
         await_true(
             lambda: self._has_ended(started.id), ROUND_SECONDS * rounds, "the run has ended", every_seconds=0.2

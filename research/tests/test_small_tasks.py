@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from small_tasks import codec_ratios, methods, safl_bytes, unequal_speeds
+from small_tasks import codec_ratios, methods, safl_bytes, unequal_processes, unequal_speeds
 from small_tasks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
 from small_tasks.unequal_speeds import Point
 from tessera.shared.model.blocks import layers_of
@@ -73,3 +73,13 @@ def test_each_way_of_waiting_runs(
     unequal_speeds.main(["--quick", "--tasks", "digits"])
     shown = capsys.readouterr().out
     assert all(arm.split(",")[0] in shown for arm in unequal_speeds.ARMS)
+
+
+@pytest.mark.long
+def test_each_way_of_waiting_runs_between_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(unequal_processes, "TOLD_SECONDS", 0.0)
+    unequal_processes.main(["--rounds", "3", "--pause", "0.01"])
+    found = json.loads((tmp_path / "bench-output/unequal_processes.json").read_text())["rows"]
+    assert [row["arm"] for row in found] == [*unequal_processes.RUN_ARMS]
+    assert found[0]["seconds to it"] <= found[0]["seconds in all"]

@@ -301,7 +301,7 @@ def _with_drift(
     others = {name: value for name, value in scalars.items() if not name.startswith(DRIFT)}
     if (state.round + 1) % spec.signals.every:
         return others
-    senders = [(half.weight(update), update.blocks) for update in updates]
+    senders = [(half.weight(update), update.blocks) for update in half.scaled(state, updates)]
     return others | drift_by_role(state.model, {block.name: block.role for block in half.run.blocks}, senders)
 
 

@@ -32,11 +32,21 @@ SHAPES = {
     "three workers, a buffer of two": Shape(
         workers=3, rounds=3, mode="buffer", quorum=2, target_updates=2, inline_bytes=8, replicas=2
     ),
+    "two workers, a buffer with a memory and a cap": Shape(
+        workers=2,
+        rounds=3,
+        mode="buffer",
+        quorum=1,
+        target_updates=1,
+        memory=True,
+        max_updates_per_site=2,
+        inline_bytes=8,
+    ),
     "two workers, two coordinators": Shape(workers=2, replicas=2, rounds=1, inline_bytes=8),
 }
 """Each worker is asked again until it has done its task, so that the same updates are merged in the end."""
 
-DIFFER = {"three workers, a buffer of two"}
+DIFFER = {"three workers, a buffer of two", "two workers, a buffer with a memory and a cap"}
 """Shapes whose versions depend on who comes first: killed anywhere, they end, and no invariant is broken."""
 
 

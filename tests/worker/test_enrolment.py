@@ -185,6 +185,26 @@ def test_settings_that_are_there_are_kept_and_what_they_lack_is_told(tmp_path: P
     assert prepare(config, "https://a", None, {}).secret == place.secret
 
 
+def test_a_region_that_joins_with_its_settings_can_be_checked_as_it_is_told(
+    live: LiveCoordinator, tmp_path: Path
+) -> None:
+    config, inner = tmp_path / "regional.toml", tmp_path / "inner.token"
+    inner.write_text(live.token("orchestrator"))
+    own = f'[region]\nurl = "{live.url}"\ntoken_file = "{inner}"\n[datasets.data]\nkind = "region"\n'
+    config.write_text(own)
+    live.client().create_site("regions")
+    ticket = TokenSpec(name="join-region", role="enrolment", site="regions", uses=1, expires_in_days=1)
+    (tmp_path / "ticket").write_text(live.client().issue_token(ticket).secret)
+    arguments = ["join", live.url, "--config", str(config), "--token-file", str(tmp_path / "ticket")]
+    told = say(*arguments).stderr.splitlines()
+    top = [line.partition("regional.toml: ")[2] for line in told if line.startswith("write at the top of")]
+    assert [line.partition(" ")[0] for line in top] == ["url", "token_file", "name", "state_dir"]
+    config.write_text("\n".join([*top, own]))
+    assert told[-1] == f"then: tessera worker doctor --config {config}, and tessera regional --config {config}"
+    # Fewer sites than region.min_sites warn, and do not fail.
+    assert "region.min_sites" in say("doctor", "--no-probe", "--config", str(config)).stdout
+
+
 def test_an_option_that_the_settings_contradict_is_a_line_to_write(tmp_path: Path) -> None:
     first, second = tmp_path / "old.pem", tmp_path / "new.pem"
     prepare(tmp_path / "worker.toml", "https://a", "w", {"ca_bundle": first})

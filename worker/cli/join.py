@@ -107,7 +107,11 @@ def join(
         fail(f"{url} did not admit this worker: the enrolment is {enrolment.state}. {remedy}", NOT_ADMITTED)
     note(f"admitted as a worker of site {enrolment.site}; the secret is in {place.token_file}")
     for line in place.missing:
-        note(f"write into {place.config}: {line}")
+        # Below a table's head it would be a setting of that table.
+        note(f"write at the top of {place.config}: {line}")
+    if place.is_region:
+        note(f"then: tessera worker doctor --config {config}, and tessera regional --config {config}")
+        return
     note(f"name the data in {place.config}: tessera data init PATH --out {config} writes a table")
     note(f"then: tessera worker check --config {config}")
 

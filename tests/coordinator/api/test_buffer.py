@@ -303,6 +303,45 @@ def test_what_is_left_when_a_run_ends_is_left_out(coordinator: LiveCoordinator, 
         slow.client.heartbeat(held.id, held.token)
 
 
+def reason_of(client: Client, run: Run, site: str) -> str:
+    return next(one.reason for one in client.coverage(run.id) if one.site == site)
+
+
+def test_an_update_that_comes_while_the_last_version_is_merged_is_left_out_with_a_reason(
+    coordinator: LiveCoordinator,
+) -> None:
+    client = coordinator.client()
+    a, b, slow = sites(coordinator, "a", "b", "slow")
+    run = buffered(client, rounds=1)
+    late = slow.take()
+    with coordinator.services.conductor._merging:
+        for worker in (a, b):
+            worker.train(worker.take())
+        until(lambda: client.round(run.id, 1).state == "merging")
+        slow.train(late)
+    until(lambda: client.run(run.id).state == "completed")
+    assert states(client, run, "slow/w") == ["left_out"]
+    assert reason_of(client, run, "slow") == "its update came too late for the last version, or its site withdrew"
+
+
+def test_a_late_update_of_too_large_a_norm_is_left_out_with_a_reason(coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+    a, b, c, slow = sites(coordinator, "a", "b", "c", "slow")
+    run = buffered(client, updates=3)
+    late = slow.take()
+    for worker in (a, b, c):
+        worker.train(worker.take(), update_norm=1.0)
+    reach(client, run, 1)
+    for worker in (a, b):
+        worker.train(worker.take(), update_norm=1.0)
+    slow.train(late, step=100.0, update_norm=100.0)
+    reach(client, run, 2)
+    # Its task was asked for in the round before.
+    assert states(client, run, "slow/w") == ["left_out", "offered"]
+    assert reason_of(client, run, "slow") == "its update was left out: its norm is too large"
+    np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 2, rtol=1e-6)
+
+
 UNFIT = {
     "scaffold": ({"method": MethodSpec(name="scaffold")}, "cohort.mode to barrier"),
     "consensus": (

@@ -57,14 +57,16 @@ def work(worker: ScriptedWorker, task: Task, step: float = 1.0) -> None:
     worker.train(task, step=step * steps / STEPS, effective_steps=float(steps))
 
 
-def a_round(live: LiveCoordinator, clock: Clock, run: Run, workers: Mapping[str, ScriptedWorker]) -> dict[str, Task]:
+def a_round(
+    live: LiveCoordinator, clock: Clock, run: Run, workers: Mapping[str, ScriptedWorker], step: float | None = None
+) -> dict[str, Task]:
     """A round in which each site takes its own time for a step; returns its tasks by site."""
     tasks = {name: worker.take() for name, worker in workers.items()}
     number, began_at = tasks["a"].round, clock.at
     ends = {name: SECONDS[name] * (task.plan.steps or STEPS) / STEPS for name, task in tasks.items()}
     for name in sorted(tasks, key=ends.__getitem__):
         clock.advance(began_at + ends[name] - clock.at)
-        work(workers[name], tasks[name], step=ord(name) - ord("a"))
+        work(workers[name], tasks[name], step=ord(name) - ord("a") if step is None else step)
     until(lambda: live.client().run(run.id).version.number == number)
     return tasks
 
@@ -104,6 +106,20 @@ def test_with_equal_speeds_the_versions_are_those_of_fixed_work(live: LiveCoordi
             until(lambda run=run, number=number: live.client().run(run.id).version.number == number)
         digests.append([version.digest for version in live.client().versions(run.id)])
     assert digests[0] == digests[1]
+
+
+def test_drift_compares_steps_that_were_divided_by_their_number(live: LiveCoordinator, clock: Clock) -> None:
+    workers, run = sites(live), fitted(live, signals={"drift": True})
+    for _ in range(2):
+        # Each step of each site is the same: one that makes more of them does not disagree with the others.
+        tasks = a_round(live, clock, run, workers, step=1.0)
+    assert [task.plan.steps for task in tasks.values()] == [40, None, 7]
+    last = list(live.client().versions(run.id))[-1].scalars
+    head = head_of(live.client(), run) - START["head.weight"] - 1
+    assert last["drift.movement.head"] == pytest.approx(
+        np.linalg.norm(head) / np.linalg.norm(START["head.weight"] + 1), rel=1e-5
+    )
+    assert last["drift.disagreement.head"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_declared_speed_counts_until_one_is_measured(live: LiveCoordinator, clock: Clock) -> None:

@@ -322,6 +322,31 @@ def test_a_preview_says_how_many_evaluations_are_left_and_warns_of_too_few(coord
     assert by_name(client.preview_run(spec_of(client)))["a/w"].evaluations_left is None
 
 
+@pytest.mark.parametrize(
+    ("cohort", "makes"),
+    [
+        ({}, 4),
+        ({"size": 2}, 6),
+        ({"mode": "buffer", "target_updates": 2, "quorum": 1}, 6),
+        ({"mode": "buffer", "target_updates": 1}, 12),
+    ],
+)
+def test_a_preview_warns_of_fewer_updates_than_the_run_has_versions(
+    coordinator: LiveCoordinator, cohort: dict[str, Any], makes: int
+) -> None:
+    for site in "abc":
+        known(coordinator, site)
+    client = coordinator.client("orchestrator")
+    wanted = Cohort(max_updates_per_site=4, **cohort)
+    (said,) = client.preview_run(spec_of(client, rounds=makes + 1, cohort=wanted)).warnings
+    assert said == (
+        f"3 sites, each of which trains from 4 versions at most, make about {makes} versions of {makes + 1}: "
+        f"set rounds to {makes}, or raise cohort.max_updates_per_site"
+    )
+    # What it says helps.
+    assert client.preview_run(spec_of(client, rounds=makes, cohort=wanted)).warnings == ()
+
+
 def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
     worker = known(coordinator, "a")

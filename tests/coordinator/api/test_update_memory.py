@@ -209,6 +209,8 @@ def test_mixing_moves_each_version_by_a_share(coordinator: LiveCoordinator) -> N
     # It sent the first version and 1; three versions were made since.
     head += 0.5 / 2 * (1.0 - head)
     np.testing.assert_allclose(head_of(client, run), START["head.weight"] + head, atol=1e-6)
+    again = remerged(coordinator, run)
+    assert (again.returncode, again.stdout) == (0, "4 versions have the same digests\n"), again.stderr
 
 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {

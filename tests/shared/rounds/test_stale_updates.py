@@ -32,6 +32,7 @@ from tessera.shared.rounds.aggregate import AcceptedUpdate, Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import Compatibility, canonical
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import Array, ArrayTensor, as_bytes, to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
@@ -79,19 +80,21 @@ class Counting(Folder):
 class Run:
     """Three versions: 2 and 3 moved the MLP, and none the head."""
 
-    def __init__(self, path: Path, method: str = "buffering") -> None:
+    def __init__(self, path: Path, method: str = "buffering", dtype: DType = "F32") -> None:
         self.folder = Counting(path)
         self.states = States(self.folder)
         self.aggregation = Aggregation(self.states, Inspector(self.folder, self.states))
-        start = values(MODEL)
-        moved = [start[MLP.name] + 0.25 * number for number in range(3)]
-        variances = [np.full(4, value, np.float32) for value in (10, 5, 2)]
+        blocks = tuple(block.model_copy(update={"dtype": dtype}) for block in MODEL.blocks)
+        self.model = MODEL.model_copy(update={"blocks": blocks})
+        start = values(self.model)
+        moved = [(start[MLP.name] + np.float32(0.25 * number)).astype(NUMPY_DTYPES[dtype]) for number in range(3)]
+        variances = [np.full(4, value, NUMPY_DTYPES[dtype]) for value in (10, 5, 2)]
         self.versions = [
             {**start, MLP.name: value, VARIANCE.name: variance}
             for value, variance in zip(moved, variances, strict=True)
         ]
         self.refs = [self._version(number, version) for number, version in enumerate(self.versions, start=1)]
-        model = self.folder.put([canonical(MODEL)]).digest
+        model = self.folder.put([canonical(self.model)]).digest
         self.spec = RunSpec(
             name="r", method=MethodSpec(name=method), model=model, version=self.refs[0].digest, dataset="d", rounds=9
         )
@@ -111,8 +114,12 @@ class Run:
         """An update that moves the head and the MLP of a version by a step."""
         base = self.versions[number - 1]
         changes = [
-            TrainedBlock(block, ArrayTensor(base[block.name] + np.float32(step)), ArrayTensor(base[block.name]))
-            for block in moves
+            TrainedBlock(
+                block,
+                ArrayTensor(base[block.name] + np.float32(step), block.dtype),
+                ArrayTensor(base[block.name], block.dtype),
+            )
+            for block in (self.model.by_name[each.name] for each in moves)
         ]
         file = BytesIO()
         write_update(file, dict.fromkeys((block.name for block in moves), codec), changes)
@@ -142,6 +149,18 @@ def test_a_method_may_weigh_updates_by_their_staleness(tmp_path: Path, codec: st
     stale, fresh = 1 / sqrt(3), 1.0
     step = (0.5 * stale - 0.5 * fresh) / (stale + fresh)
     np.testing.assert_allclose(merged[MLP.name], run.versions[2][MLP.name] + step, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_single_late_update_moves_what_changed_since_by_its_step_times_its_weight(
+    tmp_path: Path, codec: str
+) -> None:
+    run = Run(tmp_path, "fedavg")
+    late = replace(run.update(1, 0.5, codec), since=[ref.digest for ref in run.refs[1:]])
+    merged, present = run.merged(late), run.versions[2]
+    # Two versions changed the MLP, and none the head, which is not stale. No sum of weights cancels this.
+    np.testing.assert_allclose(merged[MLP.name], present[MLP.name] + 0.5 / sqrt(3), atol=1e-6)
+    np.testing.assert_allclose(merged[HEAD.name], present[HEAD.name] + 0.5, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["raw", LOSSLESS])

@@ -65,3 +65,15 @@ def test_a_task_that_was_taken_back_before_it_read_data_counts_for_none(tmp_path
     for number in (3, 4):
         asked(tmp_path, number).begin(STEPS)
     assert epsilon(spent(tmp_path), PRIVACY.delta) <= PRIVACY.epsilon
+
+
+@pytest.mark.parametrize("made", [(5, 20, 1, 10), (20, 1, 1, 40)])
+def test_fitted_work_that_changes_from_round_to_round_stays_below_the_epsilon_of_the_run(
+    tmp_path: Path, made: tuple[int, ...]
+) -> None:
+    for number, steps in enumerate(made, start=1):
+        task = account(tmp_path, round=number, rounds=len(made), cohort=CohortTerms(work="fitted"))
+        task.begin(steps)
+    events = spent(tmp_path)
+    assert [event.steps for event in events if isinstance(event, NoisySteps)] == [*made]
+    assert 0.8 * PRIVACY.epsilon < epsilon(events, PRIVACY.delta) <= PRIVACY.epsilon
