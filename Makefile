@@ -159,7 +159,7 @@ fuzz: install
 docs: install ## the documents as a site, in docs-site/, with references made from the code
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-BENCHMARKS := rounds idle images checkpoints steps chosen_layers texts uploads page large_base simulations
+BENCHMARKS := rounds idle images checkpoints steps chosen_layers texts uploads page large_base simulations crowd
 bench: install ## what rounds, waiting workers, steps, data and pages cost on this machine; half an hour on two cores
 	$(BIN)/python -m benchmarks.memory --sizes 100
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit 1; done

@@ -41,7 +41,13 @@ class Federation:
     """Used with `with`, which leaves no process behind."""
 
     def __init__(
-        self, folder: Path, certificates: Certificates | None = None, root: Path = ROOT, **settings: Any
+        self,
+        folder: Path,
+        certificates: Certificates | None = None,
+        root: Path = ROOT,
+        *,
+        conduct: bool = True,
+        **settings: Any,
     ) -> None:
         self.folder = folder
         self.certificates = certificates
@@ -55,6 +61,7 @@ class Federation:
         self.workers: list[str] = []
         self._begun = 0
         self._settings = settings
+        self._words = () if conduct else ("--no-conduct",)
 
     def __enter__(self) -> Self:
         try:
@@ -84,8 +91,10 @@ class Federation:
         }
         if certificates := self.certificates:
             settings |= {"tls_cert": certificates.server, "tls_key": certificates.key}
-        environment = {f"TESSERA_{name.upper()}": str(value) for name, value in settings.items()}
-        self.processes.start("coordinator", tessera("coordinator", "serve", "--migrate"), environment | self._methods)
+        self.environment = {f"TESSERA_{name.upper()}": str(value) for name, value in settings.items()} | self._methods
+        self.processes.start(
+            "coordinator", tessera("coordinator", "serve", "--migrate", *self._words), self.environment
+        )
         await_true(self._ready, READY_SECONDS, "the coordinator is ready")
         self.admin_token = (home / "admin-token").read_text(encoding="ascii").strip()
         self.admin = Client(self.url, self.admin_token, verify=self._verify)
@@ -162,7 +171,12 @@ class Federation:
         return Moved(sum(task.upload_bytes for task in tasks), sum(task.download_bytes for task in tasks))
 
     def begin(
-        self, model: InitialModel, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
+        self,
+        model: InitialModel,
+        rounds: int,
+        cohort: int | Options,
+        method: Mapping[str, Any] | None = None,
+        **spec: Any,
     ) -> Run:
         """Uploads a model and starts a run of so many rounds on it."""
         uploaded = upload_model(self.admin, model)
@@ -174,7 +188,7 @@ class Federation:
             "rounds": rounds,
             # Another for each: of what a run before has made to the bit, nothing would have to travel.
             "seed": self._begun,
-            "cohort": {"size": cohort, "quorum": cohort, "max_attempts": 1},
+            "cohort": {"size": cohort, "quorum": cohort, "max_attempts": 1} if isinstance(cohort, int) else cohort,
             "model": uploaded.model,
             "version": uploaded.version,
             **spec,

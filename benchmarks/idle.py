@@ -26,6 +26,7 @@ from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import MIB, OUT, Results, await_true, forget_peak, peak_bytes, processor_seconds
 from benchmarks.payloads import Weights
 from examples.processes import end_by_interrupt
+from tessera.shared.api.framing import MEDIA_TYPE
 from tessera.shared.api.tasks import Claim
 
 WORKERS = (100, 1000, 5000)
@@ -141,18 +142,28 @@ def measure(results: Results, folder: Path, count: int, seconds: float, wait_sec
 # ---------------------------------------------------------------- the workers' side
 
 
-async def claim_forever(url: str, tokens: Path, part: range, wait_seconds: int) -> None:
+async def post(
+    url: str, path: str, secret: str, body: bytes, wait_seconds: int = WAIT_SECONDS, media: str = "application/json"
+) -> tuple[int, bytes]:
+    """Send a request about tasks over a new connection. Return the status and the body of its answer."""
     host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(
+            f"POST /v1/tasks/{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nPrefer: wait={wait_seconds}\r\n"
+            f"Authorization: Bearer {secret}\r\nContent-Type: {media}\r\nAccept: {MEDIA_TYPE}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        return int(head[9:12] or 0), answer
+    finally:
+        writer.close()
+
+
+async def claim_forever(url: str, tokens: Path, part: range, wait_seconds: int) -> None:
     secrets = tokens.read_text().split()
     told = Report()
-
-    async def once(request: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(request)
-            return await reader.read()
-        finally:
-            writer.close()
 
     async def worker(index: int) -> None:
         body = Claim(
@@ -161,21 +172,17 @@ async def claim_forever(url: str, tokens: Path, part: range, wait_seconds: int) 
             datasets={DATASET: 8},
             methods=("fedavg",),
         ).model_dump_json()
-        request = (
-            f"POST /v1/tasks/claim HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nPrefer: wait={wait_seconds}\r\n"
-            f"Authorization: Bearer {secrets[index % len(secrets)]}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n{body}"
-        ).encode()
+        secret = secrets[index % len(secrets)]
         await asyncio.sleep(random.random() * wait_seconds)  # noqa: S311  (so that not all come at once)
         told.waiting += 1
         while True:
-            answer = await once(request)
-            if answer.startswith(b"HTTP/1.1 200"):
+            status, _ = await post(url, "claim", secret, body.encode(), wait_seconds)
+            if status == 200:
                 told.claimed += 1
                 told.last_claim_at = time.time()
                 return
-            told.answered += answer.startswith(b"HTTP/1.1 204")
-            if not answer.startswith(b"HTTP/1.1 204"):
+            told.answered += status == 204
+            if status != 204:
                 told.refused += 1
                 await asyncio.sleep(1)
 

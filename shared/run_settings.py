@@ -218,8 +218,10 @@ class Training(Value):
     @property
     def augments(self) -> bool:
         """True if training changes images at random."""
-        return self.augmentation != Augmentation()
+        return self.augmentation != _UNCHANGED
 
+
+_UNCHANGED = Augmentation()
 
 MAX_EPSILON = 1000.0
 MAX_DELTA = 0.1

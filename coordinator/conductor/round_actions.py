@@ -1,7 +1,7 @@
 """Opening, closing and merging a round. Each computes outside of any transaction and commits in one, guarded by the
 state that was decided upon. None of them does another's part."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from tessera.coordinator.db.snapshots import sites_at_work, sites_due, spec_in, 
 from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.db.transitions import ACTOR, move_run
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.workers import ids, in_study, sites_of
+from tessera.coordinator.domain.workers import LiveWorker, ids, in_study, sites_of
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import chooses_blocks
@@ -49,7 +49,7 @@ class RoundActions:
         with self.database.snapshot() as session:
             invited, base = terms_of(session, run_id), versions.latest_version(session, run_id)
             round_ = round_tasks.live_round(session, run_id) if again else None
-            at_work = self._at_work(session, run_id, invited.spec, round_)
+            at_work = self._at_work(session, run_id, invited.spec, round_, self.liveness.workers(session))
         require(base.number + 1 == number and (round_ is not None) == again, "the run has moved on")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
@@ -71,7 +71,7 @@ class RoundActions:
             planned = [worker for worker in present if worker.name in plans]
             require(len(planned) == len(plans), "a worker that was planned for is no longer live")
             # Another conductor may have asked it, or a worker that was absent has gone on with its task.
-            now_at_work = self._at_work(session, run_id, invited.spec, round_).keys()
+            now_at_work = self._at_work(session, run_id, invited.spec, round_, present).keys()
             require(not sites_of(planned) & now_at_work, "a site that was planned for is at work")
             # A site that joined after the decision measures its own model before the round changes it (decision 9).
             require(not sites_due(session, run, invited, planned), "a worker that was planned for evaluates first")
@@ -84,8 +84,10 @@ class RoundActions:
                 return []
             return rounds.open_round(session, now, run, willing, plans, self.secure.record(session, terms))
 
-    def _at_work(self, session: Session, run_id: str, spec: RunSpec, round_: RoundRow | None) -> dict[str, bool]:
-        here = ids(self.liveness.workers(session)) if self.liveness.is_settled() else None
+    def _at_work(
+        self, session: Session, run_id: str, spec: RunSpec, round_: RoundRow | None, live: Sequence[LiveWorker]
+    ) -> dict[str, bool]:
+        here = ids(live) if self.liveness.is_settled() else None
         return sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
 
     def close(self, round_id: str, reason: str) -> None:

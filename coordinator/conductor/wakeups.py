@@ -10,6 +10,9 @@ import structlog
 
 log = structlog.get_logger()
 
+MAX_REST_SECONDS = 0.1
+"""The longest time from a look to the next one that a call asks for."""
+
 
 @dataclass(eq=False)
 class ConductorWakeups:
@@ -35,10 +38,17 @@ class ConductorWakeups:
         self._called.set()
 
     def looks(self) -> Iterator[set[str] | None]:
-        """Yield the runs of each look, None for all, as soon as there is one, until `end`."""
+        """Yield the runs of each look, None for all, as soon as there is one, until `end`.
+
+        After a look the loop rests for as long as that took. So the looks at a large cohort, of which each worker may
+        cause one, take half of the time at most.
+        """
         due_at = time.monotonic() + self.tick_seconds
+        rests_until = 0.0
         while not self.ended.is_set():
             self._called.wait(max(0.0, due_at - time.monotonic()))
+            if (rest := min(rests_until, due_at) - time.monotonic()) > 0:
+                self.ended.wait(rest)
             self._called.clear()
             with self._naming:
                 named, self._named = self._named, set()
@@ -47,7 +57,10 @@ class ConductorWakeups:
                 named, due_at = None, time.monotonic() + self.tick_seconds
             # Also while the database is away.
             self.show_alive()
+            began = time.monotonic()
             yield named
+            ended = time.monotonic()
+            rests_until = ended + min(ended - began, MAX_REST_SECONDS)
 
     def show_alive(self) -> None:
         """Touch the heartbeat file."""

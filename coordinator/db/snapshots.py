@@ -375,14 +375,16 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     in_round = _BUFFERED_TASKS if spec.cohort.buffers else _TASKS_IN_ROUND
     rows = session.execute(in_round if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here, _required(session, spec))
-    able = set() if round_ and not spec.cohort.buffers else sites_of(candidates(session, invited, live))
     # If others are away, the run waits for them as any run does.
-    done = sites_done(session, invited).intersection(sites_of(eligible(invited, live)))
+    done = sites_done(session, invited)
+    done &= sites_of(eligible(invited, [worker for worker in live if worker.site in done]))
     at_work = sites_at_work(session, run_id, spec.cohort, round_.id if round_ else None, here)
-    if round_:
-        able = able - at_work.keys() if spec.cohort.beside(at_work) else set()
-    else:
-        able |= {site for site, counts in at_work.items() if counts}
+    # Judged are only the sites that a round could ask now.
+    able = set() if round_ else {site for site, counts in at_work.items() if counts}
+    if not round_ or (spec.cohort.buffers and spec.cohort.beside(at_work)):
+        busy = at_work.keys() if round_ else able
+        idle = [worker for worker in live if worker.site not in busy]
+        able |= sites_of(candidates(session, invited, idle))
     abandoned, because = (0, "") if round_ else _abandoned(session, run)
     adopts, awaits_parent = _of_parent(session, run, spec)
     return RunSnapshot(

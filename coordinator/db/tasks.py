@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Row, Select, exists, select, update
+from sqlalchemy import Row, Select, exists, func, select, update
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
@@ -199,15 +199,26 @@ def _known_to_worker() -> Select[str | None, bool]:
 _KNOWN_TO_WORKER = _known_to_worker()
 
 
-def are_others_leased(session: Session, task: TaskRow) -> bool:
-    """Return True if a worker still has another task of the same round."""
-    return session.scalar(_OTHERS, {"id": task.id, "round": task.round_id}) is not None
+def is_waited_for(session: Session, task: TaskRow, spec: RunSpec) -> bool:
+    """Return True if nothing is to be decided yet about a task whose report was accepted: the round waits for updates
+    that are still made. So no look of the conductor at a cohort of thousands follows each of them."""
+    cohort = spec.cohort
+    # In a run that buffers updates, the worker may evaluate a version before it trains again.
+    if task.kind != "train" or (cohort.buffers and spec.evaluation):
+        return False
+    if session.scalar(_OTHERS, {"id": task.id, "run": task.run_id}) is None:
+        return False
+    return cohort.enough is None or session.scalars(_CAME, {"run": task.run_id}).one() < cohort.enough
 
 
-_OTHERS = (
-    select(TaskRow.id)
-    .where(TaskRow.round_id == given("round"), TaskRow.state == "leased", TaskRow.id != given("id"))
-    .limit(1)
+# Of the run, by whose index they are few rows: tasks of its earlier rounds ended, unless it buffers updates.
+_OF_RUN = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
+_OTHERS = select(TaskRow.id).where(_OF_RUN, TaskRow.state == "leased", TaskRow.id != given("id")).limit(1)
+# Sites, as `decide` counts them.
+_CAME = (
+    select(func.count(WorkerRow.site_id.distinct()))
+    .join_from(TaskRow, WorkerRow)
+    .where(_OF_RUN, TaskRow.state == "accepted", TaskRow.merged_in.is_(None))
 )
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tessera.shared.api.runs import Ineligibility, RunSpec
@@ -43,9 +43,13 @@ class RunTerms:
     orchestrator: str | None = None
     run: str | None = None
 
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        return frozenset(self.spec.cohort.sites or ())
+
     def lets_know(self, site: str) -> bool:
         """Return True if the run is visible to a site."""
-        return self.spec.cohort.sites is None or site in self.spec.cohort.sites
+        return self.spec.cohort.sites is None or site in self._named
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
@@ -82,7 +86,8 @@ def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> 
 
 def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     asks, spec = invitation.spec.asks, invitation.spec.trained
-    invitation = replace(invitation, spec=spec)
+    # Not another one for each of thousands of workers.
+    invitation = invitation if spec is invitation.spec else replace(invitation, spec=spec)
     if not invitation.lets_know(site):
         yield "not-invited", "its site is not among cohort.sites"
     if missing := sorted(_kinds(spec, asks).difference(declared["kinds"])):

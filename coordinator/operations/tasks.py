@@ -438,10 +438,7 @@ def _accept(
                 retain(session, now, caller.owner, digest)
             tasks.settle(session, now, caller.actor, record, token, "accept", columns)
         view = _view(record, caller)
-        # While the round waits for another update of those that it takes, there is nothing to decide.
-        cohort = record.spec.cohort
-        ends_early = cohort.enough is not None or cohort.buffers
-        is_waited_for = not ends_early and tasks.are_others_leased(session, record.task)
+        is_waited_for = tasks.is_waited_for(session, record.task, record.spec)
     if is_waited_for:
         services.change_feed.notify()
     else:

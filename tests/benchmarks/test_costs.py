@@ -72,6 +72,15 @@ def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # it measures after half a minute
+def test_a_crowd_sends_updates_that_are_accepted(tmp_path: Path) -> None:
+    (row,) = quickly("crowd", tmp_path)["rows"]
+    assert (row["workers"], row["refused"]) == (20, 0)
+    assert row["accepted_per_s"] > 0
+    assert row["statements"] > 0
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)  # 42,000 images are read twice
 def test_memory_does_not_grow_with_images_on_disk(tmp_path: Path) -> None:
     rows = quickly("images", tmp_path, "--examples", "2000", "20000", "--side", "64")["rows"]

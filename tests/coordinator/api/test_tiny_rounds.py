@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow, UploadRow
-from tessera.coordinator.db.tasks import are_others_leased
+from tessera.coordinator.db.tasks import is_waited_for
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission
 from tessera.shared.api.tasks import Submission, Task, TaskView
 from tessera.shared.client.client import Client
@@ -161,17 +161,20 @@ def test_a_round_closes_at_once_without_a_tick_whatever_the_last_worker_does(
 
 
 @pytest.mark.both_databases
-def test_an_update_wakes_the_conductor_unless_another_is_still_made(coordinator: LiveCoordinator) -> None:
+@pytest.mark.parametrize("mode", ["barrier", "buffer"])
+def test_an_update_wakes_the_conductor_unless_another_is_still_made(coordinator: LiveCoordinator, mode: str) -> None:
     first, last = workers_of(coordinator, 2)
-    start_run(coordinator.client(), MODEL, values(MODEL), cohort={"quorum": 2})
+    spec = start_run(coordinator.client(), MODEL, values(MODEL), cohort={"quorum": 2, "mode": mode}).spec
     task, other = first.take(), last.take()
     with coordinator.services.database.snapshot() as session:
         rows = [session.get_one(TaskRow, one.id) for one in (task, other)]
-        assert [are_others_leased(session, row) for row in rows] == [True, True]
+        assert [is_waited_for(session, row, spec) for row in rows] == [True, True]
     submit(first, task, update_of(first, task))
     with coordinator.services.database.snapshot() as session:
         rows = [session.get_one(TaskRow, one.id) for one in (task, other)]
-        assert [are_others_leased(session, row) for row in rows] == [True, False]
+        assert [is_waited_for(session, row, spec) for row in rows] == [True, False]
+        enough = spec.model_copy(update={"cohort": spec.cohort.model_copy(update={"target_updates": 1})})
+        assert not is_waited_for(session, rows[0], enough)
 
 
 def test_a_round_of_prompts_moves_less_than_4_kb_beside_them(coordinator: LiveCoordinator) -> None:

@@ -6,12 +6,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Connection, event, select, text, update
 from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
+from tessera.coordinator.conductor import wakeups as wakeups_module
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.snapshots import run_snapshot
 from tessera.coordinator.db.tables import RoundRow, RunRow
@@ -274,3 +276,23 @@ def test_a_conductor_is_seen_to_be_alive_before_it_asks_the_database(tmp_path: P
     # What the loop does with it may fail while the database is away.
     assert next(wakeups.looks()) is None
     assert wakeups.heartbeat_file.exists()
+
+
+def test_calls_while_the_loop_rests_are_followed_by_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that took 0.04 s is followed by a rest of 0.04 s, one that took 5 s by a rest of 0.1 s."""
+    now, rested = [0.0], []
+
+    class Resting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            rested.append(timeout)
+            wakeups.call("during")
+            return False
+
+    monkeypatch.setattr(wakeups_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    wakeups = ConductorWakeups(600, tmp_path / "heartbeat", Resting())
+    looks = wakeups.looks()
+    for seconds in (0.04, 5.0, 0.0):
+        wakeups.call("before")
+        assert next(looks) == ({"before", "during"} if rested else {"before"})
+        now[0] += seconds
+    assert rested == pytest.approx([0.04, 0.1])
