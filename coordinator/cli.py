@@ -84,7 +84,7 @@ def token(
     Use it when every such token is lost. It needs no token, but write access to the database.
     """
     with _database("no token was issued") as database:
-        database.require_head()
+        database.require_head(or_ahead=True)
         try:
             spec = admin.TokenSpec(name=name, role="admin")
         except ValidationError as refusal:
@@ -408,7 +408,7 @@ def _assembled(duty: serving.Duty = "both", *, at_head: bool = True, wait: bool 
     try:
         services = serving.assemble(settings, duty=duty)
         if at_head:
-            services.database.require_head()
+            services.database.require_head(or_ahead=duty != "both")
         if duty != "both":
             services.database.hold(duty, wait=wait)
     except (engine.DatabaseInUse, engine.SchemaMismatch, store.StagingOnOtherDisk, engine.UnknownDatabase) as refusal:

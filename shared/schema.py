@@ -77,6 +77,17 @@ def without_effect(record: Value) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}/{path}", said) for path, said in without_effect(value))
 
 
+def needed_versions(record: Value) -> Iterator[tuple[str, str]]:
+    """Yield the path of each setting, also of nested records, that differs from its default and is newer than Tessera
+    0.1.0, with the version since which it exists: its field has `json_schema_extra={"since": "0.2.0"}`."""
+    for name, info in type(record).model_fields.items():
+        value, extra = getattr(record, name), info.json_schema_extra
+        if isinstance(extra, dict) and "since" in extra and value != info.get_default(call_default_factory=True):
+            yield name, str(extra["since"])
+        if isinstance(value, Value):
+            yield from ((f"{name}.{path}", since) for path, since in needed_versions(value))
+
+
 PROTOCOL = 1
 """The version of the worker protocol that this code speaks."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -22,6 +23,20 @@ except PackageNotFoundError:
     raise ImportError(
         f"Tessera is imported from {_SOURCE}, but {NAME} is not installed in this environment: {_REMEDY}"
     ) from None
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, for comparisons; none of a worker that does not say its version."""
+    return tuple(map(int, re.findall(r"[0-9]+", version)[:3]))
+
+
+def compared(version: str, own: str = VERSION) -> str:
+    """Return the difference of a worker's version from the coordinator's: "older", "newer", "other build" (of the
+    same numbers) or "not stated"; empty if they are equal."""
+    if version in ("", own):
+        return "" if version else "not stated"
+    theirs, ours = numbers_of(version), numbers_of(own)
+    return "other build" if theirs == ours else "older" if theirs < ours else "newer"
 
 
 def install_line(extra: str = "", *, elsewhere: bool = False) -> str:

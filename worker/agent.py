@@ -121,6 +121,7 @@ class Agent:
         self._holding = ReleaseQueue()
         self._sender = partial(bounded, sleep=self._nap)
         self._asking = False
+        self._left_out: str | None = None
         self._poll_seconds = settings.poll_seconds
         self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
@@ -404,6 +405,11 @@ class Agent:
         self._asking = True
         try:
             task = self._claims.claim(self._current_claim(), self._poll_seconds)
+            if (left_out := self._claims.left_out) != self._left_out:
+                self._left_out = left_out
+                if left_out:
+                    remedy = "Install the coordinator's version of Tessera here. Other runs go on meanwhile."
+                    self._log.warning("version-too-old", detail=left_out, version=VERSION, remedy=remedy)
             # A held task is not begun again, whatever the coordinator offers.
             return None if task and task.id in self._holding.tasks else task
         finally:

@@ -8,13 +8,13 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
-from tessera.coordinator.db.engine import DATABASE_AWAY, DatabaseDamaged, log_away
+from tessera.coordinator.db.engine import DATABASE_AWAY, DatabaseDamaged, SchemaMismatch, log_away
 from tessera.coordinator.limits.disk import RETRY_SECONDS, is_full, is_unusable
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
 from tessera.coordinator.telemetry.request_timing import present_trace
@@ -152,6 +152,15 @@ def _away(request: Request, fault: Exception) -> Response:
     return respond(request, Unavailable("the coordinator's database did not answer in time", retry_after_seconds=1))
 
 
+def _ahead(request: Request, fault: Exception) -> Response:
+    """Respond with 503 to a request for a newer version of the coordinator, which runs beside this one; raise a
+    document that is unreadable for another reason again."""
+    if isinstance(fault, ValidationError) and request.app.state.services.database.schema() != "ahead":
+        raise fault
+    detail = "this process of the coordinator is older than another, which can serve this request"
+    return respond(request, Unavailable(detail, retry_after_seconds=1))
+
+
 def _unstorable(request: Request, fault: Exception) -> Response:
     """Refuse text with a NUL, which PostgreSQL cannot store: no such name exists."""
     if "\0" in request.scope["path"]:
@@ -168,6 +177,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _gone)
     for kind in DATABASE_AWAY:
         app.add_exception_handler(kind, _away)
+    for kind in (SchemaMismatch, ValidationError):
+        app.add_exception_handler(kind, _ahead)
     app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(OSError, _full)
     app.add_exception_handler(Exception, _fault)

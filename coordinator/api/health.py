@@ -20,7 +20,7 @@ async def live() -> None:
 
 @router.get("/healthz/ready", operation_id="getReadiness", responses={503: {"model": Readiness}})
 async def ready(serving: Serving, response: Response) -> Readiness:
-    """Return 200 if the database's schema is at head or later and the blob store accepts bytes, else 503.
+    """Return 200 if this version can work on the database's schema and the blob store accepts bytes, else 503.
 
     A coordinator with a full disk is ready: it can do everything but accept uploads, and routing callers elsewhere
     would not free space. So is one that does not conduct: it accepts updates, and merges them later.

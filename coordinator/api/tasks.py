@@ -3,6 +3,7 @@
 import re
 from typing import Annotated, Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from tessera.coordinator.api.blobs import announced, received
@@ -15,6 +16,7 @@ from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES
 from tessera.shared.api.framing import MEDIA_TYPE, pack_task
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
+    LEFT_OUT,
     Claim,
     EvaluationResult,
     Failure,
@@ -80,7 +82,8 @@ async def claim(
 
     task = await tasks.claim(serving, caller, body, wait, disconnected)
     if task is None:
-        return Response(status_code=204)
+        left_out = await to_thread.run_sync(tasks.left_out, serving, caller, body.version)
+        return Response(status_code=204, headers={LEFT_OUT: left_out} if left_out else None)
     # Omit defaults so that a worker of the previous version can parse the task.
     if MEDIA_TYPE in accept:
         return Response(pack_task(task), media_type=MEDIA_TYPE)

@@ -96,12 +96,13 @@ class Conductor:
         return acted
 
     def _look(self, run_id: str, live: Sequence[LiveWorker]) -> RunSnapshot | None:
-        """Return a snapshot of a run. One that this version cannot read pauses, and the others go on."""
+        """Return a snapshot of a run. One that no version here can read pauses, and the others go on."""
         try:
             with self.database.snapshot() as session:
                 return run_snapshot(session, run_id, live, absent_are_gone=self.liveness.is_settled())
         except ValueError as fault:
-            if self._pause(run_id, f"this version of the coordinator cannot read the run: {fault}"):
+            unread = f"this version of the coordinator cannot read the run: {fault}"
+            if not self.failures.leave(run_id, fault) and self._pause(run_id, unread):
                 log.exception("conductor.run_not_readable", run=run_id)
             return None
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 import structlog
+from pydantic import ValidationError
 from sqlalchemy.exc import IntegrityError
 
 from tessera.coordinator.conductor.liveness import TooFewWilling
@@ -28,6 +29,7 @@ class ActionFailures:
 
     database: Database
     _failed: dict[tuple[str, Action], tuple[float, float, float]] = field(default_factory=dict)
+    _left: set[str] = field(default_factory=set)
 
     def put_off(self, run: RunSnapshot, action: Action) -> bool:
         """Return True if the action failed before and is not due again yet."""
@@ -37,6 +39,16 @@ class ActionFailures:
             return False
         # A run that was resumed, and a clock that stepped back, end the delay.
         return since == run.idle_since and 0 <= self.database.now() - failed_at < delay
+
+    def leave(self, run_id: str, fault: ValueError) -> bool:
+        """Return True if a newer version of the coordinator beside this one conducts a run that this one cannot read;
+        log the first time of each run."""
+        if self.database.schema() != "ahead":
+            return False
+        if run_id not in self._left:
+            self._left.add(run_id)
+            log.warning("conductor.left_to_newer_version", run=run_id, detail=str(fault))
+        return True
 
     def note(self, run: RunSnapshot, action: Action, fault: Exception) -> bool:
         """Note and log a failure; return True if it is the run's own fault, and stays until a person resumes the run.
@@ -56,6 +68,8 @@ class ActionFailures:
             event = "files_unusable" if is_unusable(fault) else "disk_full"
             log.warning(f"conductor.{event}", **about)
             delay = FULL_SECONDS
+        elif isinstance(fault, ValidationError) and self.leave(run.id, fault):
+            delay = REFUSED_SECONDS
         elif isinstance(fault, StoreAway):
             # The store has said so in the log already; the next tick tries again.
             delay = 0.0

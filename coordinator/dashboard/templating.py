@@ -22,7 +22,7 @@ from tessera.coordinator.db.views import instant
 from tessera.shared.metrics.comparison import setting_text
 from tessera.shared.problems import Problem
 from tessera.shared.sanitize import fit_to_show
-from tessera.shared.version import VERSION
+from tessera.shared.version import VERSION, compared
 
 STATIC = Path(__file__).parent / "static"
 
@@ -57,7 +57,7 @@ def environment() -> Environment:
     )
     filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, ago)
     words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name, with_code, setting_text)
-    jinja.filters.update({each.__name__: each for each in (*filters, *words)})
+    jinja.filters.update({each.__name__: each for each in (*filters, *words, compared)})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja
 

@@ -119,6 +119,7 @@ def list_sites(
         sites=[*((named[name], of_site) for name, of_site in by_site.items()), *((site, []) for site in idle)],
         totals=Counter(line.view.site for line in lines),
         live=Counter(line.view.site for line in lines if line.view.live),
+        versions=sorted(Counter(line.view.version for line in lines).items()),
         counts={word: counts[word] for word in HEALTHS if counts[word]},
         attention=sum(counts[word] for word in NEEDY),
         more=max(0, len(matching) - MAX_WORKERS),

@@ -123,10 +123,15 @@ class SchemaMismatch(RuntimeError):
 
 S = TypeVar("S", bound=Session)
 
-Schema = Literal["current", "behind", "newer", "unsupported"]
+Schema = Literal["current", "behind", "ahead", "newer", "unsupported"]
+"""`ahead` is a newer one on which this version can serve and conduct."""
 
 SCHEMA_FAULTS: dict[Schema, tuple[str, str]] = {
     "behind": ("is not up to date", "Run 'tessera coordinator migrate'."),
+    "ahead": (
+        "is of a newer version of Tessera, beside which this one can only serve and conduct",
+        "Install that version here too.",
+    ),
     "newer": ("is of a newer version of Tessera", "Install that version here too."),
     "unsupported": (
         "is older than Tessera 0.1.0 and cannot be upgraded",
@@ -376,19 +381,24 @@ class Database:
     # ------------------------------------------------------------ schema
 
     def schema(self) -> Schema:
-        """Compare the schema with this version's: revisions sort by their names."""
+        """Compare the schema with this version's."""
         with self._reading.connect() as connection:
             return _schema_of(connection)
 
-    def require_head(self) -> None:
-        """Raise SchemaMismatch unless the schema is at head."""
-        if (schema := self.schema()) != "current":
+    def require_head(self, *, or_ahead: bool = False) -> None:
+        """Raise SchemaMismatch unless the schema is at head; or, with `or_ahead`, a newer one on which this version
+        can serve and conduct."""
+        schema = self.schema()
+        if schema != "current" and not (or_ahead and schema == "ahead"):
             raise self._mismatch(schema)
 
     def migrate(self) -> None:
-        """Migrate the schema to head. Raise SchemaMismatch if it is newer, or older than 0.1.0."""
+        """Migrate the schema to head, and leave alone a newer one on which this version can serve. Raise
+        SchemaMismatch for other newer ones, and for those older than 0.1.0."""
         with self.engine.begin() as connection:
-            if (schema := _schema_of(connection)) in ("newer", "unsupported"):
+            if (schema := _schema_of(connection)) == "ahead":
+                return
+            if schema in ("newer", "unsupported"):
                 raise self._mismatch(schema)
             command.upgrade(alembic_config(connection), "head")
 
@@ -403,7 +413,9 @@ def _schema_of(connection: Connection) -> Schema:
     if present == head:
         return "current"
     if present > head:
-        return "newer"
+        # `0102_from_0101` is the schema 0102, on which code from 0101 on works. The names sort as the numbers do.
+        oldest = present.partition("_from_")[2]
+        return "ahead" if "" < oldest <= head else "newer"
     is_empty = not present and Table.metadata.tables.keys().isdisjoint(inspect(connection).get_table_names())
     return "behind" if present >= first or is_empty else "unsupported"
 

@@ -101,7 +101,11 @@ def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
     row = session.execute(_DECLARATION, {"site": site_id, "name": claim.worker}).one_or_none()
     declaration = _declared(claim)
     digest = digest_of(declared_text(declaration).encode())
-    return row.id if row and row.declared_digest == digest else None
+    if row is None or row.declared_digest == digest:
+        return row and row.id
+    # A newer version of the coordinator beside this one stores more, which this one must not replace by less.
+    stored = session.execute(select(WorkerRow.declared).where(WorkerRow.id == row.id)).scalar_one()
+    return row.id if {**stored, **declaration} == stored else None
 
 
 _DECLARATION = select(WorkerRow.id, WorkerRow.declared_digest).where(

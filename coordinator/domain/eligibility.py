@@ -14,15 +14,15 @@ from typing import Any
 from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import LORA_RANK, Plan
-from tessera.shared.methods.registry import beyond_script
+from tessera.shared.methods.registry import beyond_script, settings_type
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema, token_rows
 from tessera.shared.model.selectors import ineffective
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together
 from tessera.shared.schedule import LEAST_BATCH_IN_SUM, local_epochs, trains_on_few
-from tessera.shared.schema import TaskKind
-from tessera.shared.version import install_line
+from tessera.shared.schema import TaskKind, needed_versions
+from tessera.shared.version import install_line, numbers_of
 
 SHOWN = 5
 """Names in a sentence."""
@@ -46,6 +46,15 @@ class RunTerms:
     @cached_property
     def _named(self) -> frozenset[str]:
         return frozenset(self.spec.cohort.sites or ())
+
+    def needed_versions(self) -> tuple[tuple[str, str], ...]:
+        """The settings in use that are newer than Tessera 0.1.0, with the versions since which they exist."""
+        found = dict(needed_versions(self.spec))
+        # A method that is not installed here.
+        with suppress(KeyError, ValueError):
+            of_method = settings_type(self.spec.method.name).model_validate(self.spec.method.settings)
+            found |= {f"method.{path}": since for path, since in needed_versions(of_method)}
+        return tuple(found.items())
 
     def lets_know(self, site: str) -> bool:
         """Return True if the run is visible to a site."""
@@ -81,7 +90,9 @@ def withheld_reason(invitation: RunTerms, declared: Mapping[str, Any]) -> str | 
 def objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> list[Ineligibility]:
     """Return the reasons that a worker would train in no round of the run, or do the task of a run without rounds;
     empty if it would."""
-    return [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
+    found = [Ineligibility(rule=rule, detail=detail) for rule, detail in _objections(invitation, site, declared)]
+    reason = too_old(invitation, declared.get("version", ""))
+    return [Ineligibility(rule="version", detail=reason), *found] if reason else found
 
 
 def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -113,6 +124,16 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "withheld", reason
     if policy := policy_of(declared):
         yield from _refusals(invitation, examples, policy)
+
+
+def too_old(invitation: RunTerms, version: str) -> str | None:
+    """Return the reason that a worker of this version would not know a setting of the run, or None."""
+    for path, since in invitation.needed_versions:
+        if numbers_of(version) < numbers_of(since):
+            stated = version or "which it does not say"
+            remedy = f"have the site install {since} or later, or leave {path} out"
+            return f"its version of Tessera, {stated}, does not know {path}: {remedy}"
+    return None
 
 
 def _kinds(spec: RunSpec, asks: TaskKind) -> set[TaskKind]:

@@ -277,7 +277,7 @@ def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]
     """Yield a backup's database at head, and its blobs."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
-        if (schema := database.schema()) in ("newer", "unsupported"):
+        if (schema := database.schema()) not in ("current", "behind"):
             raise BackupNotFound(
                 f"the schema of this backup {SCHEMA_FAULTS[schema][0]}; restore it with the version that made it"
             )

@@ -132,6 +132,9 @@ class Retention:
     def collect(self) -> RemovalCounts:
         """Remove everything that need not be kept; return the counts of removed things."""
         freed = RemovalCounts()
+        if self.database.schema() != "current":
+            # A newer version may refer to blobs that seem unused.
+            return freed
         now = self.database.now()
         unused_before, merged_before = now - self.unused_seconds, now - self.updates_seconds
         if keep := self.versions:

@@ -8,14 +8,19 @@ from functools import partial
 from typing import Any
 
 from anyio import to_thread
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.blobs.uploads import find_finished, require_digest, retain
 from tessera.coordinator.db import tasks, views
-from tessera.coordinator.db.tables import TaskRow, WorkerRow
+from tessera.coordinator.db.snapshots import terms_of
+from tessera.coordinator.db.studies import memberships
+from tessera.coordinator.db.tables import RunRow, SiteRow, TaskRow, WorkerRow
 from tessera.coordinator.db.tasks import LoadedTask
 from tessera.coordinator.db.workers import enrol, enrolled, note_live
+from tessera.coordinator.domain.eligibility import too_old
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
@@ -52,6 +57,7 @@ from tessera.shared.secure_sums.committee import check_abandonment, check_agreem
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import read_ring
 from tessera.shared.secure_sums.messages import Agreement, SiteKeys, SumDocument, Terms
+from tessera.shared.version import VERSION, numbers_of
 
 # ---------------------------------------------------------------- claim
 
@@ -105,6 +111,22 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
         services.wake_conductor()
     services.last_seen.note(worker_id, now, caller.token_id)
     return worker_id
+
+
+def left_out(services: Services, caller: Principal, version: str) -> str | None:
+    """Return the name of a live run that leaves out workers of this version, and why, for the worker's own log."""
+    if numbers_of(version) >= numbers_of(VERSION):
+        return None
+    with services.database.snapshot() as session:
+        site = session.get_one(SiteRow, caller.site_id).name
+        live = select(RunRow.id, RunRow.changes).where(
+            RunRow.state.in_(LIVE_RUN), RunRow.study.in_(memberships(session, "site", caller.site_id or ""))
+        )
+        for run, changes in session.execute(live):
+            terms = terms_of(session, run, changes)
+            if terms.lets_know(site) and (reason := too_old(terms, version)):
+                return f"{terms.spec.name}: {reason}"
+    return None
 
 
 def lease(

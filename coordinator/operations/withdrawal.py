@@ -72,7 +72,8 @@ def withdraw(services: Services, caller: Principal, site_id: str, study: str | N
     """Withdraw a site: cancel its tasks, revoke its tokens, and erase its updates, figures, declarations and names,
     and the key of its pseudonyms in the audit. If the site is in other studies than `study` too, only end its
     membership there, cancel its tasks, and erase their updates and figures. Repeating it changes nothing. Raise
-    NotFound."""
+    NotFound, and SchemaMismatch beside a newer version, which may have more of the site."""
+    services.database.require_head()
     with services.database.transaction() as session:
         now, site = services.database.now(), find(session, SiteRow, site_id)
         theirs, uploads = workers.workers_of(session, site_id), list[str]()

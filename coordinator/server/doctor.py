@@ -104,7 +104,7 @@ def _contents(database: Database) -> Iterator[Finding]:
     schema = database.schema()
     if schema == "current":
         yield ok("schema", "up to date")
-    elif schema == "newer":
+    elif schema == "ahead":
         yield warn("schema", *SCHEMA_FAULTS[schema])
     else:
         yield fail("schema", *SCHEMA_FAULTS[schema])

@@ -201,11 +201,11 @@ def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
 
 
 def readiness(services: Services) -> Readiness:
-    """Return True if the schema is at head or later, the database was not found damaged, and the store accepts bytes,
-    and what is missing."""
+    """Return True if this version can work on the schema, the database was not found damaged, and the store accepts
+    bytes, and what is missing."""
     try:
-        # The next version's schema works with this code, so that it can replace running processes one by one.
-        schema = services.database.schema() in ("current", "newer")
+        # A newer version can replace running processes one by one.
+        schema = services.database.schema() in ("current", "ahead")
     except SQLAlchemyError:
         schema = False
     writable, intact = services.blobs.writable(), services.database.damage is None

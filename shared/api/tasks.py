@@ -305,6 +305,10 @@ LiveTerms = Annotated[dict[Short, float], Field(max_length=8)]
 """Terms of a run that may change while it lives, by name."""
 
 
+LEFT_OUT = "Tessera-Left-Out"
+"""The header of an answer without a task that says which run leaves the worker out because its version is too old."""
+
+
 class Claim(Message):
     """A worker's request for a task, with its capabilities. `datasets` gives the number of training examples of each
     data set, and `held_out` the number that it reserves for evaluation.
@@ -431,6 +435,13 @@ ALIKE = frozenset(
 )  # fmt: skip
 """Fields of a training task that decide what is trained and sent. In a secure sum they are the same for all sites: if
 the others got a learning rate of almost zero, the sum would be one site's update."""
+
+
+class NamedTask(Message):
+    """The part of a task by which a worker reports that it cannot read the rest."""
+
+    id: Identifier
+    token: Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 class Task(Message):

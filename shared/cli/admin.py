@@ -42,6 +42,7 @@ from tessera.shared.problems import Conflict, Invalid, NotFound, Problem
 from tessera.shared.schema import DEFAULT_STUDY, TokenRole
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson
+from tessera.shared.version import compared
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -106,7 +107,8 @@ def sites(ctx: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List all workers that have ever connected."""
-    found = list(client_of(ctx).workers())
+    client = client_of(ctx)
+    found, own = list(client.workers()), client.about().version
     rows = [
         (
             f"{worker.site}/{worker.name}",
@@ -115,7 +117,7 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
             ", ".join(worker.kinds),
             ", ".join(f"{name} ({count})" for name, count in worker.datasets.items()),
             worker.device,
-            worker.version or None,
+            f"{worker.version} {compared(worker.version, own)}".strip(),
         )
         for worker in found
     ]

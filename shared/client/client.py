@@ -40,7 +40,7 @@ from tessera.shared.api.admin import (
     Withdrawal,
     WorkerView,
 )
-from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
+from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack, unpack_task
 from tessera.shared.api.runs import (
     Measurement,
     ParentVersion,
@@ -54,12 +54,14 @@ from tessera.shared.api.runs import (
 )
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
+    LEFT_OUT,
     Claim,
     EvaluationResult,
     Failure,
     Heartbeat,
     Lease,
     LiveValues,
+    NamedTask,
     Release,
     ReportResult,
     Submission,
@@ -126,6 +128,8 @@ class Client:
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = HttpTransport(url, token, **transport)
         self._transfers = Transfers(self._transport)
+        self.left_out: str | None = None
+        """The run that left the worker out at its last claim since its version is too old, and why."""
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str | Path | None] | None = None, **transport: Any) -> Self:
@@ -372,9 +376,19 @@ class Client:
         """Lease a task, waiting for one for up to `wait_seconds`."""
         headers = {"Content-Type": "application/json", "Prefer": f"wait={wait_seconds}", "Accept": MEDIA_TYPE}
         answer = self._transport.request("POST", "/v1/tasks/claim", content=claim.document(), headers=headers)
+        self.left_out = answer.headers.get(LEFT_OUT)
         if answer.status_code != httpx.codes.OK:
             return None
-        return _read(Task, answer.content, unpack_task if answer.headers.get("Content-Type") == MEDIA_TYPE else None)
+        is_packed = answer.headers.get("Content-Type") == MEDIA_TYPE
+        try:
+            return _read(Task, answer.content, unpack_task if is_packed else None)
+        except NotUnderstood as fault:
+            # The round would wait for it as long as this worker calls. A proxy's answer names no task.
+            with suppress(Problem):
+                named = _read(NamedTask, answer.content, _packed_name if is_packed else None)
+                said = "; ".join(map(str, fault.errors)) or fault.detail
+                self.fail(named.id, Failure(token=named.token, code="invalid-task", detail=said[:2000]))
+            raise
 
     def tasks(self) -> Iterator[TaskView]:
         """Yield the site's own tasks, oldest first."""
@@ -588,6 +602,10 @@ def _run_path(run_id: str) -> str:
     if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
         raise NotFound(f"there is no run {run_id!r}", remedy="Give the id of a run.")
     return f"/v1/runs/{run_id}"
+
+
+def _packed_name(body: bytes) -> NamedTask:
+    return NamedTask.model_validate_json(bounded(unpack(body)[0]))
 
 
 def _read(kind: type[T], content: bytes, read: Callable[[bytes], T] | None = None) -> T:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera.shared.version import compared
 from tests.support.cli import environment
 from tests.support.paths import ROOT
 
@@ -88,3 +89,18 @@ def test_source_on_the_path_alone_is_told_to_be_installed(tmp_path: Path) -> Non
     said = lines_of(tmp_path)
     assert f"tessera-fl is not installed in this environment: pip install -e {ROOT}" in said
     assert said.splitlines()[-1].startswith(f"ImportError: Tessera is imported from {ROOT}")
+
+
+@pytest.mark.parametrize(
+    ("version", "difference"),
+    [
+        ("0.2.0", ""),
+        ("0.1.9", "older"),
+        ("0.2.1.dev4", "newer"),
+        ("0.10.0", "newer"),
+        ("0.2.0+site", "other build"),
+        ("", "not stated"),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version: str, difference: str) -> None:
+    assert compared(version, "0.2.0") == difference

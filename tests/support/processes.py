@@ -165,8 +165,8 @@ class CoordinatorProcess:
         return [own.pid, *(child.pid for child in own.children(recursive=True))]
 
     def beside(self, name: str, *arguments: str) -> Process:
-        """Another process with the same settings."""
-        return Process(self.folder, name, list(arguments), self.environment)
+        """Another process with the same settings, and of the same tree."""
+        return Process(self.folder, name, list(arguments), self.environment, self.tree)
 
     def _ready(self) -> bool:
         assert self.process.popen.poll() is None, self.process.log.read_text()

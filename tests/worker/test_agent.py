@@ -662,6 +662,17 @@ def test_a_key_that_cannot_be_written_keeps_a_worker_from_claiming_and_does_not_
     assert not thread.is_alive()
 
 
+def test_a_worker_that_is_too_old_for_a_run_logs_that_once(tmp_path: Path) -> None:
+    left_out = Answer(204, b"", {"Tessera-Left-Out": "wards: its version of Tessera does not know training.novelty"})
+    with answering(left_out, left_out, Answer(204, b"")) as (url, asked), capture_logs() as logs:
+        stop = Hasty()
+        threading.Thread(target=lambda: (until(lambda: len(asked) >= 3), stop.request())).start()
+        Agent(nowhere(url, tmp_path), stop).run()
+    (said,) = [log for log in logs if log["event"] == "version-too-old"]
+    assert said["detail"].startswith("wards: ")
+    assert "Install the coordinator's version" in said["remedy"]
+
+
 def test_a_worker_of_another_protocol_waits_for_the_upgrade_of_either_side(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:

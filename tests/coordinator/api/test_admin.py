@@ -46,8 +46,8 @@ def test_a_coordinator_whose_store_takes_nothing_is_not_ready(coordinator: LiveC
     assert coordinator.bare().get("/healthz/live").status_code == 204
 
 
-@pytest.mark.parametrize(("schema", "status"), [("0000", 503), ("9999", 200)])
-def test_a_coordinator_stays_ready_while_a_newer_one_takes_over_and_not_without_its_tables(
+@pytest.mark.parametrize(("schema", "status"), [("0000", 503), ("9999_from_0100", 200), ("9999", 503)])
+def test_a_coordinator_stays_ready_on_a_schema_that_admits_its_code(
     coordinator: LiveCoordinator, schema: str, status: int
 ) -> None:
     with coordinator.services.database.engine.begin() as connection:

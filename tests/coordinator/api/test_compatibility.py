@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field
 
+from tessera.coordinator.api import tasks as api
+from tessera.shared.api.cohort import Cohort
+from tessera.shared.api.framing import pack_task
+from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
+from tessera.shared.client.transport import NotUnderstood
+from tessera.shared.methods.base import Method, MethodSettings, MethodSpec
+from tessera.shared.methods.registry import methods
 from tessera.shared.run_settings import Training
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.version import VERSION
 from tests.support.coordinator import LiveCoordinator
+from tests.support.federation import ScriptedWorker, start_run
 from tests.support.recording import (
+    MODEL,
+    START,
     Recorded,
     Recorder,
     Replay,
@@ -142,6 +153,72 @@ def test_a_claim_whose_protocols_exclude_ours_is_refused_with_what_is_spoken(
     assert http.get("/version").json()["protocol_max"] == PROTOCOL
     assert not list(coordinator.client().workers())
     assert http.post(claim["path"], json=claim["json"] | {"protocol_max": PROTOCOL + 8}).status_code == 204
+
+
+class Newer(MethodSettings):
+    strength: float = Field(default=0.0, json_schema_extra={"since": "0.1.0"})
+
+
+@pytest.fixture
+def newer() -> Iterator[str]:
+    """A method with a setting that workers before 0.1.0 do not know, while the test lasts."""
+    methods()["newer"] = Method("newer", settings=Newer, source="a test")
+    yield "newer"
+    del methods()["newer"]
+
+
+def test_a_worker_that_is_too_old_for_a_run_is_told_before_it_and_in_its_preview(
+    coordinator: LiveCoordinator, newer: str
+) -> None:
+    workers = {
+        site: ScriptedWorker(coordinator.client("site", site), methods=(newer,), version=version).enrol()
+        for site, version in (("old", "0.0.9"), ("same", VERSION), ("later", "0.2.0.dev1"), ("silent", ""))
+    }
+    client = coordinator.client()
+    remedy = "have the site install 0.1.0 or later, or leave method.strength out"
+    said = {
+        "old/w": f"its version of Tessera, 0.0.9, does not know method.strength: {remedy}",
+        "silent/w": f"its version of Tessera, which it does not say, does not know method.strength: {remedy}",
+    }
+    run = start_run(
+        client, MODEL, START, method=MethodSpec(name=newer, settings={"strength": 1.0}), cohort=Cohort(quorum=2)
+    )
+    found = client.preview_run(run.spec)
+    assert {one.worker: [(no.rule, no.detail) for no in one.ineligibilities] for one in found.workers} == {
+        worker: [("version", said[worker])] if worker in said else []
+        for worker in ("later/w", "old/w", "same/w", "silent/w")
+    }
+    workers["same"].take()
+    workers["later"].take()
+    for site in ("old", "silent"):
+        assert workers[site].claim(0) is None
+        assert workers[site].client.left_out == f"test: {said[f'{site}/w']}"
+    client.set_run_state(run.id, "cancelled")
+    assert workers["old"].claim(0) is None
+    assert workers["old"].client.left_out is None
+    # With the setting at its default, all take part.
+    start_run(client, MODEL, START, method=MethodSpec(name=newer), cohort=Cohort(quorum=4))
+    assert {worker.take().run_name for worker in workers.values()} == {"test"}
+
+
+def test_a_task_that_a_worker_cannot_read_fails_at_once_with_the_remedy(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, client = ScriptedWorker(coordinator.client("site", "a")).enrol(), coordinator.client()
+
+    def of_a_newer_coordinator(task: Task) -> bytes:
+        return pack_task(task).replace(b'"plan":{}', b'"plan":{"novelty":1}')
+
+    monkeypatch.setattr(api, "pack_task", of_a_newer_coordinator)
+    run = start_run(client, MODEL, START)
+    with pytest.raises(NotUnderstood, match="not a valid Task"):
+        worker.take()
+    task, *_ = (task for found in client.rounds(run.id) for task in found.tasks if task.state == "failed")
+    assert task.problem
+    assert "invalid-task" in task.problem.detail
+    assert "plan" in task.problem.detail
+    assert "novelty" in task.problem.detail
+    assert "install the same at both" in task.problem.remedy
 
 
 def _only_run(coordinator: LiveCoordinator) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor import wakeups as wakeups_module
 from tessera.coordinator.conductor.wakeups import ConductorWakeups
 from tessera.coordinator.db.snapshots import run_snapshot
-from tessera.coordinator.db.tables import RoundRow, RunRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow
 from tessera.coordinator.domain.round_moves import Merge
 from tessera.coordinator.services import assemble
 from tessera.coordinator.settings import CoordinatorSettings
@@ -55,6 +56,43 @@ def test_a_run_that_cannot_be_read_pauses_and_the_others_go_on(coordinator: Live
         row = session.get_one(RunRow, spoilt.id)
         assert row.state == "paused"
         assert "from-the-future" in (row.reason or "")
+
+
+def test_what_only_a_newer_version_can_read_or_remove_is_left_to_it(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    sound = start_run(client, model, values(model), name="sound")
+    with coordinator.services.database.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999_from_0100'")
+    newer = start_run(client, model, values(model), name="newer")
+    with coordinator.services.database.transaction() as session:
+        unreadable = {**newer.spec.model_dump(mode="json"), "novelty": 1}
+        session.execute(update(RunRow).where(RunRow.id == newer.id).values(spec=unreadable))
+
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.train(worker.take())
+
+    until(lambda: client.run(sound.id).state == "completed")
+    with coordinator.services.database.snapshot() as session:
+        assert session.get_one(RunRow, newer.id).state == "running"
+    admin = coordinator.http()
+    (site,) = client.sites()
+    for answer in (
+        admin.get(f"/v1/runs/{newer.id}"),
+        admin.get("/v1/runs"),
+        admin.post(f"/v1/sites/{site.id}/withdraw"),
+    ):
+        assert (answer.status_code, answer.headers.get("Retry-After")) == (503, "1"), answer.text
+        assert "older than another, which can" in answer.json()["detail"]
+    client.put_bytes(b"what only a newer version refers to")
+    retention = replace(coordinator.services.retention, unused_seconds=-60.0)
+    assert not retention.collect()
+    # Without a newer version beside this one, it is a fault like any other.
+    with coordinator.services.database.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0100'")
+    assert admin.get("/v1/runs").status_code == 500
+    assert retention.collect()
+    with coordinator.services.database.snapshot() as session:
+        assert session.get_one(SiteRow, site.id).withdrawn_at is None
 
 
 class Faulty(CoordinatorHalf[MethodSettings]):

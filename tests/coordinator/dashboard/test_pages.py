@@ -252,7 +252,8 @@ def test_pages_of_a_run_show_what_the_api_shows(standing: LiveCoordinator, wards
     assert "Secure sum: what each party saw" not in round_.parts["h2"]
     assert len(admin.see(f"/runs/{wards}/rounds").rows) == 1 + 2
     assert admin.http.get(f"/page/runs/{wards}/rounds/9").status_code == 404
-    assert [row[6] for row in admin.see("/sites").rows if row[0] == "w"] == ["1.2.3+ours"] * 2
+    assert [row[6] for row in admin.see("/sites").rows if row[0] == "w"] == ["1.2.3+ours newer"] * 2
+    assert "2 workers of version 1.2.3+ours newer" in admin.see("/sites").text
     failures = admin.see("/failures")
     assert failures.parts["summary"][0].startswith("failed worker-failed: b/w wards: ")
     assert failures.parts["h3"] == ["wards", "wards, round 2"]

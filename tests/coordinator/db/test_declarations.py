@@ -203,3 +203,23 @@ def test_a_chain_with_entries_of_a_mib_is_still_read_and_verified(coordinator: L
     assert first_broken(entries) is None
     with database.snapshot() as session:
         assert audit.broken_at(session) is None
+
+
+def test_a_declaration_that_a_newer_version_stored_is_kept_until_the_worker_changes_it(
+    coordinator: LiveCoordinator,
+) -> None:
+    http = coordinator.http("site", "a")
+
+    def claimed(**changes: Any) -> tuple[dict[str, Any], int]:
+        assert claim(http, **changes).status_code == 204
+        with coordinator.services.database.snapshot() as session:
+            stored = session.scalars(select(WorkerRow)).one().declared
+            enrolled = select(func.count()).where(AuditRow.action == "worker.enrol")
+            return stored, session.scalars(enrolled).one()
+
+    first, _ = claimed()
+    with coordinator.services.database.transaction() as session:
+        session.scalars(select(WorkerRow)).one().declared = {**first, "novelty": "known"}
+    assert claimed() == ({**first, "novelty": "known"}, 1)
+    changed, times = claimed(methods=["fedprox"])
+    assert (changed["methods"], times) == (["fedprox"], 2)

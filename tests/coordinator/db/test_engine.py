@@ -253,3 +253,24 @@ def test_nobody_else_can_open_a_file_by_which_writers_take_turns(tmp_path: Path)
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("t.db*")}
     assert modes == dict.fromkeys(modes, "0o600")
     assert {"t.db.turn", "t.db.serve.lock"} <= set(modes)
+
+
+@pytest.mark.parametrize(("oldest", "schema"), [("0099", "ahead"), ("0100", "ahead"), ("0101", "newer")])
+def test_a_newer_schema_that_names_this_one_or_an_older_is_served_and_conducted(
+    tmp_path: Path, oldest: str, schema: str
+) -> None:
+    with closing(Database(url_in(tmp_path))) as database:
+        with database.engine.begin() as connection:
+            connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '9999_from_{oldest}'")
+        assert database.schema() == schema
+        # A backup would lack what this version does not know.
+        with pytest.raises(SchemaMismatch, match="Install that version here too"):
+            database.require_head()
+        if schema == "ahead":
+            database.require_head(or_ahead=True)
+            database.migrate()
+            assert database.schema() == "ahead"
+            return
+        for refused in (database.migrate, lambda: database.require_head(or_ahead=True)):
+            with pytest.raises(SchemaMismatch, match="of a newer version"):
+                refused()

@@ -588,8 +588,10 @@ def test_a_token_that_admits_nobody_any_more_is_not_called_valid(
 
 def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinator) -> None:
     commands = Commands(coordinator)
-    ScriptedWorker(coordinator.client("site", "north")).enrol()
-    assert "north/w  live" in commands.say("admin", "workers").stdout
+    ScriptedWorker(coordinator.client("site", "north"), version="0.0.9").enrol()
+    listed = commands.say("admin", "workers").stdout
+    assert "north/w  live" in listed
+    assert "0.0.9 older" in listed
     assert commands.say("admin", "site", "suspend", "north").stdout == "site north is suspended\n"
     assert "suspended" in commands.say("admin", "sites").stdout
     assert "north/w  suspended" in commands.say("admin", "workers").stdout
