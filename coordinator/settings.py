@@ -124,7 +124,9 @@ class CoordinatorSettings(BaseSettings):
         default=None, description="token endpoint, if it is not on the provider's host"
     )
     public_url: str | None = Field(
-        default=None, description="URL of this coordinator in browsers, for example https://tessera.example"
+        default=None,
+        description="URL of this coordinator in browsers, for example https://tessera.example; with the path that a "
+        "proxy serves it under, if any, as in https://hospital.example/tessera",
     )
     oidc_role_claim: str = Field(
         default="roles",
@@ -267,6 +269,11 @@ class CoordinatorSettings(BaseSettings):
         if self.audit_sink is None:
             return None
         return audit_sink(self.audit_sink, self.audit_sink_ca, self.audit_sink_authorization_file)
+
+    @property
+    def public_path(self) -> str:
+        """The path of `public_url`, such as /tessera; empty without one."""
+        return urlsplit(self.public_url or "").path.rstrip("/")
 
     @property
     def heartbeat(self) -> Path:

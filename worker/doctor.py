@@ -22,7 +22,7 @@ from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.client.notice_channels import Channel, Undelivered
-from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES, HttpTransport
+from tessera.shared.client.transport import CERTIFICATE_REMEDIES, HttpTransport
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
@@ -42,6 +42,17 @@ from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.deltas import check_deltas
 from tessera.worker.errors import ConfigError, DataError
 from tessera.worker.faults.disk import unwritable
+from tessera.worker.faults.way import (
+    CA_REMEDY,
+    CONNECT_SECONDS,
+    STRIPPED,
+    bodies,
+    is_stripped,
+    long_poll,
+    signer,
+    unanswered,
+    without_proxy,
+)
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words
 from tessera.worker.governance.notices import TEST
 from tessera.worker.governance.policy import Policy
@@ -145,6 +156,7 @@ def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator
     except (Unauthenticated, Forbidden) as problem:
         known = isinstance(problem, Forbidden)
         remedy = "Ask an administrator for a token of role site." if known else problem.advice
+        remedy = STRIPPED if is_stripped(problem) else remedy
         yield fail("token", f"not admitted: {problem.detail}", remedy)
     except Problem as problem:
         yield fail("token", f"the check failed: {problem.detail}", problem.advice)
@@ -381,6 +393,10 @@ def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bo
             client.put_bytes(os.urandom(PROBE_BYTES))
             rate = PROBE_BYTES / (time.monotonic() - began_at)
             yield ok("line", f"uploads {size(int(rate))} a second, by {size(PROBE_BYTES)} of noise")
+            yield from bodies(client)
+            # Nothing is between a worker and a coordinator on one machine.
+            if not is_loopback(urlsplit(settings.url).hostname or ""):
+                yield long_poll(client, settings.poll_seconds)
         own = [task for task in client.tasks() if task.worker.partition("/")[2] == settings.name]
         if most := settings.policy.max_upload_bytes_per_second:
             rate = min(rate or most, most)
@@ -417,7 +433,6 @@ def forecast(name: str, last: TaskView | None, model_bytes: int, rate: float | N
     return f"run {name} sends {size(sent)} a round{long}; the last fetched {size(last.download_bytes)}"
 
 
-CONNECT_SECONDS = 10.0
 EXPIRES_SOON = timedelta(days=21)
 SKEW_SECONDS = 30.0
 
@@ -435,13 +450,13 @@ def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
     if proxy:
         yield ok("proxy", f"requests go by {without_password(proxy)}")
     else:
-        yield ok("proxy", "none")
+        yield ok("proxy", without_proxy(url))
         found = list(_direct(host, port))
         yield from found
         if found[-1].verdict == "fail":
             return
     if tls and not proxy:
-        found = list(_tls(host, port, verify))
+        found = list(_tls(url, host, port, verify))
         yield from found
         if found[-1].verdict == "fail":
             return
@@ -461,7 +476,8 @@ def _direct(host: str, port: int) -> Iterator[Finding]:
         yield fail(
             "dns",
             f"{host} has no address: {fault.strerror}",
-            "Check the host name in `url`, and this machine's resolver.",
+            "Check the host name in `url`, and this machine's resolver. Where a proxy alone reaches other networks, "
+            "set HTTPS_PROXY=http://PROXY:PORT in the worker's environment, and take the host out of NO_PROXY.",
         )
         return
     addresses = sorted({str(address[4][0]) for address in found})
@@ -476,7 +492,7 @@ def _direct(host: str, port: int) -> Iterator[Finding]:
     yield ok("tcp", f"port {port} takes connections, in {1000 * (time.monotonic() - began_at):.0f} ms")
 
 
-def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
+def _tls(url: str, host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
     try:
         with (
             socket.create_connection((host, port), CONNECT_SECONDS) as plain,
@@ -486,10 +502,8 @@ def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
     except ssl.SSLCertVerificationError as fault:
         yield fail(
             "tls",
-            f"the certificate is not trusted: {fault.verify_message}",
-            CERTIFICATE_REMEDIES.get(
-                fault.verify_code, "Ask the coordinator's operator for its CA certificate, and set `ca_bundle`."
-            ),
+            f"the certificate is not trusted: {fault.verify_message}{signer(url)}",
+            CERTIFICATE_REMEDIES.get(fault.verify_code, CA_REMEDY),
         )
         return
     except (ssl.SSLError, OSError) as fault:
@@ -514,10 +528,7 @@ def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Fin
             answer = transport.once("GET", "/version")
         about = About.model_validate_json(answer.content)
     except (Problem, ValueError) as fault:
-        reason = str(fault).splitlines()[0]
-        # Behind a proxy no earlier check ran, and the answer may be the proxy's.
-        remedy = BY_PROXY if proxy else "Check the URL's path and host."
-        yield fail("coordinator", f"no answer from a coordinator: {reason[:200]}", remedy)
+        yield unanswered(url, verify, proxy, fault)
         return
     yield ok("coordinator", f"version {about.version}")
     spoken = f"it speaks protocols {about.protocol_min} to {about.protocol_max}, this worker {PROTOCOL}"

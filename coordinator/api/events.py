@@ -71,4 +71,5 @@ async def stream(
         await run_in_threadpool(present, caller)
     serving.change_feed.require_capacity(caller.token_id)
     events = serving.change_feed.listen(run_id, since, caller.token_id, permission)
-    return EventStream(events, headers={"Cache-Control": "no-store"})
+    # nginx would hold events back until they fill a buffer.
+    return EventStream(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

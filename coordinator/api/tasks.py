@@ -1,6 +1,9 @@
 """Endpoints for workers: claim a task, renew its lease, report on it."""
 
+import asyncio
 import re
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -34,6 +37,8 @@ from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
 
 _WAIT = re.compile(r"wait=(\d{1,4})")
+
+Wait = Annotated[str, Header(max_length=128, description="'wait=25' waits up to 25 s for a task")]
 
 
 class Claimants(Callers):
@@ -69,18 +74,11 @@ async def claim(
     request: Request,
     serving: Serving,
     caller: Annotated[Principal, Depends(Claimants())],
-    prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits up to 25 s for a task")] = "",
+    prefer: Wait = "",
     accept: Annotated[str, Header(max_length=256, include_in_schema=False)] = "",
 ) -> Response:
     """Lease the next task that is offered to this worker; wait for one if `Prefer` says so."""
-    wanted = _WAIT.search(prefer)
-    wait = min(float(wanted.group(1)) if wanted else 0.0, serving.settings.max_wait_seconds)
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = await tasks.claim(serving, caller, body, wait, disconnected)
+    task = await tasks.claim(serving, caller, body, _seconds(prefer, serving), partial(_disconnected, request))
     if task is None:
         left_out = await to_thread.run_sync(tasks.left_out, serving, caller, body.version)
         return Response(status_code=204, headers={LEFT_OUT: left_out} if left_out else None)
@@ -88,6 +86,25 @@ async def claim(
     if MEDIA_TYPE in accept:
         return Response(pack_task(task), media_type=MEDIA_TYPE)
     return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")
+
+
+@router.get("/claim", operation_id="waitAsClaim", status_code=204)
+async def wait_as_claim(request: Request, serving: Serving, _: SiteCaller, prefer: Wait = "") -> Response:
+    """Answer as late as a claim without a task does, and lease none: a worker's `doctor` finds out whether a proxy on
+    the way ends such a request."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(_disconnected(request), _seconds(prefer, serving))
+    return Response(status_code=204)
+
+
+def _seconds(prefer: str, serving: Services) -> float:
+    wanted = _WAIT.search(prefer)
+    return min(float(wanted.group(1)) if wanted else 0.0, serving.settings.max_wait_seconds)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @router.get("", operation_id="listTasks")

@@ -1,5 +1,5 @@
-"""The serving process: sockets, limits on connections, shutdown, and the checks before it.
+"""The serving process: sockets, limits on connections, a proxy's path, shutdown, and the checks before it.
 
-Imports `alerts`, `api`, `app`, `auth`, `conductor`, `db`, `dossier`, `limits`, `services`, `settings` and
-`telemetry`.
+Imports `alerts`, `api`, `app`, `auth`, `conductor`, `dashboard`, `db`, `dossier`, `limits`, `services`, `settings`
+and `telemetry`.
 """

@@ -31,6 +31,7 @@ from tessera.coordinator.server.connections import (
     ServerConfig,
     listening,
 )
+from tessera.coordinator.server.path_prefix import PathPrefix
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import PROBLEMS_TOTAL
 from tessera.shared.diagnostics import pem_fault, reason_of
@@ -62,7 +63,7 @@ def configuration(app: ASGIApp, settings: CoordinatorSettings) -> ServerConfig:
     """Return the configuration of the server that `serve` runs."""
     limiter = ConnectionLimiter(settings)
     config = ServerConfig(
-        OutermostMiddleware(app),
+        OutermostMiddleware(PathPrefix(app, settings.public_path) if settings.public_path else app),
         host=settings.host,
         port=settings.port,
         http=partial(LimitedHTTPProtocol, limiter),  # type: ignore[arg-type]  # a callable

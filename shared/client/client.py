@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote
 
+import httpcore
 import httpx
 from pydantic import BaseModel, RootModel, ValidationError
 
@@ -389,6 +390,23 @@ class Client:
                 said = "; ".join(map(str, fault.errors)) or fault.detail
                 self.fail(named.id, Failure(token=named.token, code="invalid-task", detail=said[:2000]))
             raise
+
+    def wait_as_claim(self, wait_seconds: int) -> None:
+        """Wait for an answer as long as a claim without a task does, and lease none."""
+        self._transport.request("GET", "/v1/tasks/claim", headers={"Prefer": f"wait={wait_seconds}"})
+
+    def announce_claim(self, count: int, seconds: float) -> None:
+        """Send the head of a claim of `count` bytes, and 8 KiB of it. Raises Problem: of the coordinator, which
+        refuses a claim that is too long by its head, or of a proxy; Unreachable after `seconds` without an answer."""
+
+        def begun() -> Iterator[bytes]:
+            # Programs in Go hold a head back until 4 KiB follow it.
+            yield b" " * 8192
+            # As if the line had broken, after which httpcore reads the answer.
+            raise httpcore.WriteError
+
+        headers = {"Content-Length": str(count)}
+        self._transport.once("POST", "/v1/tasks/claim", headers=headers, content=begun(), timeout=seconds)
 
     def tasks(self) -> Iterator[TaskView]:
         """Yield the site's own tasks, oldest first."""

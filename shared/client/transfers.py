@@ -24,7 +24,8 @@ LEAST_PIECE_BYTES = 1 << 14
 
 OCTETS = "application/octet-stream"
 
-_UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
+# A proxy that serves the coordinator under a path may put that, and its own host, before it.
+_UPLOAD = re.compile(r"(?:https?://[^/]+)?(?:/[^/?#]+)*?(/v1/uploads/[A-Za-z0-9-]{1,64})")
 
 Progress = Callable[[int], None]
 """A callback that receives the number of bytes of each piece transferred."""
@@ -144,10 +145,10 @@ class Transfers:
 
 
 def _upload_path(location: str) -> str:
-    # Neither token nor bytes may go to another host.
-    if not _UPLOAD.fullmatch(location):
+    # Without its host: neither token nor bytes may go to another.
+    if not (found := _UPLOAD.fullmatch(location)):
         raise NotUnderstood(f"the coordinator gave {location[:200]!r} as the path of an upload")
-    return location
+    return found[1]
 
 
 def _require_octets(response: httpx.Response) -> None:

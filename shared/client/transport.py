@@ -68,8 +68,9 @@ PEM_FILES = (
 )
 
 BY_PROXY = (
-    "The cause may be the proxy that the environment sets: check that it runs, admits this user and reaches the "
-    "coordinator, or add the coordinator's host to NO_PROXY."
+    "The cause may be the proxy that the environment sets: check that it runs, admits this user "
+    "(HTTPS_PROXY=http://USER:PASSWORD@PROXY:PORT, special characters as %40 for @) and reaches the coordinator, or "
+    "add the coordinator's host to NO_PROXY."
 )
 
 
@@ -130,6 +131,7 @@ class IntermediaryFault(ServerFault):
             retry_after_seconds=None if after is None else min(after, MAX_PAGE_SECONDS),
             headers=dict(answer.headers),
         )
+        self.answer_status = status
         self.is_body_limit = status == codes.REQUEST_ENTITY_TOO_LARGE
         self.is_rule = self.is_body_limit or status == codes.METHOD_NOT_ALLOWED
         self.retryable = status >= 500 or status in (codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS)
@@ -147,14 +149,28 @@ MAX_PAGE_SECONDS = 30.0
 _MARKUP = re.compile(r"(?is)<(head|script|style)\b.*?</\1\s*>|<[^>]*>")
 
 _BEHIND = "Check that the coordinator runs, and that the proxy in front of it reaches it."
+UNLIMITED = (
+    "nginx: client_max_body_size 0; HAProxy: remove the rule with req.body_size or content-length; Caddy: remove "
+    "request_body; Traefik: remove the middleware buffering"
+)
+"""The line of configuration by which a proxy takes bodies of any size."""
+PATIENT = (
+    "nginx: proxy_read_timeout 75s; HAProxy: timeout server 75s; Caddy: remove response_header_timeout; Traefik: "
+    "responseHeaderTimeout = 0"
+)
+"""The line of configuration by which a proxy waits longer for an answer than any claim does."""
 _INTERMEDIARIES = {
     300: "A token does not follow redirects. If the coordinator itself has moved there, use that URL, without the "
     "path of a page. Otherwise something in between asks to sign in, or the URL is another service's.",
+    400: f"If it asks for a certificate of this client: {SHOW_CERTIFICATE}",
+    401: "Something in between asks for credentials of its own, which no client of Tessera has: have its operator "
+    "exempt the coordinator (nginx: auth_basic off).",
     405: "Have the proxy in between let the methods GET, HEAD, POST, PATCH and DELETE through.",
-    413: "Have the operator of the proxy in between allow larger bodies of requests (nginx: client_max_body_size).",
+    413: f"Have the operator of the proxy in between allow larger bodies of requests ({UNLIMITED}).",
+    421: "Use a host name in the URL that the configuration of the proxy has.",
     502: _BEHIND,
     503: _BEHIND,
-    504: _BEHIND,
+    504: f"{_BEHIND} If so, it waits too short a time for answers ({PATIENT}).",
 }
 
 
@@ -544,7 +560,9 @@ def problem_of(answer: HttpAnswer) -> Problem:
         return IntermediaryFault(answer)
     problem = problem_from(document, _retry_after(answer), headers)
     if re.fullmatch(rf"{PAGES}/[a-z0-9-]{{1,64}}", document.type):
-        problem.page = urljoin(answer.request.partition(" ")[2], document.type)
+        # A proxy may serve the coordinator, and so these pages, under a path.
+        root, is_api, _ = answer.request.partition(" ")[2].partition("/v1/")
+        problem.page = root + document.type if is_api else urljoin(root, document.type)
     return problem
 
 

@@ -47,6 +47,8 @@ def test_a_problem_links_to_no_page_of_another_host() -> None:
     document = problems.Conflict("d").document()
     answer = HttpAnswer(409, headers, document.model_dump_json().encode(), "GET https://t.example/v1/runs")
     assert problem_of(answer).page == "https://t.example/problems/conflict"
+    answer = HttpAnswer(409, headers, document.model_dump_json().encode(), "GET https://t.example/tessera/v1/runs")
+    assert problem_of(answer).page == "https://t.example/tessera/problems/conflict"
 
 
 def test_no_two_problems_share_a_code_or_a_title() -> None:

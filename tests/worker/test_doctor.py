@@ -84,6 +84,8 @@ def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoord
     names = [found["name"] for found in findings]
     wanted = ("dns", "tcp", "tls", "coordinator", "protocol", "clock", "token", "disk", "device", "policy", "line")
     assert set(wanted) <= set(names)
+    # Nothing is in between.
+    assert {"bodies", "long poll"}.isdisjoint(names)
     # Of the 1,437 digits that are for training about a fifth is held out.
     detail = named(findings, "data digits")["detail"]
     told = re.match(r"approximately (\d+) examples, 10 classes, (\d+) held out", detail)
@@ -303,6 +305,30 @@ def test_the_first_step_that_fails_is_where_it_ends() -> None:
         found = way(f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert [(name, one.verdict) for name, one in found.items()] == [("proxy", "ok"), ("dns", "ok"), ("tcp", "fail")]
     assert way("http://nowhere.invalid")["dns"].verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "none"),
+        ({"http_proxy": "http://p:1"}, "none: HTTP_PROXY is not for https:// URLs"),
+        ({"https_proxy": "http://p:1", "no_proxy": ".invalid"}, "none: NO_PROXY lists the coordinator's host"),
+    ],
+)
+def test_a_proxy_that_is_not_used_is_told_with_the_reason(
+    given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = way("https://nowhere.invalid")
+    assert found["proxy"].detail == told
+    assert "set HTTPS_PROXY=http://PROXY:PORT" in found["dns"].remedy
+
+
+def test_a_path_that_the_coordinator_does_not_have_is_named(coordinator: LiveCoordinator) -> None:
+    found = way(f"{coordinator.url}/tessera/tessera")["coordinator"]
+    assert found.verdict == "fail"
+    assert found.remedy == f'Set url = "{coordinator.url}": the coordinator is there.'
 
 
 def test_a_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:

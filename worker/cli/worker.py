@@ -187,7 +187,9 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 @app.command()
 def doctor(
     config: ConfigFile,
-    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Upload 256 KiB of noise to time it.")] = True,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Upload 256 KiB of noise to time it, and wait as a claim does.")
+    ] = True,
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A model, to see which of its blocks the policy keeps.")
     ] = None,

@@ -82,6 +82,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     # Tasks: a site's own.
     ("GET", "/v1/tasks"): Case(403, 403, 403, 200),
     ("POST", "/v1/tasks/claim"): Case(403, 403, 403, 204, json=CLAIM),
+    ("GET", "/v1/tasks/claim"): Case(403, 403, 403, 204),
     ("GET", "/v1/tasks/{task_id}"): Case(READ, READ, READ, OWN),
     ("POST", "/v1/tasks/{task_id}/heartbeat"): Case(403, 403, 403, LEASE_LOST, json=TOKEN),
     ("POST", "/v1/tasks/{task_id}/helper-report"): Case(403, 403, 403, LEASE_LOST, json={"token": 1}),

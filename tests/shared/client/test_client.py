@@ -143,6 +143,15 @@ def test_a_gateways_answer_without_a_body_does_not_end_an_upload(status: int) ->
     assert [a.method for a in asked] == ["POST", "HEAD", "PATCH", "HEAD", "PATCH"]
 
 
+@pytest.mark.parametrize("place", ["/tessera", "https://elsewhere.example", "https://elsewhere.example/tessera"])
+def test_an_upload_goes_on_at_the_clients_own_url_whatever_a_proxy_puts_before_its_path(place: str) -> None:
+    begun = Answer(201, b"", {"Location": f"{place}/v1/uploads/u", "Upload-Complete": "?0"})
+    answers = begun, Answer(204, b"", {"Upload-Offset": "0"}), Answer(204, b"")
+    with answering(*answers) as (url, asked), client_of(f"{url}/tessera") as client:
+        client.put_bytes(DATA)
+    assert [a.path for a in asked] == ["/tessera/v1/uploads", *2 * ["/tessera/v1/uploads/u"]]
+
+
 @pytest.mark.parametrize("problem", [NotFound("no upload"), Unauthenticated("revoked"), Forbidden("paused")])
 def test_an_upload_is_not_tried_for_minutes_after_a_coordinators_refusal(problem: Problem) -> None:
     answers = BEGUN, Answer(problem.status, b"", {"Content-Type": MEDIA_TYPE}), refusal(problem)

@@ -284,7 +284,7 @@ def page(status: int, **headers: str) -> Answer:
         (page(200), "HTTP 200 OK", "Check the URL"),
         (page(302, Location="https://portal.example/in"), "text/html), to https://portal.exa", "sign in"),
         (page(307, Location="/page/sign-in"), "to /page/sign-in", "without the path of a page"),
-        (page(401), "HTTP 401 Unauthorized", "Check the URL"),
+        (page(401), "HTTP 401 Unauthorized", "credentials of its own"),
         (page(403), "HTTP 403 Forbidden", "operator of the proxy"),
         (Answer(404, b"nothing here"), "HTTP 404 Not Found", "Check the URL"),
         (Answer(404, b'{"message": "no route"}', {"Content-Type": "application/json"}), "HTTP 404", "Check the URL"),
