@@ -460,6 +460,21 @@ OF_WORKERS: Mapping[str, str] = {
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "executor-ended": "If it recurs, ask the site: its worker's log says why a process ended, such as for lack of "
     "memory.",
+    "slurm-refused": "Ask the site to correct [executor.slurm] in its worker's settings, or to wait for its quota of "
+    "jobs: the text has Slurm's reason.",
+    "slurm-cancelled": "Ask the site why its cluster's operator cancelled the job. The run goes on without it while "
+    "other sites reach cohort.quorum.",
+    "slurm-timeout": "Ask the site to raise executor.slurm.time, or to lower checkpoint_minutes: a job that has "
+    "written a checkpoint is followed by another one.",
+    "slurm-preempted": "Nothing: a later round asks the site again. If it recurs, ask the site for a partition "
+    "without preemption.",
+    "slurm-node-failed": "Nothing: a later round asks the site again. If it recurs, ask the site about the node.",
+    "slurm-lost": "Ask the site: its Slurm does not know the job any more. The worker's log has the job's id.",
+    "slurm-failed": "Ask the site: its worker's log has the last lines of the job's output.",
+    "slurm-no-gpu": "Ask the site: the job's node has fewer working GPUs than executor.slurm.gpus. The site may "
+    "exclude the node by a line of executor.slurm.lines.",
+    "slurm-away": "Ask the site whether its Slurm runs: `scontrol ping`. The run goes on without it while other "
+    "sites reach cohort.quorum.",
     "region-refuses": "Ask the people of the region: its own coordinator refuses the run. Or begin a run without the "
     "region (cohort.sites).",
     "region-stopped": "Ask the people of the region: they have stopped its part of the run. The run goes on without "

@@ -150,7 +150,7 @@ class Agent:
             state_id=state_id_of(settings),
             started_at=time.time(),
             # A script of the site's own is not rehearsed.
-            kinds=tuple(kind for kind in settings.all_kinds if not (settings.executor and kind == "rehearse")),
+            kinds=tuple(kind for kind in settings.all_kinds if not (settings.own_script and kind == "rehearse")),
             datasets={},
             augments=augments_images() or settings.region is not None,
             device=self._inventory.device,
@@ -284,6 +284,7 @@ class Agent:
         vault.settle(self._client.task)
         if self._runner.checkpoints:
             self._runner.checkpoints.settle(self._client.task)
+        self._executor.settle(self._client.task)
         self._remove_unheld()
         if time.monotonic() < self._removes_at:
             return

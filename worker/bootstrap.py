@@ -15,6 +15,7 @@ from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.launcher import RankSettings
 from tessera.worker.executor.regional import RegionalExecutor
 from tessera.worker.executor.script import ScriptExecutor
+from tessera.worker.executor.slurm.executor import SlurmExecutor, SlurmScriptExecutor
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.audit import signed_sets
@@ -50,6 +51,7 @@ def executor_of(settings: WorkerSettings) -> ProcessExecutor:
     sweep(settings.state_dir)
     # The first rank looks whether a single device is there.
     devices = (settings.device,) if settings.devices == 1 else device_names(settings, count_gpus)
+    script, slurm = settings.own_script, settings.slurm
     ranks = RankSettings(
         devices=devices,
         threads=settings.threads,
@@ -63,8 +65,10 @@ def executor_of(settings: WorkerSettings) -> ProcessExecutor:
         verify = tls_of(settings)
         parent = Client(settings.url, credential_of(settings), verify=verify, patience_seconds=0)
         executor: ProcessExecutor = RegionalExecutor(settings.region, settings.name, parent, settings.url, *given)
+    elif slurm:
+        executor = SlurmScriptExecutor(script, *given, slurm) if script else SlurmExecutor(*given, slurm)
     else:
-        executor = ScriptExecutor(settings.executor, *given) if settings.executor else ProcessExecutor(*given)
+        executor = ScriptExecutor(script, *given) if script else ProcessExecutor(*given)
     executor.start()
     return executor
 
@@ -106,7 +110,7 @@ def runner_of(client: Client, settings: WorkerSettings, executor: ProcessExecuto
         scratch=settings.state_dir,
         name=settings.name,
         kinds=settings.all_kinds,
-        own_script=settings.executor is not None,
+        own_script=settings.own_script is not None,
         regional=settings.region is not None,
         sums=party,
         mappings=mappings_of(settings.mappings),

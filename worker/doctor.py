@@ -41,6 +41,7 @@ from tessera.worker.data.dataset_info import augments_images
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.deltas import check_deltas
 from tessera.worker.errors import ConfigError, DataError
+from tessera.worker.executor.slurm.examination import findings
 from tessera.worker.faults.disk import unwritable
 from tessera.worker.faults.way import (
     CA_REMEDY,
@@ -107,6 +108,8 @@ def checks(
     yield "disk", lambda: _disk(settings)
     yield "state", lambda: _state(settings)
     yield "device", lambda: _device(settings)
+    if slurm := settings.slurm:
+        yield "slurm", lambda: findings(slurm, settings.state_dir)
     if settings.region:
         yield "region", partial(_region, settings.region)
     for name, source in settings.datasets.items() if settings.region is None else ():

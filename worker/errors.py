@@ -43,6 +43,9 @@ class TaskFailure(ValueError):
 class ExecutorEnded(TaskFailure):
     """The end of an executor's process while it loads the data sets, or within a task."""
 
+    repeats = False
+    """True if the task itself is not the cause, so that it begins again without a newer checkpoint too."""
+
 
 NO_FIGURES = "no-figures", "this site has no figures of the version; its own log has more"
 """The code and the text of a TaskFailure whose cause stays at the site."""

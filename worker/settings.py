@@ -188,24 +188,62 @@ class SecureSumsSettings(Value):
     )
 
 
-class ScriptSettings(BaseModel):
-    """A training script of the site's own."""
+class SlurmSettings(Value):
+    """The jobs of Slurm that execute tasks."""
+
+    partition: str | None = Field(default=None, description="partition of the jobs; Slurm's default if unset")
+    account: str | None = Field(default=None, description="account that the jobs are charged to")
+    gpus: int = Field(default=0, ge=0, le=8, description="GPUs of each job, all on one node; 0: it trains on the CPU")
+    time: str | None = Field(
+        default=None,
+        pattern=r"^[0-9:-]+$",
+        description="time limit of each job, as Slurm writes it (D-HH:MM:SS); the partition's if unset",
+    )
+    lines: tuple[Annotated[str, Field(pattern=r"^--[ -~]+$")], ...] = Field(
+        default=(), description="further options of sbatch, each a line `#SBATCH` of the job's script"
+    )
+    warning_seconds: PositiveInt = Field(
+        default=120, le=65535, description="seconds before the time limit at which a job writes a checkpoint"
+    )
+    look_seconds: PositiveFloat = Field(
+        default=15.0, description="seconds between two questions to Slurm about a job"
+    )
+
+
+class ExecutorSettings(BaseModel):
+    """The way to execute tasks, if not in processes of the worker on its machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    command: tuple[str, ...] = Field(
-        min_length=1, description="the program and its arguments, which are run without a shell"
+    command: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="a training script of the site's own: the program and its arguments, run without a shell",
     )
+    launcher: Literal["local", "slurm"] = Field(
+        default="local", description="slurm: each task that trains or evaluates is a job of Slurm"
+    )
+    slurm: SlurmSettings | None = Field(default=None, description='the jobs, with launcher = "slurm"')
     timeout_seconds: PositiveFloat | None = Field(
-        default=None, description="longest time of a task's training; policy.max_task_seconds alone if unset"
+        default=None,
+        description="longest time of the script, without its time in a queue; policy.max_task_seconds alone if unset",
     )
 
     @field_validator("command")
     @classmethod
-    def _is_there(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        if shutil.which(command[0]) is None:
+    def _is_there(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if command and shutil.which(command[0]) is None:
             raise ValueError(f"there is no program {command[0]!r} that can be run: give its whole path")
         return command
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.command is None and (self.launcher == "local" or self.timeout_seconds):
+            lacks = 'command or launcher = "slurm"' if self.launcher == "local" else "command, beside timeout_seconds"
+            raise ValueError(f"it lacks {lacks}")
+        if self.slurm and self.launcher != "slurm":
+            raise ValueError('slurm: set launcher = "slurm", or leave it out')
+        return self
 
 
 class RegionSettings(Value):
@@ -282,8 +320,8 @@ class WorkerSettings(DataSettings):
         "so that its duration reveals little of an example",
     )
     compute: Compute = Compute()
-    executor: ScriptSettings | None = Field(
-        default=None, description="a script of the site's own that trains in place of the worker; none if unset"
+    executor: ExecutorSettings | None = Field(
+        default=None, description="a script of the site's own, or jobs of Slurm, that train in place of the worker"
     )
     region: RegionSettings | None = Field(
         default=None, description="a region that trains in place of this worker (`tessera regional`); none if unset"
@@ -348,6 +386,18 @@ class WorkerSettings(DataSettings):
         return (*self.kinds, *(HELPER_KINDS if helps else ()))
 
     @property
+    def own_script(self) -> ExecutorSettings | None:
+        """The settings of the site's own script; None without one."""
+        return self.executor if self.executor and self.executor.command else None
+
+    @property
+    def slurm(self) -> SlurmSettings | None:
+        """The settings of jobs of Slurm; None if tasks are executed on this machine."""
+        if self.executor is None or self.executor.launcher != "slurm":
+            return None
+        return self.executor.slurm or SlurmSettings()
+
+    @property
     def logs_to_console(self) -> bool:
         """True if a person reads the log."""
         return sys.stdout.isatty() if self.log == "auto" else self.log == "console"
@@ -381,13 +431,21 @@ class WorkerSettings(DataSettings):
         return self
 
     @model_validator(mode="after")
+    def _names_devices_once(self) -> Self:
+        if self.slurm and (self.device != "auto" or self.devices != 1):
+            raise ValueError("device, devices: executor.slurm.gpus says what the jobs train on: leave them out")
+        if self.slurm and self.region:
+            raise ValueError("executor: the workers of a region's sites train in place of this one: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _may_train(self) -> Self:
         rules = ("require_privacy", "max_weekly_privacy", "max_total_privacy", "require_secure_sums")
         named = [f"policy.{name}" for name in (*rules, "require_client_privacy") if getattr(self.policy, name)]
         # A data set that only evaluates may have a budget, for its figures.
         of_data = (name for name, source in self.datasets.items() if source.privacy and source.use == "train")
         named += ["privacy"] * (self.privacy is not None) + [f"datasets.{name}.privacy" for name in of_data]
-        if self.executor and named:
+        if self.own_script and named:
             raise ValueError(
                 f"executor: a script counts as not private, so that {', '.join(named)} would refuse its training: "
                 "remove executor or these settings"

@@ -27,6 +27,9 @@ class InProcess(Direct):
     def memory_bytes(self) -> int:
         return 0
 
+    def settle(self, ask: Any) -> None:
+        pass
+
     def idle(self) -> None:
         pass
 

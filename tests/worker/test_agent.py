@@ -64,6 +64,7 @@ from tessera.worker.cli.exits import DEVICE_FAILED
 from tessera.worker.cli.exits import DISK_FULL as DISK_FULL_AT_START
 from tessera.worker.enrolment import rotate
 from tessera.worker.errors import NO_FIGURES, DataError, UnknownAttention
+from tessera.worker.executor.slurm.launcher import CAUSES
 from tessera.worker.faults.disk import DISK_FULL
 from tessera.worker.faults.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
@@ -401,7 +402,8 @@ def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
         *REPORTABLE.values(),
         *re.findall(r"(?:TaskFailure|ExecutorEnded|failing_as)\(\s*\"([a-z-]+)\"", failures),
     }
-    others = {NO_FIGURES[0], "out-of-memory", "data-unreadable", DISK_FULL, StateRolledBack.code}
+    jobs = {"slurm-no-gpu", *(f"slurm-{end}" for end in CAUSES if end != "done")}
+    others = {NO_FIGURES[0], "out-of-memory", "data-unreadable", DISK_FULL, StateRolledBack.code, *jobs}
     assert sorted({*codes, *others} ^ set(OF_WORKERS)) == []
 
 

@@ -1,7 +1,7 @@
 """The commands of a worker and a site.
 
-Imports `agent`, `data`, `deltas`, `doctor`, `enrolment`, `errors`, `faults`, `governance`, `inventory`, `model`,
-`privacy`, `settings`, `settings_reload`, `state`, `stores` and `task`.
+Imports `agent`, `data`, `deltas`, `doctor`, `enrolment`, `errors`, `executor`, `faults`, `governance`, `inventory`,
+`model`, `privacy`, `settings`, `settings_reload`, `state`, `stores` and `task`.
 """
 
 import os

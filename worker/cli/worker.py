@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tessera.shared.client.client import Client
-from tessera.shared.diagnostics import examined
+from tessera.shared.diagnostics import Finding, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.methods.registry import MethodsUnusable, methods
@@ -37,6 +37,7 @@ from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
 from tessera.worker.cli.site import report
 from tessera.worker.errors import ExecutorEnded
+from tessera.worker.executor.slurm.examination import findings
 from tessera.worker.faults.disk import is_of_disk
 from tessera.worker.governance.descriptions import OWN_SCRIPT, privacy_in_words, unprotected
 from tessera.worker.governance.policy import PolicyViolation
@@ -131,6 +132,15 @@ def _settings_of_site(config: Path) -> WorkerSettings:
     return settings
 
 
+def _slurm(settings: WorkerSettings) -> list[Finding]:
+    """Return what is found of Slurm, if its jobs execute tasks. Raises SettingsError if it takes none."""
+    found = [*findings(settings.slurm, settings.state_dir)] if settings.slurm else []
+    for one in found:
+        if one.verdict == "fail":
+            raise SettingsError(f"executor.slurm: {one.detail}. {one.remedy}")
+    return found
+
+
 @app.command()
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
     """Read the settings, count the examples of each data set, and check that the coordinator admits the token.
@@ -144,8 +154,9 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         methods()
         loaded = inventory.datasets_of(settings.sources)
         deltas.check_deltas(settings, inventory.inventory_of(settings.datasets, loaded))
+        slurm = _slurm(settings)
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
-    scripted = [OWN_SCRIPT] if settings.executor else []
+    scripted = [OWN_SCRIPT] if settings.own_script else []
     rules = [*privacy_in_words(settings.policy, settings.allowances), *scripted]
     if lacking := unprotected(settings.policy, settings.allowances):
         rules.append(lacking)
@@ -161,7 +172,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     if as_json:
         coordinator = {"url": url, "version": version, "problem": problem.json() if problem else None}
         data = {"datasets": examples, "measured": measured, "keep_vaults_days": days, "privacy": rules}
-        print_json({"device": device, **data, "coordinator": coordinator})
+        about_slurm = {"slurm": [found.detail for found in slurm]} if slurm else {}
+        print_json({"device": device, **data, **about_slurm, "coordinator": coordinator})
     else:
         typer.echo(f"device       {device}")
         has_own_key = settings.sources.held_out_key_file.exists()
@@ -172,8 +184,10 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
             typer.echo(f"data set     {name}: {available}")
         if version is not None:
             typer.echo(f"coordinator  {url} answers: version {version}")
-        for name, times in measured.items():
-            typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_evaluations}")
+        most = settings.policy.max_evaluations
+        versions = [f"measured     {name}: {times} versions, of at most {most}" for name, times in measured.items()]
+        for line in [*(f"slurm        {found.detail}" for found in slurm), *versions]:
+            typer.echo(line)
         for rule in rules:
             typer.echo(f"privacy      {rule}")
         kept = "kept for ever" if days == "forever" else f"removed {days:g} days after their last use"

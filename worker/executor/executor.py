@@ -69,6 +69,7 @@ from tessera.worker.state.atomic_files import WriteFailed, sweep
 from tessera.worker.state.base_sources import Take
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
+from tessera.worker.state.vault import RoundWorkload
 from tessera.worker.task.environment import Documents, SiteRecords, TaskRun
 from tessera.worker.task.handover import CheckedModel, FetchedVersion, TaskOutcome
 
@@ -102,6 +103,8 @@ class ProcessExecutor:
 
     scripted = False
     """True if a script of the site's own trains."""
+    elsewhere = False
+    """True if other machines execute tasks."""
 
     def __init__(
         self,
@@ -174,6 +177,9 @@ class ProcessExecutor:
         """Return the memory of the processes."""
         return self._launcher.memory_bytes()
 
+    def settle(self, ask: RoundWorkload) -> None:
+        """End what executes a task that no worker can claim any more, as after a restart. Raises those of `ask`."""
+
     def idle(self) -> None:
         """Replace processes whose memory has grown far beyond what the first tasks of the run left."""
         used = self.memory_bytes()
@@ -217,7 +223,8 @@ class ProcessExecutor:
         key = " ".join((str(self._home(run)), task.kind, task.model, task.dataset, *digests))
 
         def ask() -> CheckedModel:
-            record = CheckRecord(**self._context(run, document), dataset=dataset, names_tied=self.scripted)
+            about = {"dataset": dataset, "names_tied": self.scripted, "elsewhere": self.elsewhere}
+            record = CheckRecord(**self._context(run, document), **about)
             result, _ = self._submitted(run, lambda folder: write_document(folder / CHECK, record), {})
             assert result.checked  # noqa: S101  (as asked for)
             return result.checked
@@ -239,7 +246,7 @@ class ProcessExecutor:
         """Execute a task as `stages.execution.execute` does. Raises its exceptions, and ExecutorEnded.
 
         With a checkpoint that was written in between, new processes then go on from it: a task that ends them before
-        the next one fails. A sharded model has no checkpoints.
+        the next one fails, unless it is not the cause and not private. A sharded model has no checkpoints.
         """
         if self.compute.shard:
             checkpoint = None
@@ -247,11 +254,12 @@ class ProcessExecutor:
             try:
                 return self._executed(run, fetched, account, checkpoint)
             except ExecutorEnded as end:
-                if checkpoint is None or not checkpoint.reread() or checkpoint.document is None:
+                document = checkpoint.document if checkpoint and checkpoint.reread() else None
+                if document is None and (account or not end.repeats):
                     raise
-                structlog.get_logger("worker").warning("executor-restarted", detail=str(end))
-                if account:
-                    account.resume(checkpoint.document["private"]["account"])
+                structlog.get_logger("worker").warning("executor-restarted", code=end.code, detail=str(end))
+                if account and document:
+                    account.resume(document["private"]["account"])
             finally:
                 if checkpoint is not None:
                     # Of a rank that was killed while it wrote.
@@ -266,11 +274,7 @@ class ProcessExecutor:
         self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
     ) -> TaskOutcome:
         hand_over = partial(self._hand_over, run=run, fetched=fetched, account=account, checkpoint=checkpoint)
-        result, arrays = self._submitted(run, hand_over, functions_of(run, account, checkpoint))
-        local = None
-        if result.metrics is not None:
-            local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
-        return TaskOutcome(result.examples, local, below("moments", arrays), arrays.get("losses"))
+        return outcome_of(*self._submitted(run, hand_over, functions_of(run, account, checkpoint)))
 
     def _submitted(
         self, run: TaskRun, hand_over: Callable[[Path], None], functions: Mapping[str, Callable[..., Any]]
@@ -350,6 +354,14 @@ class ProcessExecutor:
         write_document(folder / TASK, record)
 
 
+def outcome_of(result: ResultRecord, arrays: Mapping[str, Array]) -> TaskOutcome:
+    """Return the outcome in an executor's result."""
+    local = None
+    if result.metrics is not None:
+        local = LocalResult(below("upload", arrays), below("keep", arrays), result.metrics)
+    return TaskOutcome(result.examples, local, below("moments", arrays), arrays.get("losses"))
+
+
 class TaskWait:
     """The agent's wait for the end of a task, during which it answers the executor."""
 
@@ -360,13 +372,18 @@ class TaskWait:
         functions: Mapping[str, Callable[..., Any]],
         alive: Callable[[], bool],
         pause: Callable[[float], None],
+        fault: Callable[[], Exception] = lambda: ExecutorEnded("executor-ended", ENDED),
     ) -> None:
+        """`fault` returns the failure of an executor that is not alive and left no result."""
         self._folder = folder
         self._run = run
         self._functions = functions
         self._alive = alive
         self._pause = pause
-        self._answered = self._reported = 0
+        self._fault = fault
+        # Those of an agent before this one.
+        self._answered = len(list(folder.glob("answer-*.json")))
+        self._reported = 0
         self._unwanted: BaseException | None = None
         """The reason why the task is no longer wanted."""
         self._until = 0.0
@@ -380,7 +397,7 @@ class TaskWait:
             if (result := self._result()) is not None:
                 return result
             if not alive:
-                raise self._unwanted or ExecutorEnded("executor-ended", ENDED)
+                raise self._unwanted or self._fault()
             if not self._answers():
                 self._check()
                 self._pause(LOOK_SECONDS)
@@ -409,7 +426,7 @@ class TaskWait:
         while record.code == UNEXPLAINED and self._alive() and time.monotonic() < until:
             time.sleep(END_SECONDS / 100)
         if record.code == UNEXPLAINED and not self._alive():
-            return ExecutorEnded("executor-ended", ENDED)
+            return self._fault()
         if record.disk:
             return WriteFailed(*record.disk)
         if record.hidden:

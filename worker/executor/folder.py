@@ -110,6 +110,8 @@ class CheckRecord(ContextRecord):
     dataset: DatasetInfo
     names_tied: bool = False
     """True if the agent checks the plan itself, by all names of tied tensors."""
+    elsewhere: bool = False
+    """True if another machine executes the task."""
 
 
 class TaskDocument(ContextRecord):

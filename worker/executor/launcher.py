@@ -1,4 +1,4 @@
-"""Launchers of tasks: an interface for the processes of this machine, or for a cluster's queue."""
+"""Launchers of tasks: an interface for the processes of this machine, or for jobs of Slurm (`slurm`)."""
 
 import os
 import shutil
@@ -36,6 +36,8 @@ class RankSettings(Document):
     timeout_seconds: float = TIMEOUT_SECONDS
     sandboxed: bool = False
     """True if untrusted models and tokenizers are tried in a sandbox first."""
+    in_job: bool = False
+    """True in a job of Slurm: for one task, and for another machine than the agent's."""
     console: bool = False
     """True if a person reads the log."""
     base_bits: int | None = None

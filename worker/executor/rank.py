@@ -8,6 +8,7 @@ import gc
 import os
 import secrets
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,9 @@ def main() -> None:
         devices = [torch.device(device_name(name, torch.cuda.device_count())) for name in settings.devices]
     except SettingsError as fault:
         write_inventory(home, InventoryRecord(fault=str(fault)))
+        if settings.in_job and rank == 0 and (folder := _line()):
+            refusal = FailureRecord(code="slurm-no-gpu", detail=f"on the node of the task's job, {fault}")
+            write_document(Path(folder) / FAILURE, refusal)
         return
     device = devices[rank]
     if threads := settings.threads or (len(devices) > 1 and max(1, torch.get_num_threads() // len(devices))):
@@ -141,6 +145,8 @@ def main() -> None:
     group = _joined(home, rank, settings, device) if len(devices) > 1 else None
     sandbox = Sandbox(shared_folder()) if settings.sandboxed else None
     executor = Rank(home, devices, group, settings.sources, sandbox)
+    if settings.in_job:
+        signal.signal(signal.SIGTERM, lambda *_: executor.hurry())
     if rank == 0 and sandbox:
         sandbox.sweep(time.time())
     if rank == 0 and settings.sources:
@@ -224,6 +230,8 @@ class Rank:
         self._reported_at = self._looked_at = 0.0
         self._requests = 0
         self._checkpoints: GroupCheckpoints | None = None
+        self._saves: TrainingCheckpoints | None = None
+        """The same, or those of a rank alone."""
 
     def load(self, *, needs_library: bool = False) -> None:
         """Load the data sets, unless earlier processes of the agent have, and write the inventory of them. With
@@ -246,7 +254,7 @@ class Rank:
 
     def execute(self, folder: Path) -> None:
         """Execute the task in a folder. The first rank writes its result there, and any rank its failure."""
-        self._folder, self._requests, self._checkpoints = folder, 0, None
+        self._folder, self._requests, self._checkpoints, self._saves = folder, 0, None, None
         try:
             for request, answer in self._requests_of_first.items():
                 if (folder / request).exists():
@@ -319,9 +327,15 @@ class Rank:
             return None
         stored = CheckpointFile(place.key, place.path, partial(self._ask_alone, "note_instance"))
         if self._group is None:
-            return TrainingCheckpoints(stored, place.seconds)
-        self._checkpoints = GroupCheckpoints(stored, place.seconds, self._group)
-        return self._checkpoints
+            self._saves = TrainingCheckpoints(stored, place.seconds)
+        else:
+            self._saves = self._checkpoints = GroupCheckpoints(stored, place.seconds, self._group)
+        return self._saves
+
+    def hurry(self) -> None:
+        """Write a checkpoint as soon as the task can."""
+        if self._saves:
+            self._saves.hurry()
 
     def _local(
         self, given: ContextRecord, loss_scale: Mapping[str, float] | None = None, noise_seed: str | None = None
@@ -382,7 +396,7 @@ class Rank:
         given = read_document(CheckRecord, request)
         self._report = given.report
         local = replace(self._local(given), check=self._check_alone)
-        checked = check(local, given.document, given.mapping, given.dataset)
+        checked = check(local, given.document, given.mapping, given.dataset, elsewhere=given.elsewhere)
         if given.names_tied:
             checked = replace(checked, tied=tied_in(given.document, given.mapping))
         self._answer(RESULT, ResultRecord(report=given.report, checked=checked))
@@ -499,9 +513,11 @@ class Rank:
         answer = self._folder / f"answer-{self._requests}.json"
         asked = AgentCall(call=call, arguments=list(arguments), report=self._report)
         self._answer(f"request-{self._requests}.json", asked)
-        # The supervisor ends this process with the agent.
+        # The supervisor ends this process with the agent. A job of Slurm outlives it, until its folder is removed.
         while not answer.exists():
             time.sleep(ANSWER_SECONDS)
+            if not self._folder.exists():
+                raise TaskStopped
         answered = read_document(CallResult, answer)
         if answered.refused:
             raise TaskStopped

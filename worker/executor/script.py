@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 import structlog
@@ -29,6 +31,7 @@ from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.executor import ProcessExecutor
 from tessera.worker.executor.folder import write_document
+from tessera.worker.executor.launcher import Launcher
 from tessera.worker.executor.script_folder import MODEL, RESULT, STOP, TASK, TASK_VARIABLE, ScriptTask
 from tessera.worker.executor.script_result import read_progress, read_result
 from tessera.worker.executor.script_supervisor import TERM_SECONDS
@@ -38,9 +41,10 @@ from tessera.worker.task.handover import FetchedVersion, TaskOutcome
 from tessera.worker.training.progress import rounded
 
 if TYPE_CHECKING:
+    from tessera.shared.tensors.lazy import Array
     from tessera.worker.executor.launcher import RankSettings
     from tessera.worker.privacy.account import PrivacyAccount
-    from tessera.worker.settings import ScriptSettings
+    from tessera.worker.settings import ExecutorSettings
     from tessera.worker.state.checkpoints import TaskCheckpoint
 
 FOLDER = "script"
@@ -57,15 +61,29 @@ SECRET = re.compile(
 """Environment variables that the script does not get."""
 
 
+def scrubbed(threads: int | None) -> dict[str, str]:
+    """Return this process's environment without secrets, and with the number of threads."""
+    kept = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+    return kept | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+class ScriptProcesses(Launcher, Protocol):
+    """A launcher of the site's own script."""
+
+    def exit_code(self, handle: Any) -> int:
+        """Return the exit code of a script that has ended. Raises TaskFailure if it did not end by itself."""
+
+    def output(self, handle: Any) -> str:
+        """Return the last lines of the output of a script that has ended."""
+
+
 class ScriptLauncher:
     """A `Launcher` of the site's own script: a process group for each task, with the end of its output."""
 
     def __init__(self, command: tuple[str, ...], home: Path, threads: int | None) -> None:
         """Prepare for tasks with folders in `home`, whose present content is removed."""
         self._command, self._home = command, home
-        self._environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-        if threads:
-            self._environment["OMP_NUM_THREADS"] = str(threads)
+        self._environment = scrubbed(threads)
         self._output, self._reader = bytearray(), Thread()
         shutil.rmtree(home, ignore_errors=True)
 
@@ -105,8 +123,10 @@ class ScriptLauncher:
             handle.kill()
             handle.wait()
 
-    def output(self) -> str:
-        """Return the last lines of the output of the script, which has ended."""
+    def exit_code(self, handle: subprocess.Popen[bytes]) -> int:
+        return handle.wait()
+
+    def output(self, handle: subprocess.Popen[bytes]) -> str:
         # A process that left the group may hold the pipe open.
         self._reader.join(1.0)
         return bytes(self._output).decode(errors="replace")
@@ -124,10 +144,11 @@ class ScriptExecutor(ProcessExecutor):
 
     scripted = True
 
-    def __init__(self, script: ScriptSettings, settings: RankSettings, state_dir: Path, *given: Any) -> None:
+    def __init__(self, script: ExecutorSettings, settings: RankSettings, state_dir: Path, *given: Any) -> None:
         super().__init__(settings, state_dir, *given)
         self._timeout_seconds = script.timeout_seconds
-        self._script = ScriptLauncher(script.command, state_dir / FOLDER, settings.threads)
+        assert script.command  # noqa: S101  (otherwise this is another executor)
+        self._script: ScriptProcesses = ScriptLauncher(script.command, state_dir / FOLDER, settings.threads)
 
     def execute(
         self, run: TaskRun, fetched: FetchedVersion, account: PrivacyAccount | None, checkpoint: TaskCheckpoint | None
@@ -143,21 +164,31 @@ class ScriptExecutor(ProcessExecutor):
         if "cuda" in self.kind:
             # Its memory is for the script.
             self._launcher.close()
-        folder = self._script.home() / uuid4().hex
-        folder.mkdir(mode=0o700)
-        try:
-            steps = self._write_task(folder, run, fetched, train, send)
-            run.report.begin("training", steps=steps)
-            self._run(folder, run)
-            upload, figures = read_result(folder, send)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        fill = partial(self._write_task, run=run, fetched=fetched, train=train, send=send)
+        upload, figures = self._trained(run, fill, send, checkpoint)
         if self._shows_figures(run):
             named = {name if name == "loss" else f"script_{name}": value for name, value in figures.items()}
             run.report.metrics = {name: rounded(value) for name, value in named.items() if abs(value) < MAX_NUMBER}
         run.report.metrics |= run.task.plan.rank_metric(fetched.document.lora)
         run.report.metrics |= local_work(run.task, fetched.document, examples)
         return TaskOutcome(examples, LocalResult(upload))
+
+    def _trained(
+        self,
+        run: TaskRun,
+        fill: Callable[[Path], int],
+        send: list[Block],
+        checkpoint: TaskCheckpoint | None,
+    ) -> tuple[dict[str, Array], dict[str, float]]:
+        """Have the script train in a folder that `fill` fills. Return the values of the blocks, and the figures."""
+        folder = self._script.home() / uuid4().hex
+        folder.mkdir(mode=0o700)
+        try:
+            run.report.begin("training", steps=fill(folder))
+            self._run(self._script.submit(folder), folder, run)
+            return read_result(folder, send)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _planned(self, run: TaskRun, fetched: FetchedVersion) -> tuple[list[Block], list[Block]]:
         """Return the blocks to train and to send, checked as before any other training. Raises PolicyViolation,
@@ -210,37 +241,40 @@ class ScriptExecutor(ProcessExecutor):
         write_document(folder / TASK, record)
         return steps
 
-    def _run(self, folder: Path, run: TaskRun) -> None:
-        """Run the script until it ends. Raises TaskFailure unless it left a result, and the exceptions of
+    def _run(self, handle: Any, folder: Path, run: TaskRun) -> None:
+        """Wait until the script ends. Raises TaskFailure unless it left a result, and the exceptions of
         `run.check`."""
         began_at, log = time.monotonic(), structlog.get_logger("worker")
-        handle = self._script.submit(folder)
         try:
             while self._script.poll(handle):
                 run.check()
-                self._check_time(time.monotonic() - began_at)
-                self._show(folder, run)
+                self._check_time(self._seconds(handle, began_at))
+                self._show(handle, folder, run)
                 self._script.wait(handle, LOOK_SECONDS)
         except BaseException:
             with suppress(OSError):
                 (folder / STOP).touch()
             self._script.wait(handle, STOP_SECONDS)
             self._script.cancel(handle)
-            log.warning("script-stopped", output=self._script.output())
+            log.warning("script-stopped", output=self._script.output(handle))
             raise
-        code, seconds = handle.returncode, round(time.monotonic() - began_at, 2)
+        code, seconds = self._script.exit_code(handle), round(self._seconds(handle, began_at), 2)
         log.info("script-ended", exit_code=code, seconds=seconds)
         if code or not (folder / RESULT).exists():
-            log.error("script-failed", exit_code=code, output=self._script.output())
+            log.error("script-failed", exit_code=code, output=self._script.output(handle))
             how = f"ended with exit code {code}" if code else "ended without a result (task.submit)"
             raise TaskFailure("script-failed", f"the site's own script {how}; the worker's own log has its output")
+
+    def _seconds(self, handle: Any, began_at: float) -> float:
+        """Return the time for which the script has run."""
+        return time.monotonic() - began_at
 
     def _check_time(self, seconds: float) -> None:
         if self._timeout_seconds and seconds > self._timeout_seconds:
             most = f"{self._timeout_seconds:g} s (executor.timeout_seconds)"
             raise TaskFailure("script-timeout", f"the site's own script took longer than {most}")
 
-    def _show(self, folder: Path, run: TaskRun) -> None:
+    def _show(self, handle: Any, folder: Path, run: TaskRun) -> None:
         if progress := read_progress(folder):
             run.report.step = min(progress.step, run.report.steps)
             run.report.loss = progress.loss if self._shows_figures(run) else None

@@ -75,6 +75,10 @@ class TaskCheckpoint:
         Training must not fail because a note cannot be written.
         """
         self._is_newer = True
+        self.keep_instance()
+
+    def keep_instance(self) -> None:
+        """Have the next process go on with the task under this one's lease, as after a checkpoint."""
         try:
             self._checkpoints.note_instance()
         except OSError as fault:

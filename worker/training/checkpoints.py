@@ -131,6 +131,10 @@ class TrainingCheckpoints:
     def due(self) -> bool:
         return self._clock() - self._last >= self._seconds
 
+    def hurry(self) -> None:
+        """Have the next checkpoint written now."""
+        self._last = -math.inf
+
     def write(self, position: Position, document: Document, tensors: Mapping[str, Tensor]) -> None:
         """Write a checkpoint. Training goes on if that fails: the last one stays."""
         began_at = self._clock()

@@ -18,8 +18,17 @@ from tessera.worker.training.optimization.micro_batch import require_divisible
 from tessera.worker.training.ranks import require_shardable
 
 
-def check(local: LocalTask, document: Model, mapping: MappingFile | None, dataset: DatasetInfo) -> CheckedModel:
+def check(
+    local: LocalTask,
+    document: Model,
+    mapping: MappingFile | None,
+    dataset: DatasetInfo,
+    *,
+    elsewhere: bool = False,
+) -> CheckedModel:
     """Return the model's block table, computed here, once the task can be executed with it.
+
+    The memory of this machine says nothing of a task that is executed `elsewhere`.
 
     Raises ConfigError, ModelMismatch, UnknownArchitecture, UnsupportedRun, TaskFailure and the exceptions of
     `local.check`.
@@ -44,7 +53,7 @@ def check(local: LocalTask, document: Model, mapping: MappingFile | None, datase
     if is_training and not private:
         require_divisible(local.half(document), checked.blocks, dataset, task.training, setup.micro_batch)
     is_whole = len(task.plan.fetch.resolve(document.blocks)) == len(checked.blocks)
-    if not (is_whole and local.cache.models.holds(task.run, task.model, checked.four_bits)):
+    if not (elsewhere or (is_whole and local.cache.models.holds(task.run, task.model, checked.four_bits))):
         require_memory(local, document, checked.four_bits)
     return checked
 
