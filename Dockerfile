@@ -21,29 +21,33 @@ FROM base AS build
 WORKDIR /src
 # Without pip of its own, for what is copied on from here is to install nothing.
 RUN python -m venv --without-pip /opt/tessera
-COPY pyproject.toml README.md constraints.txt ./
-COPY deploy/constraints.txt deploy/constraints.txt
+COPY pyproject.toml README.md ./
+COPY deploy/*.lock deploy/
 COPY shared shared
 COPY migrations migrations
 COPY coordinator coordinator
 COPY worker worker
 COPY tessera tessera
 COPY docs docs
-# Every package in the version that `make image-check` last ran with.
-ARG CONSTRAINTS=deploy/constraints.txt
 
 FROM build AS build-coordinator
-# With --build-arg EXTRAS=otel,signing it signs dossiers; the versions of the packages for that are not pinned.
-ARG EXTRAS=otel
-RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" ".[coordinator,$EXTRAS]"
+# With --build-arg EXTRAS=signing it signs dossiers.
+ARG EXTRAS=
+RUN python -m pip --python /opt/tessera/bin/python install --require-hashes \
+      --requirement deploy/requirements-coordinator.lock ${EXTRAS:+--requirement "deploy/requirements-$EXTRAS.lock"} \
+    && python -m pip --python /opt/tessera/bin/python install --no-deps .
 
 FROM build AS build-worker
 # PyPI's torch fetches the CUDA packages, gigabytes that an image for CPUs has no use for: for such an image, build with
-# --build-arg TORCH_INDEX=URL, the index of PyTorch's builds for CPUs. torch alone, because that has few other packages.
+# --build-arg TORCH_INDEX=URL, the index of PyTorch's builds for CPUs. The lock has the hashes of both builds; torch alone comes
+# first, since pip prefers that of an index which states hashes.
 ARG TORCH_INDEX=
-RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" --no-deps \
-      ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,augmentation,dicom,otel]'
+RUN sed -n '/^torch==/,/[^\\]$/p' deploy/requirements-worker.lock > torch.lock \
+    && python -m pip --python /opt/tessera/bin/python install --require-hashes --no-deps \
+      ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --requirement torch.lock \
+    && python -m pip --python /opt/tessera/bin/python install --require-hashes \
+      --requirement deploy/requirements-worker.lock $([ "$TORCH_INDEX" ] || echo --requirement deploy/requirements-cuda.lock) \
+    && python -m pip --python /opt/tessera/bin/python install --no-deps .
 
 FROM base AS final
 ARG VERSION=0.1.0

@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook wheel demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
+.PHONY: help install notebook wheel lock sbom demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
   check fix system fuzz bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu \
   image-check deploy-check migrate image clean docs
 
@@ -46,36 +46,45 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	@touch $(DEMO_INSTALLED)
 
 demo: $(DEMO_INSTALLED) ## four institutions train one transformer without sharing data
-	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
+	$(BIN)/tessera demo $(if $(SCOPE),--scope $(SCOPE))
 
 demo-secure: $(DEMO_INSTALLED) ## six sites train with secure sums: the coordinator can read no update
-	$(BIN)/python -m examples.secure
+	$(BIN)/python -m tessera.examples.secure
 
 # Three hospitals fine-tune adapters on synthetic notes, with privacy for each patient; docs/own-data.md.
 demo-clinic: $(DEMO_INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lora,privacy]'
-	$(BIN)/python -m examples.clinic
+	$(BIN)/python -m tessera.examples.clinic
 
 # Three hospitals learn from synthetic notes with SAFL: half the layers travel.
 demo-reports: $(DEMO_INSTALLED)
-	$(BIN)/python -m examples.reports
+	$(BIN)/python -m tessera.examples.reports
 
 # Four sites adapt a small CLIP with pFedDC: prompts alone travel.
 demo-pairs: $(DEMO_INSTALLED)
-	$(BIN)/python -m examples.pairs
+	$(BIN)/python -m tessera.examples.pairs
 
 # Three offices fine-tune a small Llama with LoRA; MODEL=FOLDER fine-tunes another.
 demo-llm: $(DEMO_INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lora]'
-	$(BIN)/python -m examples.llm $(if $(MODEL),--model "$(MODEL)")
+	$(BIN)/python -m tessera.examples.llm $(if $(MODEL),--model "$(MODEL)")
 
-# The wheel is built from the source archive: an earlier build in this folder cannot leave a file in it.
-wheel: install ## build the wheel and the source archive into dist/
-	$(BIN)/python -m build --no-isolation --outdir dist
+wheel: install ## build the wheel and the source archive into dist/, equal bit for bit each time
+	$(BIN)/python -m release.packages
+
+# UPGRADE=1: the newest versions. TORCH_CPU=FOLDER: with wheels of torch's CPU build, when its version changes; docs/releasing.md.
+lock: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
+	$(BIN)/python -m release.locks $(if $(UPGRADE),--upgrade) $(if $(TORCH_CPU),--torch-cpu "$(TORCH_CPU)")
+
+# What the images consist of, as CycloneDX, into dist/.
+sbom: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
+	$(BIN)/python -m release.sbom
 
 # Execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it.
 notebook: install
-	$(BIN)/python -m examples.notebook
+	$(BIN)/python -m tessera.examples.notebook
 
 # Side by side, one more than there are cores, since tests also wait, and at most four; each computes in one thread.
 # Thousands of processes are started, each of which would compile what no other may write down.

@@ -129,7 +129,9 @@ def measure(results: Results, folder: Path, count: int, asked: argparse.Namespac
         weights = Weights.of(UPDATE_BYTES)
         arrays = [(block, np.frombuffer(data, np.float32).reshape(block.shape)) for block, data in weights.blocks()]
         with (folder / "update").open("wb") as file:
-            write_update(file, RAW, [TrainedBlock(one, *[ArrayTensor(array)] * 2) for one, array in arrays])
+            write_update(
+                file, RAW, [TrainedBlock(one, ArrayTensor(array), ArrayTensor(array)) for one, array in arrays]
+            )
         start, seen = federation.processes.start, folder / "told-conductor"
         start("conductor", [*program, "--conduct", str(seen)], federation.environment)
         cohort = {"mode": "buffer", "target_updates": asked.buffer, "quorum": asked.buffer, "max_staleness": 1000}

@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks.measuring import await_true
 from benchmarks.network import HOST, Certificates, Moved
-from examples.processes import ROOT, Processes, tessera
+from tessera.examples.processes import ROOT, Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Round, Run, RunSpec
 from tessera.shared.client.client import Client

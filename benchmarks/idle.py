@@ -25,7 +25,7 @@ from time import monotonic, sleep
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import MIB, OUT, Results, await_true, forget_peak, peak_bytes, processor_seconds
 from benchmarks.payloads import Weights
-from examples.processes import end_by_interrupt
+from tessera.examples.processes import end_by_interrupt
 from tessera.shared.api.framing import MEDIA_TYPE
 from tessera.shared.api.tasks import Claim
 

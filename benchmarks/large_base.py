@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import MIB, OUT, PeakMemory, Results, anonymous_bytes
-from examples.processes import tessera
+from tessera.examples.processes import tessera
 from tessera.shared.updates.model_folder import ModelFolder
 
 LARGE = {

@@ -27,7 +27,7 @@ from benchmarks.measuring import (
     proportional_bytes,
 )
 from benchmarks.payloads import Weights
-from examples.processes import end_by_interrupt
+from tessera.examples.processes import end_by_interrupt
 from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
 
 SIZES = (100.0, 440.0)

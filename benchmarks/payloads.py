@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.federation import DATASET, PAIRS
-from examples.processes import Processes, tessera
+from tessera.examples.processes import Processes, tessera
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Model

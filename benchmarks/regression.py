@@ -23,7 +23,7 @@ from benchmarks import payloads
 from benchmarks.federation import Federation
 from benchmarks.measuring import OUT, Results, median, processor_seconds
 from benchmarks.rounds.cases import Case
-from examples.processes import ROOT, end_by_interrupt
+from tessera.examples.processes import ROOT, end_by_interrupt
 from tessera.shared.updates.model_folder import ModelFolder
 
 MOST_PROCESSOR = 1.25

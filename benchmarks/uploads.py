@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.federation import Federation
 from benchmarks.measuring import OUT, Results
-from examples.processes import end_by_interrupt
+from tessera.examples.processes import end_by_interrupt
 from tessera.shared.client.client import Client
 
 CUTS = 20

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from examples.processes import ROOT
+from tessera.examples.processes import ROOT
 from tessera.shared.aggregation.robust import Guard, Mean
 from tessera.shared.aggregation.server_optimizer import AdaptiveOptimizer, Momentum, NoOptimizer
 from tessera.shared.api.secure_sums import SecureSums

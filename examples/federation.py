@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import numpy as np
 
-from examples.processes import Processes, tessera
+from tessera.examples.processes import Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.client.client import Client
 from tessera.shared.lazy_import import DeferredModule

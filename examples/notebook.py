@@ -1,6 +1,6 @@
 """Execute notebook.ipynb on a federation of two sites on this machine, and write its outputs into it.
 
-    python -m examples.notebook          # or `make notebook`; about two minutes on two cores
+    python -m tessera.examples.notebook          # or `make notebook`; about two minutes on two cores
 
 The cells are run in this process, one after the other, as Jupyter would run them.
 """
@@ -21,8 +21,8 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from examples.federation import SEED, TRAIN_DATA, Federation, Holding
-from examples.processes import Processes, end_by_interrupt
+from tessera.examples.federation import SEED, TRAIN_DATA, Federation, Holding
+from tessera.examples.processes import Processes, end_by_interrupt
 from tessera.worker.data.partition.schemes import Dirichlet
 from tessera.worker.settings import DataSource
 
@@ -83,7 +83,7 @@ def holdings() -> list[Holding]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(prog="python -m examples.notebook", description=__doc__.partition("\n")[0])
+    made = argparse.ArgumentParser(prog="python -m tessera.examples.notebook", description=__doc__.partition("\n")[0])
     made.add_argument("--out", type=Path, default=NOTEBOOK, help="the notebook to write; by default itself")
     given = made.parse_args()
     end_by_interrupt()

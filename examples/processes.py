@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+"""The checkout, where this is one."""
 
 GRACE_SECONDS = 10.0
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 
 # One thread each: five processes share a laptop's cores. Nothing here is to be looked up on a hub.
 CALM = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -67,12 +68,13 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Processes:
-    """The started processes, which are stopped in reverse order. They run the code of the checkout `root`."""
+    """The started processes, which are stopped in reverse order. They run the code of the checkout `root`, if
+    given, and otherwise that of this process."""
 
-    def __init__(self, logs: Path, root: Path = ROOT) -> None:
+    def __init__(self, logs: Path, root: Path | None = None) -> None:
         self._logs = logs
-        self._root = root
-        self._code = {} if root == ROOT else {"PYTHONPATH": str(root)}
+        self._root = root or logs
+        self._code = {"PYTHONPATH": str(root)} if root else {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def environment(self, settings: Mapping[str, str]) -> dict[str, str]:

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from examples.federation import Federation, Holding
-from examples.ledger import Entry, percent_of_full
-from examples.processes import Died, Processes, end_by_interrupt
+from tessera.examples.federation import Federation, Holding
+from tessera.examples.ledger import Entry, percent_of_full
+from tessera.examples.processes import Died, Processes, end_by_interrupt
 from tessera.shared import lazy_import, units
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.client.export import export_folder
@@ -29,6 +29,8 @@ from tessera.shared.updates.model_folder import ModelFolder
 # Says that a folder was made by a demo, and so may be replaced by one.
 MARK = ".tessera-demo"
 
+OUT = Path("demo-output")
+
 
 class DemoFailed(Exception):
     """The demo ran, but its result is not the expected one."""
@@ -37,7 +39,7 @@ class DemoFailed(Exception):
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of every demo."""
     made = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
-    made.add_argument("--out", type=Path, default=Path("demo-output"), help="a folder, replaced on each run")
+    made.add_argument("--out", type=Path, default=OUT, help="a folder, replaced on each run")
     made.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="as in run.toml"
     )

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 from sqlalchemy import update
 
 import tessera
-from examples.notebook import EXECUTED, NOTEBOOK, sources_digest
 from tessera.coordinator.db.tables import VersionRow
+from tessera.examples.notebook import EXECUTED, NOTEBOOK, sources_digest
 from tessera.session import Run, Session
 from tessera.shared.api.runs import Evaluation
 from tessera.shared.metrics.comparison import BestVersion
@@ -285,7 +285,7 @@ def test_the_notebooks_outputs_are_those_of_its_cells() -> None:
 @pytest.mark.timeout(400)
 def test_the_notebooks_cells_run_and_its_runs_end(tmp_path: Path) -> None:
     out = tmp_path / "executed.ipynb"
-    command = [sys.executable, "-m", "examples.notebook", "--out", str(out)]
+    command = [sys.executable, "-m", "tessera.examples.notebook", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=cli.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     written = [

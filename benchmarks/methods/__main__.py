@@ -29,7 +29,7 @@ from benchmarks.methods.arms import ARMS, KINDS, MODELS, Arm
 from benchmarks.methods.cells import Budget, choose, measure, prepare
 from benchmarks.methods.tasks import TASKS
 from docs import method_table
-from examples.processes import ROOT
+from tessera.examples.processes import ROOT
 
 TABLE = Path(__file__).with_name("table.json")
 QUICK = Budget(rounds=2, rates=1, seeds=(0,), steps=2)

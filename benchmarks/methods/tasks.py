@@ -19,14 +19,14 @@ from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
 from benchmarks.methods.arms import ARMS
-from examples.llm import __main__ as llm
-from examples.llm.instructions import KINDS, texts
-from examples.pairs import __main__ as clip
-from examples.pairs.data import pairs
-from examples.pairs.data import pretrained as pretrained_clip
-from examples.processes import ROOT
-from examples.reports import __main__ as reports
-from examples.reports.notes import DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
+from tessera.examples.llm import __main__ as llm
+from tessera.examples.llm.instructions import KINDS, texts
+from tessera.examples.pairs import __main__ as clip
+from tessera.examples.pairs.data import pairs
+from tessera.examples.pairs.data import pretrained as pretrained_clip
+from tessera.examples.processes import ROOT
+from tessera.examples.reports import __main__ as reports
+from tessera.examples.reports.notes import DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import divide
 from tessera.worker.data.partition.schemes import Shift

@@ -21,7 +21,7 @@ from benchmarks.measuring import MIB, OUT, Results, machine_speeds
 from benchmarks.network import Certificates
 from benchmarks.rounds.cases import Case, federation_of, measure
 from benchmarks.rounds.sides import Comparison, Summary
-from examples.processes import end_by_interrupt
+from tessera.examples.processes import end_by_interrupt
 from tessera.shared.updates.codecs.pipeline import RAW
 
 QUICK_BYTES = 1 << 26

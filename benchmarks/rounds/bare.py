@@ -25,7 +25,7 @@ from benchmarks.federation import free_port
 from benchmarks.measuring import await_true, forget_peak, peak_bytes, processor_seconds
 from benchmarks.network import HOST, Certificates
 from benchmarks.rounds.sides import Turn
-from examples.processes import Processes
+from tessera.examples.processes import ROOT, Processes
 
 PIECE_BYTES = 1 << 20
 
@@ -46,7 +46,7 @@ class Bare:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
-        self._processes = Processes(self.folder)
+        self._processes = Processes(self.folder, ROOT)
         self._clients: list[subprocess.Popen[str]] = []
         port = free_port()
         try:

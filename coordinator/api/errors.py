@@ -177,8 +177,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _gone)
     for kind in DATABASE_AWAY:
         app.add_exception_handler(kind, _away)
-    for kind in (SchemaMismatch, ValidationError):
-        app.add_exception_handler(kind, _ahead)
+    app.add_exception_handler(SchemaMismatch, _ahead)
+    app.add_exception_handler(ValidationError, _ahead)
     app.add_exception_handler(DataError, _unstorable)
     app.add_exception_handler(OSError, _full)
     app.add_exception_handler(Exception, _fault)

@@ -47,6 +47,7 @@ class RunTerms:
     def _named(self) -> frozenset[str]:
         return frozenset(self.spec.cohort.sites or ())
 
+    @cached_property
     def needed_versions(self) -> tuple[tuple[str, str], ...]:
         """The settings in use that are newer than Tessera 0.1.0, with the versions since which they exist."""
         found = dict(needed_versions(self.spec))

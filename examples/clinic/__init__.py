@@ -1,1 +1,1 @@
-"""Three hospitals fine-tune models of clinical notes with privacy for each patient: `python -m examples.clinic`."""
+"""Three hospitals fine-tune models of notes, with privacy for patients: `python -m tessera.examples.clinic`."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from examples.clinic.sites import (
+from tessera.examples.clinic.sites import (
     HELD_OUT,
     SETTINGS,
     TRAINING,
@@ -25,8 +25,8 @@ from examples.clinic.sites import (
     worker_settings,
     write_tables,
 )
-from examples.federation import Federation
-from examples.staging import DemoFailed, parser, play
+from tessera.examples.federation import Federation
+from tessera.examples.staging import DemoFailed, parser, play
 from tessera.shared import units
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.client.client import Client
@@ -117,7 +117,7 @@ class Clinic:
         small = [task for task in self.tasks if task not in self.own]
         for task in small:
             steps = str(PRETRAINING_STEPS[task] if pretraining_steps is None else pretraining_steps)
-            made = [sys.executable, "-m", "examples.clinic.base", task, str(self.bases[task]), steps]
+            made = [sys.executable, "-m", "tessera.examples.clinic.base", task, str(self.bases[task]), steps]
             self.federation.processes.start(f"small-{task}", made, {})
         with self.console.status("pre-training small models on public texts" if small else ""):
             for task in small:
@@ -290,15 +290,15 @@ def _print_what_next(console: Console, given: argparse.Namespace, hospital: str)
     console.print(
         f"\nThe settings of a hospital, to copy: {escape(settings)}\n"
         f"Privacy that its runs have spent:     tessera worker ledger --config {escape(settings)}\n"
-        "On your own tables and models:       python -m examples.clinic --tables FOLDER --entities-model FOLDER "
-        "--questions-model FOLDER\n"
+        "On your own tables and models:       python -m tessera.examples.clinic --tables FOLDER "
+        "--entities-model FOLDER --questions-model FOLDER\n"
         f"docs/own-data.md has the columns. Models, tables and logs: {escape(str(given.out))}",
         soft_wrap=True,
     )
 
 
 def arguments() -> argparse.Namespace:
-    made = parser("examples.clinic", __doc__)
+    made = parser("tessera.examples.clinic", __doc__)
     made.add_argument(
         "--tables",
         type=Path,

@@ -1,6 +1,6 @@
 """Small models of the demo's own, trained on public texts for some seconds: they stand for published models.
 
-`python -m examples.clinic.base TASK FOLDER STEPS` writes one with its tokenizer.
+`python -m tessera.examples.clinic.base TASK FOLDER STEPS` writes one with its tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from examples.clinic.notes import CLASSES, PUBLIC, Note, notes, question, words
+from tessera.examples.clinic.notes import CLASSES, PUBLIC, Note, notes, question, words
 from tessera.worker.data.targets.spans import WORD
 from tessera.worker.model.forward import IGNORED
 

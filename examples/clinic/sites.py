@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from examples.clinic.notes import (
+from tessera.examples.clinic.notes import (
     EXTERNAL,
     HOSPITALS,
     NEW_SITE,
@@ -18,7 +18,7 @@ from examples.clinic.notes import (
     question_rows,
     write_rows,
 )
-from examples.staging import DemoFailed
+from tessera.examples.staging import DemoFailed
 
 TRAINING = "in-domain"
 SETTINGS: Mapping[str, Mapping[str, Style]] = {TRAINING: HOSPITALS, "external": EXTERNAL, "new-site": NEW_SITE}

@@ -1,1 +1,1 @@
-"""Four institutions and a reference laboratory train a small vision transformer: `python -m examples.digits`."""
+"""Four institutions and a reference laboratory train a small vision transformer: `tessera demo`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.ledger import Entry, stages
+from tessera.examples.ledger import Entry, stages
 
 SHADES = ("#fff3e0", "#e3f2fd", "#f1f8e9")
 

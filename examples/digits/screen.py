@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from examples.federation import CLASSES, Holding, label_counts
-from examples.ledger import Entry, percent_of_full, stages
+from tessera.examples.federation import CLASSES, Holding, label_counts
+from tessera.examples.ledger import Entry, percent_of_full, stages
 
 HEADER = (
     f"{'round':>5}  {'stage':<8} {'cohort':>6}  {'accuracy':<14} {'macro F1':<14} "

@@ -15,12 +15,12 @@ from rich.markup import escape
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from examples.federation import Federation, Holding
-from examples.ledger import Entry
-from examples.llm.instructions import EXERCISES, KINDS, Text, encode, texts, word_tokenizer, write_texts
-from examples.llm.measure import AnswerScores, measure, measure_in_four_bits
-from examples.processes import tessera
-from examples.staging import DemoFailed, parser, play, run_through
+from tessera.examples.federation import Federation, Holding
+from tessera.examples.ledger import Entry
+from tessera.examples.llm.instructions import EXERCISES, KINDS, Text, encode, texts, word_tokenizer, write_texts
+from tessera.examples.llm.measure import AnswerScores, measure, measure_in_four_bits
+from tessera.examples.processes import tessera
+from tessera.examples.staging import DemoFailed, parser, play, run_through
 from tessera.shared import units
 from tessera.shared.terminal import output
 from tessera.shared.updates.model_folder import ModelFolder
@@ -207,7 +207,7 @@ def _print_scores(console: Console, found: Mapping[str, Mapping[str, AnswerScore
 
 
 def arguments() -> argparse.Namespace:
-    made = parser("examples.llm", __doc__)
+    made = parser("tessera.examples.llm", __doc__)
     made.add_argument(
         "--model",
         type=Path,

@@ -1,1 +1,1 @@
-"""Four scanners train prompts for one frozen CLIP: `python -m examples.pairs`."""
+"""Four scanners train prompts for one frozen CLIP: `python -m tessera.examples.pairs`."""

@@ -18,9 +18,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from examples.federation import Federation, Holding
-from examples.pairs.data import NAMES, WORDS, pairs, pretrained
-from examples.staging import parser, play, run_through
+from tessera.examples.federation import Federation, Holding
+from tessera.examples.pairs.data import NAMES, WORDS, pairs, pretrained
+from tessera.examples.staging import parser, play, run_through
 from tessera.shared import units
 from tessera.shared.terminal import output
 from tessera.shared.updates.model_folder import ModelFolder
@@ -111,4 +111,4 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
 
 
 if __name__ == "__main__":
-    sys.exit(play(demo, parser("examples.pairs", __doc__).parse_args()))
+    sys.exit(play(demo, parser("tessera.examples.pairs", __doc__).parse_args()))

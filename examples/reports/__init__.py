@@ -1,1 +1,1 @@
-"""Three hospitals train a classifier of notes by department, and share no note: `python -m examples.reports`."""
+"""Three hospitals train a classifier of notes, and share no note: `python -m tessera.examples.reports`."""

@@ -13,9 +13,9 @@ from rich.markup import escape
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from transformers.utils import logging
 
-from examples.federation import Federation, Holding
-from examples.reports.notes import COMPLAINTS, DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
-from examples.staging import DemoFailed, parser, play, run_through
+from tessera.examples.federation import Federation, Holding
+from tessera.examples.reports.notes import COMPLAINTS, DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
+from tessera.examples.staging import DemoFailed, parser, play, run_through
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.settings import DataSource
 
@@ -111,4 +111,4 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
 
 
 if __name__ == "__main__":
-    sys.exit(play(demo, parser("examples.reports", __doc__).parse_args()))
+    sys.exit(play(demo, parser("tessera.examples.reports", __doc__).parse_args()))

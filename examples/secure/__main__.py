@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from examples.federation import LABORATORY, SITES, TEST_DATA, TRAIN_DATA, Federation, Holding
-from examples.staging import DemoFailed, parser, play
+from tessera.examples.federation import LABORATORY, SITES, TEST_DATA, TRAIN_DATA, Federation, Holding
+from tessera.examples.staging import DemoFailed, parser, play
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.client.client import Client
 from tessera.shared.client.model_upload import upload_model
@@ -144,4 +144,4 @@ def _say_epsilon(console: Console, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(play(_demo, parser("examples.secure", __doc__).parse_args()))
+    sys.exit(play(_demo, parser("tessera.examples.secure", __doc__).parse_args()))

@@ -42,6 +42,7 @@ SUMMARIES = {
     "compare": "Compare simulations, paired by seed.",
     "coordinator": "Serve the API and conduct runs; migrate the database.",
     "data": "Show a site's data sets, and how one divides among sites.",
+    "demo": "Watch four institutions train a model on this machine.",
     "docs": "Read the documentation.",
     "model": "Make and inspect the models that runs start from.",
     "regional": "Train for a parent coordinator with the sites of a region.",
@@ -84,7 +85,13 @@ MAX_ELSEWHERE = 3
 WORKER_TOML = Path("worker.toml")
 
 # Packages of this project, each with the extra that it needs.
-PARTS = {"shared": "", "coordinator": "coordinator", "worker": "worker", "simulation": "simulation"}
+PARTS = {
+    "shared": "",
+    "coordinator": "coordinator",
+    "examples": "demo",
+    "worker": "worker",
+    "simulation": "simulation",
+}
 
 
 class InstalledCommands(TyperGroup):
@@ -193,6 +200,8 @@ def what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
         return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."
     if missing in ("", "tessera"):
         raise fault
+    if missing in sys.stdlib_module_names:
+        return f"`tessera {entry.name}` needs {missing}, which Python has on Linux and macOS. On Windows, use WSL."
     lacking = f"`tessera {entry.name}` needs {missing}, which is not installed"
     if part in PARTS:
         return f"{lacking}: {install_line(PARTS[part])}"
@@ -204,20 +213,29 @@ def what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
 app = typer.Typer(cls=InstalledCommands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tessera {VERSION}")
+        # Imported here: no other command looks at the packages.
+        typer.echo(
+            "\n".join(load("tessera.shared.cli.versions").lines()) if ctx.params["verbose"] else f"tessera {VERSION}"
+        )
         raise typer.Exit
 
 
 @app.callback()
 def tessera(
     ctx: typer.Context,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", is_eager=True, help="With --version: also that of each package.")
+    ] = False,
+    # Not eager, so that --verbose is known.
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Federated learning of transformers over REST: only the blocks a round asks for travel."""
+    if verbose:
+        raise typer.BadParameter("--verbose is for --version: tessera --version --verbose")
     # The coordinator compares variables with its own settings too.
     if ctx.invoked_subcommand != "coordinator":
         refuse_misspelt(os.environ)

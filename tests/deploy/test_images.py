@@ -17,7 +17,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
+from release import locks
 from tessera.coordinator.settings import CoordinatorSettings
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.paths import ROOT
@@ -99,20 +101,30 @@ def test_a_proxy_in_the_environment_does_not_hide_the_coordinator_s_health(coord
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(None, "torch"), ("https://wheels.example/cpu", "--index-url https://wheels.example/cpu torch")],
+    [
+        ("", ("", " --requirement deploy/requirements-cuda.lock")),
+        ("https://wheels.example/cpu", (" --index-url https://wheels.example/cpu", "")),
+    ],
     ids=["cuda", "cpu"],
 )
 def test_the_worker_s_torch_has_cuda_only_where_it_is_wanted(
-    tmp_path: Path, given: str | None, expected: str
+    tmp_path: Path, given: str, expected: tuple[str, str]
 ) -> None:
     stage = stages()["build-worker"]
-    name, _, index = stage.said("ARG")[0].partition("=")
     # An interpreter that does nothing but show what it is called with.
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONSTRAINTS": "pins", name: index if given is None else given}
-    said = subprocess.run(["sh", "-ec", stage.said("RUN")[0]], env=there, capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines()[0].endswith(f"install --constraint pins --no-deps {expected}")
+    there = {"PATH": f"{tmp_path}:/usr/bin:/bin", stage.said("ARG")[0].partition("=")[0]: given}
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy/requirements-worker.lock", tmp_path / "deploy")
+    command = ["sh", "-ec", stage.said("RUN")[0]]
+    said = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, check=True).stdout
+    torch_alone, rest, itself = said.splitlines()
+    assert torch_alone.endswith(f" install --require-hashes --no-deps{expected[0]} --requirement torch.lock")
+    assert rest.endswith(f" install --require-hashes --requirement deploy/requirements-worker.lock{expected[1]}")
+    assert itself.endswith(" install --no-deps .")
+    (package,) = locks.parsed((tmp_path / "torch.lock").read_text()).values()
+    assert package in (ROOT / "deploy/requirements-worker.lock").read_text()
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -160,14 +172,16 @@ class Tree:
         for line in stages()["build"].said("COPY"):
             *names, to = line.split()
             for name in names:
-                there = source / (name if to == "./" else to)
-                there.parent.mkdir(parents=True, exist_ok=True)
-                if (ROOT / name).is_dir():
-                    shutil.copytree(ROOT / name, there, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(ROOT / name, there)
-        (constraints,) = (argument.partition("=") for argument in stages()["build"].said("ARG"))
-        there = {"PATH": f"{self.folder / 'base' / 'bin'}:/usr/bin:/bin", "CONSTRAINTS": constraints[2]}
+                for found in ROOT.glob(name):
+                    there = source / (to + found.name if to.endswith("/") else to)
+                    there.parent.mkdir(parents=True, exist_ok=True)
+                    if found.is_dir():
+                        shutil.copytree(found, there, ignore=shutil.ignore_patterns("__pycache__"))
+                    else:
+                        shutil.copy(found, there)
+        # Whether pip finds the CPU build here is for its own configuration, as in `make install`.
+        cpu = self.folder / "no-index" if torch.__version__.endswith("+cpu") else ""
+        there = {"PATH": f"{self.folder / 'base' / 'bin'}:/usr/bin:/bin", "TORCH_INDEX": str(cpu)}
         for stage in ("build", f"build-{target}"):
             for command in stages()[stage].said("RUN"):
                 subprocess.run(["sh", "-ec", self.put(command)], cwd=source, env={**os.environ, **there}, check=True)

@@ -47,8 +47,9 @@ def test_after_everything_was_installed_a_demo_installs_nothing(tmp_path: Path) 
         (tmp_path / name).touch()
     # An interpreter that does nothing, where the environment's own will be, too.
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to("/bin/true")
+    for program in ("python", "tessera"):
+        (tmp_path / ".venv/bin" / program).symlink_to("/bin/true")
     subprocess.run(["make", "install", "PYTHON=/bin/true"], cwd=tmp_path, capture_output=True, check=True)
     told = subprocess.run(["make", "demo"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "pip" not in told
-    assert "examples.digits" in told
+    assert "tessera demo" in told

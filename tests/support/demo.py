@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
+
+from tessera.shared.cli.__main__ import main
 
 if __name__ == "__main__":
     sys.executable = sys.argv.pop(1)
-    runpy.run_module("examples.digits", run_name="__main__", alter_sys=True)
+    sys.argv[1:1] = ["demo"]
+    main()

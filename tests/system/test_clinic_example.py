@@ -12,9 +12,9 @@ from random import Random
 import pytest
 import torch
 
-from examples.clinic import __main__ as demo
-from examples.clinic import base
-from examples.clinic.notes import (
+from tessera.examples.clinic import __main__ as demo
+from tessera.examples.clinic import base
+from tessera.examples.clinic.notes import (
     CLASSES,
     EXTERNAL,
     HOSPITALS,
@@ -27,8 +27,8 @@ from examples.clinic.notes import (
     question_rows,
     write_rows,
 )
-from examples.clinic.sites import Site, entity_classes, read_sites, worker_settings, write_tables
-from examples.staging import DemoFailed
+from tessera.examples.clinic.sites import Site, entity_classes, read_sites, worker_settings, write_tables
+from tessera.examples.staging import DemoFailed
 from tessera.shared.client.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import Dataset
@@ -147,7 +147,7 @@ def test_a_folder_within_the_one_that_the_demo_replaces_is_refused(
 def play(out: Path, *options: str) -> str:
     """Return what the demo prints with few short rounds."""
     short = ("--set", "rounds=1", "--set", "training.epochs=1", "--pretraining-steps", "5", "--patients", "150")
-    command = [sys.executable, "-m", "examples.clinic", "--out", str(out), *short, *options]
+    command = [sys.executable, "-m", "tessera.examples.clinic", "--out", str(out), *short, *options]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert left_of(out) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples import staging
+from tessera.examples import staging
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support import zygote
 from tests.support.cli import environment

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from examples.pairs import __main__ as pairs
-from examples.reports import __main__ as reports
-from examples.reports.notes import DEPARTMENTS, WORDINGS, notes
+from tessera.examples.pairs import __main__ as pairs
+from tessera.examples.reports import __main__ as reports
+from tessera.examples.reports.notes import DEPARTMENTS, WORDINGS, notes
 from tessera.shared.client.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.partition.division import key_of_seed
@@ -37,7 +37,7 @@ def test_a_demo_ends_with_a_model_and_what_travelled(
     tmp_path: Path, name: str, told_of: str, shortened: tuple[str, ...]
 ) -> None:
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", f"examples.{name}", "--out", str(out), "--set", "rounds=2", *shortened]
+    command = [sys.executable, "-m", f"tessera.examples.{name}", "--out", str(out), "--set", "rounds=2", *shortened]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(told_of, done.stdout), done.stdout
@@ -57,7 +57,7 @@ def test_a_demo_ends_with_a_model_and_what_travelled(
 @pytest.mark.timeout(300)
 def test_the_demo_of_secure_sums_survives_a_site_and_a_helper_that_are_killed(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "examples.secure", "--out", str(out), "--set", "rounds=5"]
+    command = [sys.executable, "-m", "tessera.examples.secure", "--out", str(out), "--set", "rounds=5"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 noisy sums, each over 5 to 6 sites" in done.stdout

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from examples.llm import __main__ as demo
-from examples.llm.instructions import EXERCISES, KINDS, LENGTHS, Kind, encode, texts, word_tokenizer
-from examples.llm.measure import measure, measure_in_four_bits
-from examples.staging import DemoFailed
+from tessera.examples.llm import __main__ as demo
+from tessera.examples.llm.instructions import EXERCISES, KINDS, LENGTHS, Kind, encode, texts, word_tokenizer
+from tessera.examples.llm.measure import measure, measure_in_four_bits
+from tessera.examples.staging import DemoFailed
 from tessera.shared.client.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import app as model_app
@@ -154,7 +154,8 @@ def test_the_measure_in_4_bits_keeps_the_adapters_beside_the_rounded_base(llama:
 @pytest.mark.timeout(300)
 def test_the_demo_merges_what_a_model_of_the_users_has_learnt(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "examples.llm", "--out", str(out), "--model", str(llama), "--set", "rounds=2"]
+    command = [sys.executable, "-m", "tessera.examples.llm", "--out", str(out), "--set", "rounds=2"]
+    command += ["--model", str(llama)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The base never passed the coordinator" in done.stdout

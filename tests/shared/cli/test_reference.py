@@ -9,7 +9,7 @@ from tessera.shared.cli.reference.commands import document
 
 # They run until they are told to stop, and log; or tell of their work as they do it; or write TOML.
 WITHOUT_JSON = {
-    "coordinator serve", "coordinator conduct", "coordinator migrate", "worker run", "data init", "regional",
+    "coordinator serve", "coordinator conduct", "coordinator migrate", "worker run", "data init", "demo", "regional",
 }  # fmt: skip
 
 

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file
 from structlog.testing import capture_logs
 from transformers import BertConfig, LlamaConfig
 
-from examples.llm.__main__ import LLAMA
-from examples.llm.instructions import word_tokenizer
-from examples.reports.__main__ import BERT
-from examples.reports.notes import DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
 from tessera.coordinator.domain import eligibility
+from tessera.examples.llm.__main__ import LLAMA
+from tessera.examples.llm.instructions import word_tokenizer
+from tessera.examples.reports.__main__ import BERT
+from tessera.examples.reports.notes import DEPARTMENTS, WORDINGS, notes, write_csv, write_tokenizer
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.api.runs import Evaluation, RunSpec, Training
 from tessera.shared.api.tasks import Task

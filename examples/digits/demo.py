@@ -1,24 +1,23 @@
-"""The digits demo: real processes, a FedFrozen run shown round by round, a chart, and a check of the export."""
+"""`tessera demo`: real processes, a FedFrozen run shown round by round, a chart, and a check of the export."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import sys
 import time
 import uuid
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
-from examples.digits import screen
-from examples.federation import LABORATORY, SEED, SITES, VIT, Federation, holdings
-from examples.ledger import Entry, percent_of_full, stages
-from examples.staging import DemoFailed, parser, play
+from tessera.examples.digits import screen
+from tessera.examples.federation import LABORATORY, SEED, SITES, VIT, Federation, holdings
+from tessera.examples.ledger import Entry, percent_of_full, stages
+from tessera.examples.staging import OUT, DemoFailed, play
 from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.client.client import Client
 from tessera.shared.client.export import export_folder
@@ -33,26 +32,34 @@ from tessera.worker.cli.model import init
 
 # Used after the run, with libraries that take seconds to import.
 if TYPE_CHECKING:
-    from examples.digits import picture, reload
+    from tessera.examples.digits import picture, reload
 else:
-    picture = DeferredModule("examples.digits.picture")
-    reload = DeferredModule("examples.digits.reload")
+    picture = DeferredModule("tessera.examples.digits.picture")
+    reload = DeferredModule("tessera.examples.digits.reload")
 
 HERE = Path(__file__).parent
 
 
-def arguments() -> argparse.Namespace:
-    scopes = get_args(Scope)
-    scope = os.environ.get("SCOPE") or None
-    made = parser("examples.digits", __doc__)
-    made.add_argument("--scope", choices=scopes, default=scope, help="what trains once queries and keys are frozen")
-    given = made.parse_args()
-    if given.scope and given.scope not in scopes:
-        made.error(f"SCOPE is {given.scope!r}; it can be {', '.join(scopes)}")
-    return given
+app = typer.Typer(add_completion=False)
 
 
-def _demo(console: Console, federation: Federation, given: argparse.Namespace) -> None:
+@app.command(name="demo")
+def command(
+    out: Annotated[Path, typer.Option(help="A folder, replaced on each run.")] = OUT,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the run, e.g. rounds=8."),
+    ] = None,
+    scope: Annotated[Scope | None, typer.Option(help="The blocks that train once queries and keys are frozen.")] = None,
+) -> None:
+    """Watch four institutions train a vision transformer on this machine, without sharing an image.
+
+    It starts a coordinator and five workers on loopback, and stops them at its end.
+    """
+    raise typer.Exit(play(_demo, Namespace(out=out, settings=settings or [], scope=scope)))
+
+
+def _demo(console: Console, federation: Federation, given: Namespace) -> None:
     begun_at = time.monotonic()
     console.print(
         "[bold]Tessera[/]: four institutions train a vision transformer, and no image leaves any of them.\n"
@@ -155,7 +162,3 @@ def _check_export(console: Console, federation: Federation, client: Client, run:
     pairs = ((again.accuracy, told.accuracy), (again.macro_f1, told.macro_f1))
     if not all(math.isclose(here, there, rel_tol=0.0051) for here, there in pairs):
         raise DemoFailed("the exported model differs from the measured model")
-
-
-if __name__ == "__main__":
-    sys.exit(play(_demo, arguments()))
