@@ -13,7 +13,7 @@
 # Neither has a compiler, pip, or this checkout in it. deploy/ and docs/deploying.md have the rest.
 
 FROM python:3.11-slim-bookworm AS base
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PATH=/opt/tessera/bin:$PATH
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp tessera \
     && mkdir /data && chown 10001:10001 /data
 
@@ -55,6 +55,8 @@ ARG REVISION=unknown
 LABEL org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION \
     org.opencontainers.image.documentation=docs/deploying.md
 RUN python -m pip uninstall --yes pip setuptools wheel
+# Here alone: the builds need the Python that has pip.
+ENV PATH=/opt/tessera/bin:$PATH
 # By number, so that who starts it can see that it is not root.
 USER 10001:10001
 WORKDIR /data

@@ -29,13 +29,13 @@ from benchmarks.federation import DATASET, Federation
 from benchmarks.idle import allow_open_files, post
 from benchmarks.measuring import MIB, OUT, PeakMemory, Results, processor_seconds, proportional_bytes
 from benchmarks.payloads import Weights
-from examples.processes import end_by_interrupt
 from tessera.coordinator import cli
 from tessera.coordinator.auth.tokens import issue_token
 from tessera.coordinator.conductor.conductor import Conductor
 from tessera.coordinator.conductor.liveness import Liveness
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.workers import create_site
+from tessera.examples.processes import end_by_interrupt
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_head
 from tessera.shared.api.tasks import Claim, Submission

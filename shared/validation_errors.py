@@ -102,6 +102,7 @@ PATTERNS: Mapping[str, str] = {
     "as `tessera worker roster` prints them",
     r"^https?://[!-~]+$": "must be a URL that begins with https:// or http://, without white space",
     r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e]*$": "must be without control characters and line breaks",
+    r"^--[ -~]+$": "must be a long option, such as --mem=64G",
     r"^[0-9]{1,20}$": "must be a whole number in decimal digits",
 }
 """Each pattern of a model's field, in words."""

@@ -101,8 +101,7 @@ class Conductor:
             with self.database.snapshot() as session:
                 return run_snapshot(session, run_id, live, absent_are_gone=self.liveness.is_settled())
         except ValueError as fault:
-            unread = f"this version of the coordinator cannot read the run: {fault}"
-            if not self.failures.leave(run_id, fault) and self._pause(run_id, unread):
+            if not self.failures.leave(run_id, fault) and self._pause(run_id, f"the run cannot be read: {fault}"):
                 log.exception("conductor.run_not_readable", run=run_id)
             return None
 

@@ -50,7 +50,9 @@ def command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the run, e.g. rounds=8."),
     ] = None,
-    scope: Annotated[Scope | None, typer.Option(help="The blocks that train once queries and keys are frozen.")] = None,
+    scope: Annotated[
+        Scope | None, typer.Option(help="The blocks that train once queries and keys are frozen.")
+    ] = None,
 ) -> None:
     """Watch four institutions train a vision transformer on this machine, without sharing an image.
 

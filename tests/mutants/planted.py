@@ -351,7 +351,7 @@ FAULTS: dict[str, Fault] = {
     "the token is not checked": Fault(((tasks, "refusal", no_token),), in_rules=(rules, "refusal", no_token), seed=6),
     "a new lease has the old token": Fault(((tasks, "lease", same_token),), planted_in="make test"),
     "no index keeps a run to one live round": Fault(
-        without=("uq_rounds_live", "uq_tasks_update"), seed=1, planted_in="make test"
+        without=("uq_rounds_live", "uq_tasks_update"), seed=1, planted_in="make test-long"
     ),
     "a write does not look at the state it starts from": Fault(((transitions, "_move", unguarded),), seed=5),
     "an answer is given before the commit": Fault(
@@ -382,7 +382,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "an update leaks into the next attempt": Fault(((rounds, "close_round", leaking),), seed=80),
     "the quorum is off by one": Fault(
-        ((decide, "_end_of", one_less),), in_rules=(decide, "_end_of", one_less), seed=3, planted_in="make test"
+        ((decide, "_end_of", one_less),), in_rules=(decide, "_end_of", one_less), seed=3, planted_in="make test-long"
     ),
     "updates are merged in the order of arrival": Fault(
         (

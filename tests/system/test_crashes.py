@@ -238,8 +238,11 @@ def test_a_run_that_buffers_updates_survives_its_coordinator_and_a_worker(
 
 @pytest.mark.parametrize(
     "asks",
-    [{"evaluation": {"sites": True}}, {"rehearsal": 5}, {"membership_attack": True}],
-    ids=["measured", "rehearsed", "attacked"],
+    [
+        pytest.param({"evaluation": {"sites": True}}, id="measured"),
+        pytest.param({"rehearsal": 5}, marks=pytest.mark.long, id="rehearsed"),
+        pytest.param({"membership_attack": True}, marks=pytest.mark.long, id="attacked"),
+    ],
 )
 def test_a_run_without_rounds_survives_its_coordinator_and_a_worker(
     tmp_path: Path, vit: ModelFolder, running: Keep, asks: dict[str, Any]

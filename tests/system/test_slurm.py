@@ -94,7 +94,7 @@ class Site:
     def _script(self) -> list[str]:
         return []
 
-    def begin(self, epochs: int = 3, privacy: Privacy | None = None, attempts: int = 1) -> Run:
+    def begin(self, epochs: int = 8, privacy: Privacy | None = None, attempts: int = 1) -> Run:
         uploaded = upload_model(self.client, self._vit)
         self.run = self.client.create_run(
             RunSpec(

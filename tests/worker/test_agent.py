@@ -268,6 +268,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_an_agent_imports_no_heavy_module_from_its_start_to_its_end(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:

@@ -133,7 +133,7 @@ def _settings_of_site(config: Path) -> WorkerSettings:
 
 
 def _slurm(settings: WorkerSettings) -> list[Finding]:
-    """Return what is found of Slurm, if its jobs execute tasks. Raises SettingsError if it takes none."""
+    """Return the findings about Slurm, if its jobs execute tasks. Raises SettingsError if it takes none."""
     found = [*findings(settings.slurm, settings.state_dir)] if settings.slurm else []
     for one in found:
         if one.verdict == "fail":

@@ -381,7 +381,7 @@ class TaskWait:
         self._alive = alive
         self._pause = pause
         self._fault = fault
-        # Those of an agent before this one.
+        # The answers of an agent before this one.
         self._answered = len(list(folder.glob("answer-*.json")))
         self._reported = 0
         self._unwanted: BaseException | None = None

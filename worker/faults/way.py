@@ -52,7 +52,7 @@ def is_stripped(problem: Problem) -> bool:
 
 
 def without_proxy(url: str) -> str:
-    """Return why requests to a URL do not go by a proxy."""
+    """Return the reason why requests to a URL do not go by a proxy."""
     proxies, scheme = getproxies(), urlsplit(url).scheme
     if proxies.get(scheme) or proxies.get("all"):
         return "none: NO_PROXY lists the coordinator's host"
@@ -61,7 +61,7 @@ def without_proxy(url: str) -> str:
 
 
 def signer(url: str, proxy: str | None = None) -> str:
-    """Return who signed the untrusted certificate that a server presents, as the end of a detail."""
+    """Return the signer of the untrusted certificate that a server presents, as the end of a detail."""
     context = httpx.create_ssl_context(verify=False)
     options: dict[str, Any] = {"verify": context, "proxy": proxy, "timeout": CONNECT_SECONDS, "trust_env": False}
     # Nothing secret is sent. A server that wants a client's certificate may answer nothing.
@@ -88,7 +88,7 @@ def unanswered(url: str, verify: ssl.SSLContext, proxy: str | None, fault: Excep
 
 
 def _path_remedy(url: str, verify: ssl.SSLContext, *, is_page: bool) -> str:
-    """Return what to change where the URL's path leads to a page, or to a coordinator that does not know it."""
+    """Return the remedy where the URL's path leads to a page, or to a coordinator that does not know it."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     # Each path above it, the longest first.
@@ -116,7 +116,7 @@ def _is_coordinator(url: str, verify: ssl.SSLContext) -> bool:
 
 
 def bodies(client: Client) -> Iterator[Finding]:
-    """Yield which bodies of requests a proxy refuses, and whether it holds them back. Sends their first bytes."""
+    """Yield findings on bodies of requests: a proxy refuses them, or holds them back. Sends their first bytes."""
     count, refused = LARGEST_BYTES, None
     while count >= LEAST_PIECE_BYTES:
         try:

@@ -181,7 +181,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory, database_kind: str) -> Itera
     services.database.close()
 
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 
 def served(routes: Iterable[BaseRoute], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -289,6 +289,7 @@ def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock
 
 def test_versions_of_an_ended_run_wait_for_no_evaluation(live: LiveCoordinator) -> None:
     client, run, _, _ = played(live, 2, evaluation=Evaluation(dataset="central", every=1))
+    until(lambda: list(client.rounds(run.id))[-1].state == "open")
     client.set_run_state(run.id, "paused")
     assert not retention(live, versions=1).collect().versions
     client.set_run_state(run.id, "cancelled")

@@ -144,7 +144,7 @@ def test_a_gateways_answer_without_a_body_does_not_end_an_upload(status: int) ->
 
 
 @pytest.mark.parametrize("place", ["/tessera", "https://elsewhere.example", "https://elsewhere.example/tessera"])
-def test_an_upload_goes_on_at_the_clients_own_url_whatever_a_proxy_puts_before_its_path(place: str) -> None:
+def test_token_and_bytes_go_to_the_clients_own_url_whatever_a_proxy_puts_before_an_upload_s_path(place: str) -> None:
     begun = Answer(201, b"", {"Location": f"{place}/v1/uploads/u", "Upload-Complete": "?0"})
     answers = begun, Answer(204, b"", {"Upload-Offset": "0"}), Answer(204, b"")
     with answering(*answers) as (url, asked), client_of(f"{url}/tessera") as client:
@@ -309,14 +309,6 @@ def test_a_range_beyond_the_end_is_a_problem_with_the_size(standing_coordinator:
 def standing_coordinator(tmp_path_factory: pytest.TempPathFactory) -> object:
     with LiveCoordinator(tmp_path_factory.mktemp("client")) as live:
         yield live
-
-
-def test_a_token_and_bytes_go_to_no_other_place_than_the_coordinator() -> None:
-    with answering(Answer(204)) as (elsewhere, lured):
-        announced = Answer(201, b"", {"Location": f"{elsewhere}/v1/uploads/1", "Upload-Complete": "?0"})
-        with answering(announced) as (url, _), client_of(url) as client, refusing("answer-not-understood"):
-            client.put_bytes(DATA)
-    assert lured == []
 
 
 def test_a_redirect_is_a_refusal_and_is_not_followed() -> None:

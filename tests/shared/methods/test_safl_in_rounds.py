@@ -80,6 +80,7 @@ def test_every_layer_trains_in_time_over_absences_and_abandoned_attempts() -> No
         assert set(sent) == set(LAYERS)
 
 
+@pytest.mark.long
 def test_layer_that_is_tried_is_the_same_over_restarts_absences_and_abandoned_attempts(tmp_path: Path) -> None:
     conditions = Conditions(away={"a": (5,), "b": (2, 6)}, dropout=0.3)
     about: dict[str, Any] = {

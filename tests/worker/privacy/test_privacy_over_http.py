@@ -137,6 +137,7 @@ def test_a_capped_run_spends_its_epsilon_in_as_many_trainings_and_the_site_does_
         assert "as many as cohort.max_updates_per_site allows" in (run.reason or "")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fine_grid")
 def test_of_fitted_work_the_ledger_has_the_steps_of_the_plan(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client, planned = coordinator.client(), {"a": 8, "b": 4}
@@ -192,6 +193,7 @@ print("datasets" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_a_worker_does_not_load_what_only_some_tasks_or_other_kinds_of_data_need() -> None:
     """Nor libraries that a model loads with transformers. Forked processes have both."""
     some = ("opacus", "dp_accounting", "peft", "datasets", "sklearn", "pandas")

@@ -135,7 +135,7 @@ def seen(task: TaskView, kind: Kind) -> dict[str, Any]:
         pytest.param("images", "example", tuple(ODD), id="images-example"),
         pytest.param("images", "group", FEW, id="images-group"),
         pytest.param("images", "group", OTHERS, marks=pytest.mark.long, id="others-group"),
-        pytest.param("texts", "example", tuple(ODD_TEXTS), id="texts-example"),
+        pytest.param("texts", "example", tuple(ODD_TEXTS), marks=pytest.mark.long, id="texts-example"),
     ],
 )
 def test_no_odd_example_changes_what_the_coordinator_sees(

@@ -1,4 +1,4 @@
-"""Slurm's commands `sbatch`, `scontrol`, `squeue`, `sacct` and `scancel`, and the meaning of what they print.
+"""Slurm's commands `sbatch`, `scontrol`, `squeue`, `sacct` and `scancel`, and the meaning of their output.
 
 Only options and forms that Slurm 22.05 and newer have are used. Imports no torch.
 """
@@ -17,7 +17,7 @@ OUTPUT_BYTES = 1 << 16
 """The most that is read of a command's output."""
 
 Condition = Literal["queued", "running", "done", "cancelled", "timeout", "preempted", "node-failed", "failed", "lost"]
-"""What the worker does about a job: wait, read its result, or say how it ended."""
+"""The worker waits for a job, reads its result, or says how it ended."""
 
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING")
@@ -67,7 +67,7 @@ class JobState:
 
     @property
     def condition(self) -> Condition:
-        """What the state means. A state that this code does not know counts as a failure."""
+        """The meaning of the state. A state that this code does not know counts as a failure."""
         return CONDITIONS.get(self.name, "failed")
 
     @property
@@ -89,7 +89,7 @@ LOST = JobState("LOST")
 
 
 def run(*line: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return what a command printed. Raises SlurmAway, and SlurmRefusal with the last line of its error."""
+    """Return the output of a command. Raises SlurmAway, and SlurmRefusal with the last line of its error."""
     told = {**(os.environ if environment is None else environment), "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
     try:
         process = subprocess.Popen(  # noqa: S603  (Slurm's commands, found as the site's PATH says)
@@ -117,7 +117,7 @@ def run(*line: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def reason_in(output: str) -> str:
-    """Return the reason in what a command printed when it failed: of its last line, without the command's name."""
+    """Return the reason in the output of a command that failed: its last line, without the command's name."""
     lines = output.splitlines()
     last = re.sub(r"^\w+: (error: )?", "", lines[-1]) if lines else "no reason given"
     return last.removeprefix(SUBMISSION_FAILED)[:200]

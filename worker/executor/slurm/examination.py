@@ -1,4 +1,4 @@
-"""What `tessera worker check` and `doctor` say about Slurm. Submits no job."""
+"""The findings of `tessera worker check` and `doctor` about Slurm. Submits no job."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ REMEDY = "Correct [executor.slurm]: `sinfo` lists partitions."
 
 
 def findings(settings: SlurmSettings, state_dir: Path) -> Iterator[Finding]:
-    """Yield whether Slurm's commands are there, whether Slurm would take a job, and whether nodes see its folder."""
+    """Yield findings: Slurm's commands are there, Slurm would take a job, and nodes see its folder."""
     try:
         yield ok("slurm", commands.run("sbatch", "--version"))
     except (SlurmAway, SlurmRefusal) as fault:

@@ -18,7 +18,7 @@ def main() -> int:
     folder, *command = Path(sys.argv[1]), *sys.argv[2:]
     home = folder.parent
     # Of two jobs for one folder, as after a submission that was not answered, only the first works. One that Slurm
-    # started again ends, too: what its first run left in the folder would mislead it.
+    # started again ends, too: the files of its first run would mislead it.
     (home / "started").mkdir(mode=0o700)
     step = os.getppid()
     if command[0] == "--":

@@ -77,11 +77,11 @@ class Job:
         self.refusal: str | None = None
         self.is_away = False
         self.running_at: float | None = None
-        """When it was first seen to run, on the monotonic clock."""
+        """The time when it was first seen to run, on the monotonic clock."""
         self.unknown = 0
         """The number of looks since Slurm last knew it."""
         self.ended_at: float | None = None
-        """When it was first seen to have ended."""
+        """The time when it was first seen to have ended."""
         self.look = Thread()
         """A look at its state, in a thread of its own, since Slurm's commands may take a minute."""
         self.look_at = 0.0
@@ -95,7 +95,7 @@ class Job:
 
     @property
     def activity(self) -> str:
-        """What it does, for the task's progress."""
+        """The job's state in words, for the task's progress."""
         return "Slurm does not answer" if self.is_away else self.state.activity
 
 
