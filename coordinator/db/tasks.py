@@ -206,11 +206,15 @@ def is_waited_for(session: Session, task: TaskRow, spec: RunSpec) -> bool:
     # In a run that buffers updates, the worker may evaluate a version before it trains again.
     if task.kind != "train" or (cohort.buffers and spec.evaluation):
         return False
+    # The worker of a late update is asked again at once, for the latest version.
+    if task.version_number != session.scalar(_LATEST, {"run": task.run_id}):
+        return False
     if session.scalar(_OTHERS, {"id": task.id, "run": task.run_id}) is None:
         return False
     return cohort.enough is None or session.scalars(_CAME, {"run": task.run_id}).one() < cohort.enough
 
 
+_LATEST = select(RunRow.version_number).where(RunRow.id == given("run"))
 # Of the run, by whose index they are few rows: tasks of its earlier rounds ended, unless it buffers updates.
 _OF_RUN = (TaskRow.run_id == given("run")) & (TaskRow.kind == "train")
 _OTHERS = select(TaskRow.id).where(_OF_RUN, TaskRow.state == "leased", TaskRow.id != given("id")).limit(1)
