@@ -148,10 +148,8 @@ def measure(results: Results, folder: Path, count: int, asked: argparse.Namespac
         with PeakMemory({"both": pids}, 0.5, proportional_bytes) as memory:
             sleep(asked.seconds)
         federation.processes.check()
-        passed, spent = (
-            time.time() - began,
-            [processor_seconds([pid]) - old for pid, old in zip(pids, spent, strict=True)],
-        )
+        passed = time.time() - began
+        spent = [processor_seconds([pid]) - old for pid, old in zip(pids, spent, strict=True)]
         found: defaultdict[str, list[float]] = defaultdict(list)
         for line in (line for each in folder.glob("told-*") for line in each.read_text().splitlines()[:-1]):
             at, what, seconds, more = json.loads(line)
@@ -161,7 +159,7 @@ def measure(results: Results, folder: Path, count: int, asked: argparse.Namespac
                     found["statements"].append(more)
     accepted = len(found["accepted"])
     (pass50, pass99), (claim50, claim99) = (
-        np.percentile(found[of] or [np.nan], [50, 99]) for of in ("pass", "claim")
+        np.percentile(found[of] or [np.nan], [50, 99]).tolist() for of in ("pass", "claim")
     )
     row = {
         "workers": count, "accepted_per_s": accepted / passed, "refused": len(found["refused"]),
