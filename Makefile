@@ -8,7 +8,7 @@ SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel lock sbom demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
   check fix system fuzz bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu \
-  image-check deploy-check migrate image clean docs
+  image-archives image-check deploy-check migrate image clean docs
 
 # The targets that a contributor needs often. Others have a comment, and their pages: own-data.md, testing.md, deploying.md.
 help: ## show this help
@@ -123,9 +123,15 @@ test-gpu: install
 	  tests/worker/task/test_four_bit_base.py
 	$(BIN)/python -m benchmarks.steps --device cuda
 
-# What the images install and start, as nobody on a read-only tree; as root, some minutes.
+# Build both images and start deploy/compose.yaml from them; as root, ten minutes; docs/deploying.md.
 image-check: install
-	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest tests/deploy/test_images.py
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt podman-compose
+	$(BIN)/python -c 'import sys; from tests.support import containers; sys.exit(containers.missing())'
+	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest tests/deploy/test_images.py tests/deploy/test_containers.py
+
+# dist/tessera-coordinator.oci.tar and dist/tessera-worker.oci.tar, by buildah as root; docs/deploying.md.
+image-archives: install
+	$(BIN)/python -m release.images
 
 # Debian's release and mirrors are those of this system. FRESH: further options of mmdebstrap, such as a hook that sets up pip.
 # Both commands of the README on a bare Debian; as root, with mmdebstrap, an hour and 10 GB.
