@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook wheel lock sbom demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
+.PHONY: help install notebook wheel lock sbom bundle demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
   check fix system fuzz bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu \
   image-archives image-check deploy-check migrate image clean docs
 
@@ -81,6 +81,12 @@ lock: install
 sbom: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
 	$(BIN)/python -m release.sbom
+
+# Signed by KEY, which is created if it is missing. TORCH_CPU=FOLDER: with the wheel of torch's CPU build; docs/offline.md.
+KEY := $(HOME)/tessera-release-key.pem
+bundle: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
+	$(BIN)/python -m release.bundle --key "$(KEY)" $(if $(TORCH_CPU),--torch-cpu "$(TORCH_CPU)")
 
 # Execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it.
 notebook: install

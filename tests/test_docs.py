@@ -231,7 +231,7 @@ def test_no_shell_line_has_a_secret_among_its_arguments() -> None:
 
 def test_every_shell_block_is_run_or_says_why_not() -> None:
     runnable = {str(page.relative_to(ROOT)) for page in PAGES if any(not block.reason for block in blocks(page))}
-    assert runnable == {"docs/quickstart.md", "docs/own-data.md", "docs/regions.md", *PAGES_RUN}
+    assert runnable == {"docs/quickstart.md", "docs/offline.md", "docs/own-data.md", "docs/regions.md", *PAGES_RUN}
 
 
 @pytest.mark.parametrize(

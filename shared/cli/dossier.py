@@ -56,13 +56,16 @@ def dossier(
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="A folder of `tessera run dossier`, or another that was signed so.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="A folder of `tessera run dossier`, an unpacked bundle, or another that was signed so."),
+    ],
     key: Annotated[
         Path | None, typer.Option(metavar="PUBLIC.pem", help="The signer's public key, received by another way.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a dossier without a coordinator: its signature, every file, and that the weights are the version's.
+    """Check a dossier or a bundle without a coordinator: its signature, every file, and a dossier's weights.
 
     Exit code 1: something is not as it was signed. Any folder in the OpenSSF Model Signing format is accepted.
     """

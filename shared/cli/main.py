@@ -48,7 +48,7 @@ SUMMARIES = {
     "regional": "Train for a parent coordinator with the sites of a region.",
     "run": "Start, watch, steer and export runs.",
     "simulate": "Run a whole federation in this process.",
-    "verify": "Check a dossier, or another signed folder, without a coordinator.",
+    "verify": "Check a dossier, a bundle or another signed folder, without a coordinator.",
     "worker": "Train for a coordinator with this site's data.",
 }
 

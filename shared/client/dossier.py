@@ -114,7 +114,7 @@ def verify(folder: Path, key: Path | None = None) -> VerifiedFolder:
     """
     signature, public = folder / SIGNATURE_FILE, key or folder / KEY_FILE
     if not signature.is_file():
-        remedy = "Name the folder that `tessera run dossier` wrote, or another with a signature of this name."
+        remedy = "Name a folder of `tessera run dossier`, a bundle, or another with a signature of this name."
         raise Invalid(f"{folder} has no {SIGNATURE_FILE}", remedy=remedy)
     # To open a pipe would wait for its other end.
     if not public.is_file():
