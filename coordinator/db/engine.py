@@ -174,7 +174,8 @@ class Database:
             # Locks, notifications and the clock have their own connections, so that they never wait for transactions.
             self._aside = _postgresql(self.url, pool_size=2, max_overflow=0, isolation_level="AUTOCOMMIT")
             self._clock = clock or _RemoteClock(self._asked_time)
-        for engine in (self.engine, *([] if self.is_sqlite else [self._aside])):
+        self._engines = [self.engine] if self.is_sqlite else [self.engine, self._aside]
+        for engine in self._engines:
             event.listen(engine, "handle_error", self._note_damage, retval=True)
         self._writing = threading.Lock()
         self._lock: IO[str] | None = None
@@ -296,9 +297,11 @@ class Database:
             snapshot.connection().exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
 
     def close(self) -> None:
-        self.engine.dispose()
-        if not self.is_sqlite:
-            self._aside.dispose()
+        for engine in self._engines:
+            engine.dispose()
+            # SQLAlchemy keeps compiled statements with their dialect, whose listener would keep this and its files.
+            if event.contains(engine, "handle_error", self._note_damage):
+                event.remove(engine, "handle_error", self._note_damage)
         if self._lock:
             self._lock.close()
 

@@ -269,7 +269,7 @@ class World:
                     schedule.faults = faults
             self.disk.cut(lambda: schedule.dice.random() < 0.5)
         if replica.services:
-            replica.services.database.engine.dispose()
+            replica.services.database.close()
             replica.services = None
         schedule.spawn(Process("machine"), "start", restart, after=RESTART_SECONDS)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
+import weakref
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ from typer.testing import CliRunner
 
 from tessera.coordinator.cli import app
 from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaMismatch
-from tessera.coordinator.db.tables import Table
+from tessera.coordinator.db.tables import SiteRow, Table
 from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tests.support.cli import forked, tessera
 from tests.support.databases import empty_in, url_in
 from tests.support.processes import free_port
+from tests.support.storage import migrated
 
 
 def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -66,6 +69,19 @@ def test_the_file_is_free_again_when_its_holder_closes_it(database: Database, tm
     database.close()
     other.hold("serve")
     other.close()
+
+
+@pytest.mark.both_databases
+def test_a_closed_database_is_freed_with_all_that_it_kept(tmp_path: Path) -> None:
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        # SQLAlchemy keeps the statement that it compiles for this.
+        session.add(SiteRow(id="a", name="a", created_at=0.0))
+    freed = weakref.ref(database)
+    database.close()
+    del database, session
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.both_databases
