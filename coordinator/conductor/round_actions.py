@@ -51,6 +51,8 @@ class RoundActions:
             round_ = round_tasks.live_round(session, run_id) if again else None
             at_work = self._at_work(session, run_id, invited.spec, round_, self.liveness.workers(session))
         require(base.number + 1 == number and (round_ is not None) == again, "the run has moved on")
+        # A person may have lowered their number since the decision. A round that is open goes on.
+        require(again or number <= invited.spec.rounds, "the run has fewer rounds now")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
         willing = [worker for worker in willing if worker.site not in at_work]

@@ -177,6 +177,17 @@ def test_a_run_that_was_given_more_rounds_meanwhile_does_not_complete(standing: 
     assert client.run(run.id).state == "running"
 
 
+def test_a_run_that_was_given_fewer_rounds_meanwhile_opens_no_other(standing: LiveCoordinator) -> None:
+    client, worker = standing.client(), ScriptedWorker(standing.client("site", "fewer"), datasets={"few": 10})
+    run = start_run(client, MODEL, START, dataset="few", rounds=1)
+    worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")
+    # As if it had been decided while there were two.
+    with pytest.raises(Conflict, match="the run has fewer rounds now"):
+        standing.services.conductor.rounds.open(run.id, 2)
+    assert len(list(client.rounds(run.id))) == 1
+
+
 def test_an_open_round_keeps_what_its_sites_agreed_to_and_the_next_has_the_change(
     coordinator: LiveCoordinator,
 ) -> None:
