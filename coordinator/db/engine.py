@@ -123,7 +123,7 @@ class SchemaMismatch(RuntimeError):
 
 S = TypeVar("S", bound=Session)
 
-Schema = Literal["current", "behind", "ahead", "newer", "unsupported"]
+Schema = Literal["current", "behind", "ahead", "newer", "unsupported", "encoding"]
 """`ahead` is a newer one on which this version can serve and conduct."""
 
 SCHEMA_FAULTS: dict[Schema, tuple[str, str]] = {
@@ -139,6 +139,10 @@ SCHEMA_FAULTS: dict[Schema, tuple[str, str]] = {
             "Export the models that you need with the version that made it, then name a new database in "
             "TESSERA_DATABASE_URL and a new store in TESSERA_BLOB_URL."
         ),
+    ),
+    "encoding": (
+        "would be in a database whose encoding is not UTF-8, which cannot hold every name",
+        "Create one: CREATE DATABASE tessera TEMPLATE template0 ENCODING 'UTF8'; name it in TESSERA_DATABASE_URL.",
     ),
 }
 """The fault of each other schema, and its remedy."""
@@ -401,7 +405,7 @@ class Database:
         with self.engine.begin() as connection:
             if (schema := _schema_of(connection)) == "ahead":
                 return
-            if schema in ("newer", "unsupported"):
+            if schema not in ("current", "behind"):
                 raise self._mismatch(schema)
             command.upgrade(alembic_config(connection), "head")
 
@@ -411,6 +415,11 @@ class Database:
 
 
 def _schema_of(connection: Connection) -> Schema:
+    if (
+        connection.dialect.name == "postgresql"
+        and connection.exec_driver_sql("SHOW server_encoding").scalar() != "UTF8"
+    ):
+        return "encoding"
     first, head = _revisions()
     present = max(MigrationContext.configure(connection).get_current_heads(), default="")
     if present == head:
@@ -522,7 +531,9 @@ def _lock_file(path: str) -> IO[str]:
 
 def _postgresql(url: URL, **options: Any) -> Engine:
     # Unix sockets ignore all but the first. Those in the URL take precedence.
-    limits = {
+    limits: dict[str, Any] = {
+        # The driver would give bytes in place of strings where a server has no encoding.
+        "client_encoding": "utf8",
         "connect_timeout": CONNECT_SECONDS,
         "keepalives_idle": PROBE_SECONDS,
         "keepalives_interval": PROBE_SECONDS,

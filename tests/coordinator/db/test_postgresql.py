@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, event, func, make_url, select
+from sqlalchemy import URL, create_engine, event, func, make_url, select
 from sqlalchemy.exc import DBAPIError
 
 from tessera.coordinator.db import audit
@@ -27,6 +29,7 @@ from tessera.coordinator.db.engine import DATABASE_AWAY, Database, UnknownDataba
 from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, RunRow, UploadRow
 from tessera.coordinator.notify.wakeup import BATCH, CONDUCTOR, PostgresWakeups, serving_name
 from tests.support import databases
+from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.raw import announced
 from tests.support.storage import add_run
@@ -417,3 +420,28 @@ def test_waiting_writers_of_one_process_wait_with_one_connection(tmp_path: Path,
         thread.join()
     assert sorted(done) == list(range(30))
     narrow.close()
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_in_another_encoding_is_refused_with_the_statement_that_creates_one(encoding: str) -> None:
+    server = databases.server()
+    name = f"tessera_{uuid.uuid4().hex}"
+
+    def migrated(database: str) -> subprocess.CompletedProcess[str]:
+        url = server.set(database=database).render_as_string(hide_password=False)
+        return forked("migrate", module="tessera.coordinator", TESSERA_DATABASE_URL=url)
+
+    engine = create_engine(server, isolation_level="AUTOCOMMIT")
+    with closing(engine.connect()) as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'")
+        try:
+            refused = migrated(name)
+            assert refused.returncode == 2
+            assert "Traceback" not in refused.stderr
+            [create] = re.findall("CREATE DATABASE tessera[^;]*", refused.stderr.replace("\n", " "))
+            connection.exec_driver_sql(create.replace("tessera", f"{name}_utf8"))
+            assert migrated(f"{name}_utf8").returncode == 0
+        finally:
+            for made in (name, f"{name}_utf8"):
+                connection.exec_driver_sql(f"DROP DATABASE IF EXISTS {made} WITH (FORCE)")
+    engine.dispose()
