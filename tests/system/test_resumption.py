@@ -14,9 +14,9 @@ from tessera.shared.client.model_upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.run_settings import Privacy
 from tessera.shared.updates.model_folder import ModelFolder
-from tests.support.chain_rows import ledger_in
+from tessera.worker.state.privacy_ledger import Ledger
 from tests.support.coordinator import until
-from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
+from tests.support.processes import CoordinatorProcess, Process, audit_key, start_worker, worker_process
 
 Keep = Callable[[Process], Process]
 
@@ -98,5 +98,5 @@ def test_a_worker_with_two_devices_killed_in_the_middle_sends_the_same_update(
 @pytest.mark.timeout(600)
 def test_a_private_task_of_a_killed_worker_is_charged_once(tmp_path: Path, vit: ModelFolder, running: Keep) -> None:
     final_version(tmp_path, vit, running, kills=2, privacy=Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0))
-    entries = ledger_in(tmp_path / "a" / "state").read("digits")
+    entries = Ledger(tmp_path / "a" / "state", audit_key("a")).read("digits")
     assert [event.kind for entry in entries for event in entry.events] == ["noisy-steps"]
