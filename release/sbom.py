@@ -1,7 +1,7 @@
 """The bills of materials of the images, as CycloneDX 1.6, from their locks: `make sbom`.
 
-They name each package with its version, its package URL and the hashes of its files, for the Python and the platform
-of the images. They are equal bit for bit each time: the only time in them is that of SOURCE_DATE_EPOCH.
+They name each package with its version, package URL, licence and the hashes of its files, for the Python and the
+platform of the images. They are equal bit for bit each time: the only time in them is that of SOURCE_DATE_EPOCH.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.spdx import is_expression, is_supported_id
+from cyclonedx.validation.json import JsonStrictValidator
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from release.licences import NVIDIA, faults, licences
 from release.locks import lock_file, parsed
 from release.packages import EPOCH, ROOT, epoch
 
@@ -44,11 +49,15 @@ def installed(lock: str) -> Iterator[str]:
 
 def bill(locks: tuple[str, ...]) -> str:
     """Return the bill of these locks' packages."""
+    lock = "".join(package for each in locks for package in installed(each))
+    found = licences(lock)
+    if wrong := list(faults(found, {NVIDIA} if "cuda" in locks else ())):
+        raise SystemExit("\n".join(wrong))
     command = [sys.executable, "-m", "cyclonedx_py", "requirements", "-", "--output-reproducible", "--short-PURLs"]
     done = subprocess.run(
         [*command, "--pyproject", "pyproject.toml"],
         cwd=ROOT,
-        input="".join(package for lock in locks for package in installed(lock)),
+        input=lock,
         env={**os.environ, EPOCH: str(epoch())},
         capture_output=True,
         text=True,
@@ -56,15 +65,23 @@ def bill(locks: tuple[str, ...]) -> str:
     )
     if done.returncode:
         raise SystemExit(done.stderr)
-    return json.dumps(_by_url(json.loads(done.stdout)), indent=1, sort_keys=True) + "\n"
+    made = json.dumps(_completed(json.loads(done.stdout), found), indent=1, sort_keys=True) + "\n"
+    if invalid := JsonStrictValidator(SchemaVersion.V1_6).validate_str(made):
+        raise SystemExit(f"the bill of {', '.join(locks)} is not valid: {invalid}")
+    return made
 
 
-def _by_url(made: dict[str, Any]) -> dict[str, Any]:
-    """Name each component by its package URL instead of its line, which its description repeats with all hashes."""
+def _completed(made: dict[str, Any], found: dict[str, str]) -> dict[str, Any]:
+    """Name each component by its package URL instead of its line, which its description repeats with all hashes, and
+    add its licence."""
     root = made["metadata"]["component"]["bom-ref"]
     for component in made["components"]:
         component["bom-ref"] = component["purl"]
         del component["description"]
+        licence = found[canonicalize_name(component["name"])]
+        kind = "id" if is_supported_id(licence) else "name"
+        compound = " " in licence and is_expression(licence)
+        component["licenses"] = [{"expression": licence} if compound else {"license": {kind: licence}}]
     names = sorted(component["purl"] for component in made["components"])
     made["dependencies"] = [{"ref": root, "dependsOn": names}, *({"ref": name} for name in names)]
     return made

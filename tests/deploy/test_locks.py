@@ -6,12 +6,14 @@ import json
 import re
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from release import locks, sbom
+from release import licences, locks
 from tests.support.paths import ROOT
 
 NAMES = ("coordinator", "worker", "cuda", "signing")
@@ -69,11 +71,39 @@ def test_a_lock_without_a_hash_of_the_cpu_build_is_not_written(
 
 
 def test_a_bill_is_valid_equal_each_time_and_of_the_image_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cyclonedx = pytest.importorskip("cyclonedx.validation.json", reason="needs the extra `release`")
+    sbom = pytest.importorskip("release.sbom", reason="needs the extra `release`")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
-    made = sbom.bill(("worker",))
-    assert cyclonedx.JsonStrictValidator(cyclonedx.SchemaVersion.V1_6).validate_str(made) is None
-    assert made == sbom.bill(("worker",))
-    names = [component["name"] for component in json.loads(made)["components"]]
-    assert names.count("numpy") == names.count("torch") == 1
-    assert "colorama" not in names
+    made = sbom.bill(("coordinator",))
+    assert made == sbom.bill(("coordinator",))
+    components = {one["name"]: one for one in json.loads(made)["components"]}
+    assert components["structlog"]["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
+    assert all(one["licenses"] for one in components.values())
+    assert "colorama" not in components
+    # As the standard demands; it is checked before each use.
+    monkeypatch.setattr(sbom, "SchemaVersion", SimpleNamespace(V1_6=sbom.SchemaVersion.V1_2))
+    with pytest.raises(SystemExit, match="is not valid"):
+        sbom.bill(("coordinator",))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "licence", "fault"),
+    [
+        ({"license_expression": "MIT AND (Apache-2.0 OR ISC)"}, "MIT AND (Apache-2.0 OR ISC)", None),
+        ({"license": "MPL-2.0 AND MIT"}, "MPL-2.0 AND MIT", None),
+        (
+            {"license": "all of the text", "classifier": ["License :: OSI Approved :: BSD License"]},
+            "BSD License",
+            None,
+        ),
+        ({"license_expression": "GPL-3.0-only WITH GCC-exception-3.1"}, None, "GCC-exception-3.1, GPL-3.0-only"),
+        ({"license": "LicenseRef-NVIDIA-Proprietary"}, None, "LicenseRef-NVIDIA-Proprietary"),
+        ({}, "", "it states none"),
+    ],
+)
+def test_a_licence_that_is_unknown_or_not_permitted_is_named(
+    metadata: dict[str, Any], licence: str | None, fault: str | None
+) -> None:
+    stated = licences.stated({"name": "Some_Package", **metadata})
+    assert licence in (None, stated)
+    found = list(licences.faults({"some-package": stated}))
+    assert found == ([] if fault is None else [f"some-package: {fault}. {licences.REMEDY}"])

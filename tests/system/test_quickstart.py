@@ -37,7 +37,8 @@ class Machines:
         for name in "AB":
             (folder / name).mkdir()
         self._programs = programs
-        self.environment = environment(TESSERA_PORT=str(self.port), HOME=str(folder), OMP_NUM_THREADS="1", **settings)
+        own = {"HOME": str(folder), "XDG_STATE_HOME": str(folder / "state")}
+        self.environment = environment(TESSERA_PORT=str(self.port), OMP_NUM_THREADS="1", **own, **settings)
 
     def begin(self, block: str, more: str = "") -> Path:
         """Starts a block on its machine; returns the file that has what it says."""
