@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook wheel lock sbom bundle demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
+.PHONY: help install notebook wheel lock sbom bundle release-check demo demo-secure demo-clinic demo-reports demo-pairs demo-llm test test-postgresql \
   check fix system fuzz bench bench-quick bench-methods simulation mutants chaos soak fresh-check test-long test-gpu \
   image-archives image-check deploy-check migrate image clean docs
 
@@ -87,6 +87,10 @@ KEY := $(HOME)/tessera-release-key.pem
 bundle: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
 	$(BIN)/python -m release.bundle --key "$(KEY)" $(if $(TORCH_CPU),--torch-cpu "$(TORCH_CPU)")
+
+# All that must hold before a release, on a clean checkout of the last commit: hours, and as root. ONLY='--only images'.
+release-check: install
+	$(BIN)/python -m release.check $(ONLY)
 
 # Execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it.
 notebook: install
