@@ -51,7 +51,6 @@ class RoundActions:
             round_ = round_tasks.live_round(session, run_id) if again else None
             at_work = self._at_work(session, run_id, invited.spec, round_, self.liveness.workers(session))
         require(base.number + 1 == number and (round_ is not None) == again, "the run has moved on")
-        # A person may have lowered their number since the decision. A round that is open goes on.
         require(again or number <= invited.spec.rounds, "the run has fewer rounds now")
         spec, model, manifest = invited.spec, self.states.model(invited.spec.model), self.states.manifest(base.digest)
         state, willing = self.states.load(model, manifest, base.number), self.liveness.willing(run_id, invited)
@@ -138,8 +137,7 @@ class RoundActions:
             self._score(run_id, made.ref.number, partial(self.aggregation.scores, spec, bounds, base, accepted))
 
     def _score(self, run_id: str, number: int, scores: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Store each update's distance from the merged ones; a process that ends before it leaves them out, and what
-        was committed stands without them."""
+        """Store each update's distance from the merged ones. A version whose process ended before has none."""
         try:
             if found := scores():
                 with self.database.transaction() as session:
