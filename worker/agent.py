@@ -514,7 +514,9 @@ class Agent:
         def check() -> None:
             self._stop.check()
             renewal.check()
-            self._policy.check_duration(time.monotonic() - began_at)
+            # Without the wait of its job in a cluster's queue.
+            waited = report.phase_seconds().get("waiting", 0.0)
+            self._policy.check_duration(time.monotonic() - began_at - waited)
             self._opening.check()
 
         began_at = time.monotonic()

@@ -79,7 +79,7 @@ class Site:
     def __enter__(self) -> Self:
         self.coordinator.__enter__()
         lines = [f"{name} = {json.dumps(value)}" for name, value in self._options.items()]
-        datasets = "\n".join([DIGITS, *self._script(), "[executor.slurm]", *lines])
+        datasets = "\n".join([DIGITS, *self._more(), "[executor.slurm]", *lines])
         self.worker = self._running(
             worker_process(self.coordinator, "a", datasets, checkpoint_minutes=self._checkpoint_minutes)
         )
@@ -91,7 +91,7 @@ class Site:
             self.worker.kill()
         self.coordinator.__exit__(*fault)
 
-    def _script(self) -> list[str]:
+    def _more(self) -> list[str]:
         return []
 
     def begin(self, epochs: int = 8, privacy: Privacy | None = None, attempts: int = 1) -> Run:
@@ -246,13 +246,29 @@ def test_a_private_task_of_a_killed_agent_is_charged_once(
     assert [event.kind for entry in entries for event in entry.events] == ["noisy-steps"]
 
 
+LONGEST = 2.0
+"""Longest time of a task in seconds, by the policy of a `QueuedSite`."""
+
+
+class QueuedSite(Site):
+    """A `Site` whose tasks may take less long than they wait."""
+
+    def _more(self) -> list[str]:
+        return ["[policy]", f"max_task_seconds = {LONGEST}"]
+
+    def waited(self) -> float:
+        progress = self.task().progress
+        return progress.phase_seconds.get("waiting", 0.0) if progress else 0.0
+
+
 def test_a_queued_task_says_so_and_a_cancelled_run_or_a_stopped_agent_cancels_its_job(
     slurm: Slurm, tmp_path: Path, vit: ModelFolder, running: Keep
 ) -> None:
     # A lease has four heartbeats.
-    with Site(tmp_path, running, vit, lease=40, partition="closed") as site:
+    with QueuedSite(tmp_path, running, vit, lease=40, partition="closed") as site:
         site.begin()
         until(lambda: "(PartitionDown)" in site.doing(), seconds=120)
+        until(lambda: site.waited() > 2 * LONGEST, seconds=120)
         assert site.doing().startswith("queued in Slurm since")
         first = slurm.jobs()[-1]
         site.client.cancel_run(site.run.id)
@@ -303,7 +319,7 @@ task.submit(model, {"loss": 0.25})
 class ScriptSite(Site):
     """A `Site` with a script of its own."""
 
-    def _script(self) -> list[str]:
+    def _more(self) -> list[str]:
         path = self.coordinator.folder / "train.py"
         path.write_text(SCRIPT)
         return [f"command = {json.dumps([sys.executable, str(path)])}"]
