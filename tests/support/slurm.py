@@ -53,7 +53,7 @@ KillWait=2
 MinJobAge=3600
 GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 Gres=gpu:1
-PartitionName=low Nodes={host} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10 OverSubscribe=NO
+PartitionName=low Nodes={host} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 OverSubscribe=NO
 PartitionName=high Nodes={host} PriorityTier=10 PreemptMode=OFF OverSubscribe=NO
 PartitionName=closed Nodes={host} State=DOWN
 """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,11 +147,24 @@ class Site:
     def digest(self) -> str:
         """The digest of the version that the run ends with: one task, one attempt, one lease."""
         until(lambda: self.client.run(self.run.id).state != "running", seconds=300)
-        assert self.client.run(self.run.id).state == "completed", self.task().failure
+        assert self.client.run(self.run.id).state == "completed", self.task().problem
         task = self.task()
         assert (task.attempts, task.token) == (1, 1)
         until(lambda: not list(self.state.glob("slurm/*")))
         return self.client.run(self.run.id).version.digest
+
+
+def program() -> psutil.Process:
+    """The program of the present job."""
+    found = psutil.process_iter(["cmdline"])
+    return next(one for one in found if "tessera.worker.executor.slurm.job" in (one.info["cmdline"] or ()))
+
+
+def send(number: int) -> None:
+    """Signal the present job's program and its ranks."""
+    for process in (program(), *program().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +208,7 @@ def test_a_killed_job_is_followed_by_one_that_resumes(
     with Site(tmp_path, running, vit) as site:
         site.begin()
         site.checkpointed()
-        for process in psutil.process_iter(["cmdline"]):
-            if "tessera.worker.executor.slurm.job" in (process.info["cmdline"] or ()):
-                process.kill()
+        program().kill()
         until(lambda: len(site.logged("slurm-submitted")) == 2, seconds=120)
         assert site.logged("executor-restarted")[0]["code"] == "slurm-failed"
         assert site.digest() == undisturbed
@@ -222,7 +235,14 @@ def test_a_preempted_task_goes_on_from_the_checkpoint_of_its_last_seconds(
     with Site(tmp_path, running, vit, checkpoint_minutes=60) as site:
         site.begin()
         until(site.steps, seconds=200)
+        # However fast the machine is, the task ends neither before the preemption nor within its grace time.
+        send(signal.SIGSTOP)
+        (job,) = site.logged("slurm-submitted")
         urgent = slurm.run("sbatch", "--parsable", "--partition=high", "--ntasks=2", "--wrap=sleep 20").strip()
+        until(lambda: "PreemptTime=2" in slurm.run("scontrol", "show", "job", job["job"]), seconds=60)
+        send(signal.SIGCONT)
+        site.checkpointed()
+        send(signal.SIGSTOP)
         until(lambda: site.logged("executor-restarted"), seconds=120)
         assert site.logged("executor-restarted")[0]["code"] == "slurm-preempted"
         until(lambda: "training-resumed" in site.output(), seconds=200)
@@ -233,7 +253,8 @@ def test_a_preempted_task_goes_on_from_the_checkpoint_of_its_last_seconds(
 def test_a_private_task_of_a_killed_agent_is_charged_once(
     slurm: Slurm, tmp_path: Path, vit: ModelFolder, running: Keep
 ) -> None:
-    with Site(tmp_path, running, vit) as site:
+    # For a checkpoint the job asks its agent, through files that are looked at four times a second.
+    with Site(tmp_path, running, vit, checkpoint_minutes=0.05) as site:
         site.begin(privacy=Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0))
         site.checkpointed(2)
         (first,) = site.logged("slurm-submitted")
@@ -271,7 +292,7 @@ def test_a_queued_task_says_so_and_a_cancelled_run_or_a_stopped_agent_cancels_it
         until(lambda: site.waited() > 2 * LONGEST, seconds=120)
         assert site.doing().startswith("queued in Slurm since")
         first = slurm.jobs()[-1]
-        site.client.cancel_run(site.run.id)
+        site.client.set_run_state(site.run.id, "cancelled")
         until(lambda: slurm.state(first) == "CANCELLED", seconds=120)
         until(lambda: not list(site.state.glob("slurm/*")))
         site.begin()
