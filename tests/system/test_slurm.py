@@ -238,7 +238,9 @@ def test_a_preempted_task_goes_on_from_the_checkpoint_of_its_last_seconds(
         # However fast the machine is, the task ends neither before the preemption nor within its grace time.
         send(signal.SIGSTOP)
         (job,) = site.logged("slurm-submitted")
-        urgent = slurm.run("sbatch", "--parsable", "--partition=high", "--ntasks=2", "--wrap=sleep 20").strip()
+        urgent = slurm.run(
+            "sbatch", "--parsable", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 20"
+        ).strip()
         until(lambda: "PreemptTime=2" in slurm.run("scontrol", "show", "job", job["job"]), seconds=60)
         send(signal.SIGCONT)
         site.checkpointed()
@@ -267,7 +269,7 @@ def test_a_private_task_of_a_killed_agent_is_charged_once(
     assert [event.kind for entry in entries for event in entry.events] == ["noisy-steps"]
 
 
-LONGEST = 2.0
+LONGEST = 30.0
 """Longest time of a task in seconds, by the policy of a `QueuedSite`."""
 
 
@@ -289,7 +291,7 @@ def test_a_queued_task_says_so_and_a_cancelled_run_or_a_stopped_agent_cancels_it
     with QueuedSite(tmp_path, running, vit, lease=40, partition="closed") as site:
         site.begin()
         until(lambda: "(PartitionDown)" in site.doing(), seconds=120)
-        until(lambda: site.waited() > 2 * LONGEST, seconds=120)
+        until(lambda: site.waited() > LONGEST, seconds=120)
         assert site.doing().startswith("queued in Slurm since")
         first = slurm.jobs()[-1]
         site.client.set_run_state(site.run.id, "cancelled")
@@ -301,7 +303,7 @@ def test_a_queued_task_says_so_and_a_cancelled_run_or_a_stopped_agent_cancels_it
         site.worker.terminate()
         assert slurm.state(second) == "CANCELLED"
         assert not list(site.state.glob("slurm/*"))
-        assert site.task().state == "offered"
+        assert site.task().state == "offered", site.task().problem
 
 
 def test_a_full_disk_gives_the_task_back_until_there_is_room(
