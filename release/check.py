@@ -29,7 +29,7 @@ STEPS = {
     "long": "make test-long",
     "images": "make image-check image-archives",
     "bundle": "make bundle KEY=../key.pem && .venv/bin/tessera verify dist/tessera-*-cp*/ --key ../key.pem.pub"
-    " && python3 dist/tessera-*-cp*/verify.py ../key.pem.pub",
+    " && python3 -I dist/tessera-*-cp*/verify.py ../key.pem.pub",
 }
 SKIPPED = re.compile(r"^SKIPPED \[\d+\].*", re.MULTILINE)
 

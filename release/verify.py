@@ -1,16 +1,19 @@
-"""python3 verify.py SIGNER.pub: check this bundle with the standard library and openssl, without Tessera."""
+"""python3 -I verify.py SIGNER.pub: check this bundle with the standard library and openssl, without Tessera."""
+
+import sys
+
+# Without -I, Python would import a json.py that somebody put beside this file.
+if not sys.flags.isolated or len(sys.argv) != 2:
+    sys.exit(__doc__)
 
 import base64
 import hashlib
 import json
-import sys
 from pathlib import Path
 from subprocess import run
 from tempfile import NamedTemporaryFile
 
 REMEDY = "Do not use the bundle: get another copy, and the signer's public key by another way."
-if len(sys.argv) != 2:
-    sys.exit(__doc__)
 folder, signature = Path(__file__).resolve().parent, "model.sig"
 sealed = json.loads((folder / signature).read_bytes())["dsseEnvelope"]
 kind, text = sealed["payloadType"].encode(), base64.b64decode(sealed["payload"])

@@ -37,7 +37,9 @@ wait $joining
 
 
 def script(bundle: Path, key: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, bundle / "verify.py", key], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-I", bundle / "verify.py", key], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture
@@ -89,6 +91,17 @@ def test_a_bundle_with_a_wrong_file_is_refused(
     assert "get another copy" in done.stderr
     assert named in other.stderr
     assert "another copy" in other.stderr
+
+
+def test_no_other_file_of_the_bundle_is_executed(small: tuple[Path, Path]) -> None:
+    folder, key = small
+    (folder / "json.py").write_text("raise SystemExit(0)")
+    done = script(folder, key)
+    assert (done.returncode, done.stdout) == (1, "json.py: is not signed: it was added afterwards\n")
+    line = [sys.executable, folder / "verify.py", key]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "python3 -I verify.py" in done.stderr
 
 
 def test_a_wrong_key_is_refused(small: tuple[Path, Path], tmp_path: Path) -> None:
