@@ -20,7 +20,7 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.shared.schema import Compatibility
 from tessera.shared.updates.codecs.pipeline import STAGES
-from tessera.simulation.comparison import interval
+from tessera.simulation.comparison.statistics import interval
 
 PAGE, DETAILS = ROOT / "docs" / "which-method.md", ROOT / "docs" / "method-table.md"
 BEGIN = "<!-- made by `make bench-methods` from benchmarks/methods/table.json: do not edit -->\n"

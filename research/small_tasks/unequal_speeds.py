@@ -24,11 +24,11 @@ from typing import Any, Literal
 import torch
 
 from common.figures import OUT, Cell, Results
-from evidence.statistics import interval
 from small_tasks.docstrings import AREAS, BERT, OTHERS, docstrings, others
 from small_tasks.lora_ranks import HEAD, VIT
 from tessera.shared.model.spec import Head
 from tessera.simulation import Conditions, Result, Weights, simulate
+from tessera.simulation.comparison.statistics import interval
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import divide, hold_out, key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid

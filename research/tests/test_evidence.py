@@ -64,10 +64,10 @@ from evidence.sources.phrases import (
     split,
 )
 from evidence.sources.prepare import PHRASES
-from evidence.statistics import interval
 from tessera.shared.methods.base import MethodSettings, MethodSpec, Participant, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
+from tessera.simulation.comparison.statistics import interval
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 

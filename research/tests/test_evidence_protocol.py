@@ -18,7 +18,6 @@ from sklearn.metrics import f1_score
 
 from controls.dropped_rate import DroppedRateSettings, DroppedRateWorker
 from controls.random_frozen import RandomFrozenCoordinator, RandomFrozenSettings
-from evidence import statistics as ours
 from evidence import store
 from evidence.__main__ import main, prepared_tables, time_left, work
 from evidence.federations import SEEN, SOURCES, UNSEEN, NotPrepared, source
@@ -29,6 +28,7 @@ from evidence.report.lines import lines
 from evidence.results_folder import RUNS, keep
 from evidence.runs import _moved, divergence, method_settings, missed, run, spec_of
 from evidence.scores import predictions, scored
+from evidence.statistics import trend
 from tessera.shared.api.cohort import Cohort
 from tessera.shared.methods.base import Participant, RunInfo, State
 from tessera.shared.methods.registry import methods
@@ -41,49 +41,13 @@ from tests.test_evidence_report import pairs
 
 LEVELS = ("alpha-0.1", "alpha-0.5")
 """The settings of F-t in which rates are chosen."""
-DIFFERENCES = [0.9, 2.1, -0.4, 1.7, 1.2, 0.3]
 
 
 # ---------------------------------------------------------------- statistics
 
 
-def test_equal_tests_of_equivalence_are_those_of_scipy() -> None:
-    above = stats.ttest_1samp(DIFFERENCES, -1.5, alternative="greater").pvalue
-    below = stats.ttest_1samp(DIFFERENCES, 1.5, alternative="less").pvalue
-    assert ours.equivalence_p(DIFFERENCES, 1.5) == pytest.approx(max(above, below))
-    assert ours.equivalence_p([0.5, 0.5], 1.0) == 0
-    assert ours.equivalence_p([1.5, 1.5], 1.0) == 1
-
-
-def test_sign_flips_are_counted_exactly() -> None:
-    # Of 8 patterns of 1, 2 and 3 the sum is 6 or -6 in two; of 1, 2 and -3 it is 0, which every pattern reaches.
-    assert ours.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
-    assert ours.sign_flip_p([1.0, 2.0, -3.0]) == 1
-    assert ours.sign_flip_p([1.0] * 5) == 0.0625
-    # Sums of 0.1 and others in another order are equal.
-    assert ours.sign_flip_p([0.1] * 10) == 2 / 1024
-    expected = stats.permutation_test(
-        (DIFFERENCES,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
-    )
-    assert ours.sign_flip_p(DIFFERENCES) == pytest.approx(expected.pvalue)
-    with pytest.raises(ValueError, match="21 differences have too many sign patterns: test at most 20"):
-        ours.sign_flip_p([1.0] * 21)
-
-
-def test_effect_size_has_hedges_correction() -> None:
-    # d_z of 1, 2, 3 is 2; with two degrees of freedom the correction is gamma(1) / (1 * gamma(1/2)) = 1 / sqrt(pi).
-    assert ours.effect_size([1.0, 2.0, 3.0]) == pytest.approx(2 / np.pi**0.5)
-    assert ours.effect_size([1.0, 1.0]) == float("inf")
-    assert ours.effect_size([0.0, 0.0]) == 0
-
-
-def test_holm_multiplies_by_the_tests_left_and_never_falls() -> None:
-    adjusted = ours.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
-    assert adjusted == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
-
-
 def test_line_through_the_last_rounds() -> None:
-    found = ours.trend([1.0, 3.0, 2.0, 4.0])
+    found = trend([1.0, 3.0, 2.0, 4.0])
     expected = stats.linregress(range(4), [1.0, 3.0, 2.0, 4.0])
     # The residuals of 1.3, 2.1, 2.9 and 3.7 are -0.3, 0.9, -0.9 and 0.3: their squares sum to 1.8.
     assert (found.slope, found.jitter) == pytest.approx((expected.slope, (1.8 / 2) ** 0.5))

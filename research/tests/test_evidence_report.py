@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from common.document import block, tidied, write_block
 from common.names import DISAGREEMENT, FROZEN_FROM, MOVEMENT
-from evidence import statistics as ours
 from evidence import store
 from evidence.__main__ import passed
 from evidence.federations import SEEN, UNSEEN
@@ -22,7 +21,7 @@ from evidence.report.lines import lines
 from evidence.report.pictures import drawable
 from evidence.report.rows import row, void
 from evidence.report.section import COMMAND, section, write
-from evidence.statistics import interval, paired
+from tessera.simulation.comparison.statistics import equivalence_p, interval, paired, sign_flip_p
 from tests.paths import ROOT
 
 
@@ -225,7 +224,7 @@ def test_headline_differences_are_shown_by_machine(tiny: Plan) -> None:
 
 def verdict(tiny: Plan, differences: list[float], **changes: Any) -> str:
     claim = tiny.tables["T"].claims[0].model_copy(update=changes)
-    p = ours.sign_flip_p(differences) if claim.kind == "greater" else ours.equivalence_p(differences, claim.margin)
+    p = sign_flip_p(differences) if claim.kind == "greater" else equivalence_p(differences, claim.margin)
     return Finding(claim, "T", differences, p, None).verdict(0.05)
 
 

@@ -25,6 +25,7 @@ PUBLIC = {
     # docs/simulating.md and docs/data.md.
     "tessera.worker.data.dataset",
     "tessera.simulation",
+    "tessera.simulation.comparison.statistics",
 }
 """Beside the modules of `tessera.shared.api`."""
 INTERNAL = {

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
 from tessera.shared.problems import Invalid
 from tessera.simulation.cli.compare import app
-from tessera.simulation.comparison import SimulationComparison, finished, interval, paired
+from tessera.simulation.comparison.folders import SimulationComparison, finished
+from tessera.simulation.comparison.statistics import effect_size, equivalence_p, holm, interval, paired, sign_flip_p
 
 DIFFERENCES = [0.9, 2.1, -0.4, 1.7, 1.2, 0.3]
 
@@ -38,6 +40,41 @@ def simulated(folder: Path, method: str, accuracies: dict[int, float], *, rounds
 def test_interval_is_that_of_scipy() -> None:
     expected = stats.ttest_1samp(DIFFERENCES, 0).confidence_interval(0.95)
     assert interval(DIFFERENCES) == pytest.approx((expected.low, expected.high))
+
+
+def test_equal_tests_of_equivalence_are_those_of_scipy() -> None:
+    above = stats.ttest_1samp(DIFFERENCES, -1.5, alternative="greater").pvalue
+    below = stats.ttest_1samp(DIFFERENCES, 1.5, alternative="less").pvalue
+    assert equivalence_p(DIFFERENCES, 1.5) == pytest.approx(max(above, below))
+    assert equivalence_p([0.5, 0.5], 1.0) == 0
+    assert equivalence_p([1.5, 1.5], 1.0) == 1
+
+
+def test_sign_flips_are_counted_exactly() -> None:
+    # Of 8 patterns of 1, 2 and 3 the sum is 6 or -6 in two; of 1, 2 and -3 it is 0, which every pattern reaches.
+    assert sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
+    assert sign_flip_p([1.0, 2.0, -3.0]) == 1
+    assert sign_flip_p([1.0] * 5) == 0.0625
+    # Sums of 0.1 and others in another order are equal.
+    assert sign_flip_p([0.1] * 10) == 2 / 1024
+    expected = stats.permutation_test(
+        (DIFFERENCES,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+    )
+    assert sign_flip_p(DIFFERENCES) == pytest.approx(expected.pvalue)
+    with pytest.raises(ValueError, match="21 differences have too many sign patterns: test at most 20"):
+        sign_flip_p([1.0] * 21)
+
+
+def test_effect_size_has_hedges_correction() -> None:
+    # d_z of 1, 2, 3 is 2; with two degrees of freedom the correction is gamma(1) / (1 * gamma(1/2)) = 1 / sqrt(pi).
+    assert effect_size([1.0, 2.0, 3.0]) == pytest.approx(2 / np.pi**0.5)
+    assert effect_size([1.0, 1.0]) == float("inf")
+    assert effect_size([0.0, 0.0]) == 0
+
+
+def test_holm_multiplies_by_the_tests_left_and_never_falls() -> None:
+    adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert adjusted == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
 
 
 def test_differences_are_paired_by_key() -> None:
@@ -151,3 +188,56 @@ def test_a_folder_is_not_compared_with_itself(tmp_path: Path) -> None:
     for folders in ([first], [first, tmp_path / "." / "a"]):
         result = CliRunner().invoke(app, [str(each) for each in folders])
         assert isinstance(result.exception, Invalid)
+
+
+def test_differences_are_tested_and_corrected_and_equal_within_a_margin(tmp_path: Path) -> None:
+    seeds = range(6)
+    folders = [
+        simulated(tmp_path / name, name, {seed: 0.5 + 0.01 * seed + more(seed) for seed in seeds})
+        for name, more in {
+            "fedavg": lambda _: 0.0,
+            "better": lambda seed: 0.02 + 0.001 * seed,
+            "equal": lambda seed: 0.001 * (-1) ** seed,
+        }.items()
+    ]
+    comparison = SimulationComparison.of(folders, margins={"accuracy": 0.01})
+    _, better, equal = comparison.figures()["accuracy"].values()
+    assert (better.p, better.holm_p) == (2 / 64, 4 / 64)
+    assert (equal.p, equal.holm_p) == (1, 1)
+    assert better.equivalence_p == pytest.approx(1, abs=1e-3)
+    assert equal.equivalence_p == pytest.approx(equivalence_p([0.001, -0.001] * 3, 0.01))
+    assert comparison.figures()["megabytes up"][str(folders[1])].equivalence_p is None
+
+    result = CliRunner().invoke(app, [*map(str, folders), "--margin", "accuracy=0.01", "--format", "markdown"])
+    table = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert table[0].endswith("| difference | 95 % interval | p | p (Holm) | equal within |")
+    assert "| +0.0225 | +0.0205 to +0.0245 | 0.0312 | 0.0625 | ±0.01: p 1.0000 |" in table[3]
+    assert table[4].endswith("| 1.0000 | 1.0000 | ±0.01: p <0.0001 |")
+    assert "A difference is equal within a size if its p is below 0.05." in result.stdout
+
+
+def test_a_table_for_latex_escapes_what_latex_would_read(tmp_path: Path) -> None:
+    folders = [simulated(tmp_path / name, "m", {1: 0.5, 2: 0.75}) for name in ("a_b", "100%&c")]
+    result = CliRunner().invoke(app, [*map(str, folders), "--format", "latex"])
+    lines = result.stdout.splitlines()
+    assert lines[0] == r"\begin{tabular}{llrrrrr}"
+    assert lines[2] == r"at the end & simulation & mean & deviation & difference & 95 \% interval & p \\"
+    assert lines[4].startswith("accuracy & ")
+    assert r"a\_b & 0.6250 & 0.1768 &  &  &  \\" in lines[4]
+    assert r"100\%\&c & 0.6250 & 0.1768 & +0.0000 & +0.0000 to +0.0000 & 1.0000 \\" in lines[5]
+    assert "With 2 seeds no p is below 0.5." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("margin", "said"),
+    [
+        ("accuracy", "'accuracy' is not FIGURE=SIZE"),
+        ("accuracy=-1", "'accuracy=-1' is not FIGURE=SIZE"),
+        ("acuracy=0.01", "'acuracy'; did you mean `accuracy`?"),
+    ],
+)
+def test_a_margin_that_cannot_be_used_is_refused(tmp_path: Path, margin: str, said: str) -> None:
+    folders = [simulated(tmp_path / name, "m", {1: 0.5, 2: 0.75}) for name in "ab"]
+    result = CliRunner().invoke(app, [*map(str, folders), "--margin", margin])
+    assert result.exit_code
+    assert said in f"{result.exception}"

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from common.document import table_head, table_row
 from evidence.convex.study import ARMS, CONTROL_ARM, LEVELS
-from evidence.statistics import CONFIDENCE, shown_interval
+from evidence.statistics import shown_interval
+from tessera.simulation.comparison.statistics import CONFIDENCE
 
 LARGE = 1e4
 """A distance, in %, from which on a run counts as diverged."""

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 
 from common.document import table_head, table_row
 from evidence.frontier.study import ARMS, FULL, SCORE, Job, Study, choices, tried
-from evidence.statistics import CONFIDENCE, STANDARD_ERRORS, floor, interval, shown_interval, shown_spread
-from evidence.statistics import paired as differences
+from evidence.statistics import STANDARD_ERRORS, floor, shown_interval, shown_spread
+from tessera.simulation.comparison.statistics import CONFIDENCE, interval
+from tessera.simulation.comparison.statistics import paired as differences
 
 FLAT = "#777777"
 COLOURS = ("#000000", "#1565c0", "#ef6c00", "#2e7d32", "#b71c1c", "#6a1b9a")

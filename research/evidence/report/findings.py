@@ -8,7 +8,8 @@ from statistics import fmean
 
 from evidence.plan import Claim, Plan
 from evidence.report.rows import Found, row, void
-from evidence.statistics import described, equivalence_p, holm, interval, paired, shown_interval
+from evidence.statistics import described, shown_interval
+from tessera.simulation.comparison.statistics import equivalence_p, holm, interval, paired
 
 NOT_FLAT = "not flat"
 

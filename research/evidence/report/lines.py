@@ -11,8 +11,9 @@ from evidence.jobs import at_end, choice, tried, tuned_cell
 from evidence.plan import SITES, Claim, Plan, Setting, Table
 from evidence.report.findings import NOT_FLAT, Finding, findings
 from evidence.report.rows import Found, Row, Run, row, score_of, void
-from evidence.statistics import described, paired, shown_interval, shown_spread
+from evidence.statistics import described, shown_interval, shown_spread
 from evidence.store import job_of
+from tessera.simulation.comparison.statistics import paired
 
 
 def lines(plan: Plan, found: Found, tables: Collection[str] = ()) -> Iterator[str]:

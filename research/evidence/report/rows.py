@@ -13,7 +13,8 @@ from common.names import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 from evidence.gate import shut
 from evidence.jobs import Job, at_end, choice
 from evidence.plan import SITES, Arm, Plan, Setting, Table
-from evidence.statistics import Trend, floor, interval, paired, shown_interval, trend
+from evidence.statistics import Trend, floor, shown_interval, trend
+from tessera.simulation.comparison.statistics import interval, paired
 
 Found = Mapping[Job, Mapping[str, Any]]
 Run = Mapping[str, Any]

@@ -30,7 +30,7 @@ from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.metrics.svg_charts import Panel, Series, lines, svg_file
 from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.simulation.comparison import Figure, SimulationComparison
+from tessera.simulation.comparison.folders import Figure, SimulationComparison
 from tessera.simulation.config import SimulationFile, SimulationTable, read_file
 from tessera.worker.executor.supervisor import end_with_parent
 from tessera.worker.settings import SettingsError

@@ -3,44 +3,24 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self
 
-from tessera.shared.lazy_import import DeferredModule
 from tessera.shared.metrics.convergence import COSTS, Curve, ScoreCost
 from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
-from tessera.shared.near_names import absent
+from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.problems import Invalid
 from tessera.simulation.checkpoint import SETTINGS, differences
+from tessera.simulation.comparison.statistics import MOST_FLIPPED, equivalence_p, holm, interval, paired, sign_flip_p
 from tessera.simulation.summary import SUMMARY, curve_of, figures_of, not_in_all, remarks_on
 
-if TYPE_CHECKING:
-    from scipy import stats
-else:
-    stats = DeferredModule("scipy.stats")
-
-CONFIDENCE = 0.95
 REMEDY = "Give an output folder of `tessera simulate`."
 
 PAIRED_BY = ("/spec/seed", "/spec/name")
 """Settings that may differ."""
-
-K = TypeVar("K")
-
-
-def paired(first: Mapping[K, float], second: Mapping[K, float]) -> list[float]:
-    """Return the differences, first less second, of the keys that both have, in the order of `first`."""
-    return [value - second[key] for key, value in first.items() if key in second]
-
-
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the ends of the t-interval of a mean of two values or more."""
-    reach = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
-    return fmean(values) - float(reach), fmean(values) + float(reach)
 
 
 @dataclass(frozen=True)
@@ -101,6 +81,12 @@ class Figure:
     low: float | None = None
     high: float | None = None
     """The ends of the difference's 95 % interval, None of one seed."""
+    p: float | None = None
+    """Of the exact sign-flip test that the difference is 0; None of one seed, and of more than `MOST_FLIPPED`."""
+    holm_p: float | None = None
+    """The same, adjusted by Holm for all simulations that are compared with the first by this figure."""
+    equivalence_p: float | None = None
+    """Of two one-sided t-tests that the difference is within the margin; None without a margin, or of one seed."""
     lacking: int = 0
     """The number of seeds without it."""
 
@@ -119,15 +105,27 @@ class SimulationComparison:
     seeds: Sequence[int]
     reach: Sequence[float] = ()
     """Scores to reach, by default shares of the best folder's mean of its seeds' best values."""
+    margins: Mapping[str, float] = field(default_factory=dict)
+    """By figure, the difference within which two simulations count as equal."""
 
     @classmethod
-    def of(cls, folders: Sequence[Path], reach: Sequence[float] = ()) -> Self:
-        """Read the simulations of some folders. Raises Invalid for one without any, and if no seed is in all."""
+    def of(
+        cls, folders: Sequence[Path], reach: Sequence[float] = (), margins: Mapping[str, float] | None = None
+    ) -> Self:
+        """Read the simulations of some folders. Raises Invalid for one without any, if no seed is in all, and for a
+        margin of a figure that not all have."""
         read = {str(folder): finished(folder) for folder in folders}
         if not (common := sorted(set.intersection(*(set(each) for each in read.values())))):
             seeds = "; ".join(f"{name} has {', '.join(map(str, each))}" for name, each in read.items())
             raise Invalid(f"no seed is in all folders: {seeds}", remedy="Simulate with the same `--seeds` in each.")
-        return cls(read, common, reach)
+        found = cls(read, common, reach, margins or {})
+        for name in found.margins:
+            if name not in (known := found.figures()):
+                raise Invalid(
+                    f"not all simulations have the figure {name!r}{did_you_mean(name, known)}",
+                    remedy="Give the margin of a figure in the table.",
+                )
+        return found
 
     def left_out(self) -> Iterator[tuple[str, list[int]]]:
         """Yield the folders that have other seeds too, and these."""
@@ -185,11 +183,11 @@ class SimulationComparison:
         lacking = not_in_all(self._every)
         of = {name: {seed: found[seed].figures for seed in self.seeds} for name, found in self.folders.items()}
         names = [name for name in self._every[0] if name not in lacking]
-        found = {name: dict(_figures(name, of)) for name in names}
+        found = {name: _figures(name, of, self.margins.get(name)) for name in names}
         costs = {name: {seed: _costs(each) for seed, each in of.items()} for name, of in self.reached.items()}
         levels = next((each for of in self.reached.values() for each in of.values()), ())
         return found | {
-            name: dict(_figures(name, costs)) for each in levels for name in (f"{w} to {each.text}" for w in COSTS)
+            name: _figures(name, costs) for each in levels for name in (f"{w} to {each.text}" for w in COSTS)
         }
 
 
@@ -197,7 +195,17 @@ def _costs(reached: Sequence[ScoreCost]) -> dict[str, float]:
     return {f"{what} to {one.text}": value for one in reached for what, value in one.figures().items()}
 
 
-def _figures(name: str, found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Iterator[tuple[str, Figure]]:
+def _figures(
+    name: str, found: Mapping[str, Mapping[int, Mapping[str, float]]], margin: float | None = None
+) -> dict[str, Figure]:
+    figures = dict(_tested(name, found, margin))
+    adjusted = holm({folder: figure.p for folder, figure in figures.items() if figure.p is not None})
+    return figures | {folder: replace(figures[folder], holm_p=p) for folder, p in adjusted.items()}
+
+
+def _tested(
+    name: str, found: Mapping[str, Mapping[int, Mapping[str, float]]], margin: float | None
+) -> Iterator[tuple[str, Figure]]:
     first: dict[int, float] | None = None
     for folder, by_seed in found.items():
         values = {seed: figures[name] for seed, figures in by_seed.items() if name in figures}
@@ -207,8 +215,13 @@ def _figures(name: str, found: Mapping[str, Mapping[int, Mapping[str, float]]]) 
             continue
         figure = Figure(fmean(values.values()), None if len(values) < 2 else stdev(values.values()))
         less = paired(values, compared) if compared is not None and len(compared) == len(values) else []
-        low, high = interval(less) if len(less) > 1 else (None, None)
-        yield folder, replace(figure, difference=fmean(less) if less else None, low=low, high=high)
+        figure = replace(figure, difference=fmean(less) if less else None)
+        if len(less) > 1:
+            low, high = interval(less)
+            p = sign_flip_p(less) if len(less) <= MOST_FLIPPED else None
+            within = None if margin is None else equivalence_p(less, margin)
+            figure = replace(figure, low=low, high=high, p=p, equivalence_p=within)
+        yield folder, figure
 
 
 def _at(settings: Any, pointer: str) -> Any:

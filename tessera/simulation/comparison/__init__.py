@@ -1,0 +1,4 @@
+"""Simulations beside each other: their folders and figures, and the statistics of differences.
+
+Imports `checkpoint` and `summary`.
+"""
