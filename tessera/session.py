@@ -19,14 +19,14 @@ from tessera.shared.client.run_comparison import compare_runs
 from tessera.shared.client.run_file import check_spec, read_spec
 from tessera.shared.client.run_versions import Wanted, described, export_version, new_run
 from tessera.shared.metrics.classification import group_figures
-from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version
+from tessera.shared.metrics.comparison import BestVersion, ComparedRun, History, best_version, compare
 from tessera.shared.metrics.comparison import RunComparison as ComparisonRecord
 from tessera.shared.metrics.convergence import Convergence
 from tessera.shared.metrics.data_comparison import DataAnswers
 from tessera.shared.metrics.extras import extra
 from tessera.shared.metrics.rows import rows_of
 from tessera.shared.metrics.site_spread import headlines
-from tessera.shared.problems import Problem
+from tessera.shared.problems import Invalid, Problem
 from tessera.shared.schema import DEFAULT_STUDY
 from tessera.shared.terminal.watch import watch_as_text
 
@@ -254,6 +254,12 @@ class Run:
         """Compare this run with others, as `Session.compare` does."""
         return Session(self._client).compare(self, *others, metric=metric, reach=reach)
 
+    def plot(self, metric: str | None = None) -> Plot:
+        """Return a chart of the main score, or of `metric`, by version; `Comparison.plot` has several runs."""
+        record = self.refresh().record
+        history = History.of(record, self._client.rounds(self.id), self._client.measurements(self.id))
+        return Comparison(compare([history], metric)).plot()
+
     def export(
         self,
         out: str | Path,
@@ -296,10 +302,43 @@ class Comparison:
         """Return a pandas table of the settings that differ, with a column for each run."""
         return extra("data_frames").settings_table(self.record)
 
+    def plot(self) -> Plot:
+        """Return a chart of each run's score by version, with the best one marked.
+
+        Raises Problem if markupsafe is not installed, and if no version has been evaluated.
+        """
+        charts, title = extra("svg_charts"), self.record.title or ""
+        best = [one.best.number if one.best and one.best.metric == one.metric else None for one in self.runs]
+        series = [
+            charts.Series(one.name, one.scores, main=True, best=at) for one, at in zip(self.runs, best, strict=True)
+        ]
+        picture = charts.lines("scores", title, series, along="version")
+        if not picture:
+            raise Invalid(
+                f"no version of {', '.join(one.name for one in self.runs)} has been evaluated",
+                remedy="Wait for an evaluation, or start runs with `evaluation`.",
+            )
+        return Plot(charts.svg_file(charts.Panel("scores", title, picture, (), (), series)))
+
     def __repr__(self) -> str:
         best = [f"{run.name}: best {described(run.best) if run.best else 'not measured'}" for run in self.runs]
         said = [f"warning: {warning}" for warning in self.record.warnings]
         return f"<Comparison by {self.metric}: {'; '.join([*best, *said])}>"
+
+
+class Plot:
+    """A chart as SVG; a notebook shows it."""
+
+    def __init__(self, svg: str) -> None:
+        self._svg = str(svg)
+
+    def _repr_svg_(self) -> str:
+        return self._svg
+
+    def save(self, file: str | Path) -> Path:
+        """Write the chart to a file, or over it."""
+        Path(file).write_text(self._svg, encoding="utf-8")
+        return Path(file)
 
 
 def _read(settings: Settings) -> dict[str, Any]:

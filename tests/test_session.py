@@ -26,6 +26,7 @@ from tessera.session import Run, Session
 from tessera.shared.api.runs import Evaluation
 from tessera.shared.metrics.comparison import BestVersion
 from tessera.shared.metrics.extras import EXTRAS, extra
+from tessera.shared.problems import Problem
 from tessera.shared.version import install_line
 from tests.support import cli
 from tests.support.coordinator import LiveCoordinator
@@ -145,6 +146,14 @@ def test_a_run_is_watched_compared_exported_and_continued(
     assert found.settings().loc["cohort.quorum"].tolist() == [1, 2]
     assert found.table()["first", "accuracy"].tolist() == list(ACCURACIES)
     assert "first: best 1 (accuracy 0.900) at 1 of 1 site: north; second: best not measured" in repr(found)
+
+    chart = found.plot().save(tmp_path / "scores.svg").read_text()
+    assert found.plot()._repr_svg_() == chart
+    assert chart.startswith("<svg ")
+    assert {f">{name}<" in chart for name in ("accuracy", "first", "second")} == {True}
+    assert ">second<" not in first.plot("accuracy")._repr_svg_()
+    with pytest.raises(Problem, match="no version of second has been evaluated"):
+        second.plot()
 
     by_command = say(coordinator, "run", "compare", "first", "second").stdout
     assert re.search(r"cohort\.quorum +1 +2 *\n", by_command)

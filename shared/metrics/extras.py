@@ -7,7 +7,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.version import install_line
 
 # Modules that need an extra, imported only on demand, and the name of that extra.
-EXTRAS = {"data_frames": "tables", "parquet_file": "tables", "mlflow_store": "mlflow"}
+EXTRAS = {"data_frames": "tables", "parquet_file": "tables", "svg_charts": "tables", "mlflow_store": "mlflow"}
 
 
 def extra(name: str) -> ModuleType:
