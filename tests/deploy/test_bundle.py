@@ -65,6 +65,30 @@ def test_a_bundle_verifies_with_tessera_and_without(small: tuple[Path, Path]) ->
     assert sums.returncode == 0
 
 
+def test_what_is_packed_does_not_depend_on_times_modes_and_the_folder(
+    small: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bundle = pytest.importorskip("release.bundle", reason="the extra `release` is not installed")
+    other = tmp_path / "elsewhere" / small[0].name
+    shutil.copytree(small[0], other)
+    for path in (other, *other.rglob("*")):
+        path.chmod(0o700)
+        os.utime(path, (1, 1))
+    assert bundle.pack(small[0]).read_bytes() == bundle.pack(other).read_bytes()
+
+
+@pytest.mark.long
+def test_the_documents_are_equal_bit_for_bit_each_time(tmp_path: Path) -> None:
+    bundle = pytest.importorskip("release.bundle", reason="the extra `release` is not installed")
+    made = []
+    for name in ("one", "two"):
+        bundle.site(tmp_path / name)
+        files = (path for path in (tmp_path / name).rglob("*") if path.is_file())
+        made.append({path.relative_to(tmp_path / name).as_posix(): path.read_bytes() for path in files})
+    assert len(made[0]) > 100
+    assert made[0] == made[1]
+
+
 def link(folder: Path) -> None:
     (folder / "wheels/one.whl").rename(folder.parent / "one.whl")
     (folder / "wheels/one.whl").symlink_to(folder.parent / "one.whl")
