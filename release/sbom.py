@@ -25,7 +25,12 @@ from release.licences import NVIDIA, faults, licences
 from release.locks import lock_file, parsed
 from release.packages import EPOCH, ROOT, epoch
 
-BILLS = {"coordinator": ("coordinator",), "worker": ("worker",), "worker-cuda": ("worker", "cuda")}
+BILLS = {
+    "coordinator": ("coordinator",),
+    "coordinator-signing": ("coordinator", "signing"),
+    "worker": ("worker",),
+    "worker-cuda": ("worker", "cuda"),
+}
 """Each bill, with the locks that are installed together."""
 IMAGE = {
     "implementation_name": "cpython",

@@ -83,3 +83,15 @@ def test_a_changelog_without_the_day_or_another_version_is_refused(
     changelog.write_text("# Changelog\n\n## 9.9.9 (2026-12-24)\n\n- A line.\n")
     with pytest.raises(SystemExit, match=r"the version differs: .*'CHANGELOG.md': '9\.9\.9'"):
         check.version()
+    changelog.write_text(f"# Changelog\n\n## {VERSION} (2026-12-24)\n\n- A line.\n")
+    git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (
+        ("init", "--quiet"),
+        ("commit", "--quiet", "--allow-empty", "--message", "First"),
+        ("tag", f"v{VERSION}"),
+    ):
+        subprocess.run([*git, *words], check=True)
+    check.version()
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "Second"], check=True)
+    with pytest.raises(SystemExit, match=f"v{VERSION} is the tag of"):
+        check.version()
