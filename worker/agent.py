@@ -508,18 +508,22 @@ class Agent:
         return outcome
 
     def _under_lease(self, task: Task, report: Report) -> HeldUpdate | None:
+        began_at = checked_at = time.monotonic()
+        queued_seconds = 0.0
+
         def heartbeat() -> Lease:
             return client.heartbeat(task.id, task.token, report.progress(), self._live.sample(task, report))
 
         def check() -> None:
+            nonlocal checked_at, queued_seconds
             self._stop.check()
             renewal.check()
-            # Without the wait of its job in a cluster's queue.
-            waited = report.phase_seconds().get("waiting", 0.0)
-            self._policy.check_duration(time.monotonic() - began_at - waited)
+            before, checked_at = checked_at, time.monotonic()
+            if report.is_queued:
+                queued_seconds += checked_at - before
+            self._policy.check_duration(checked_at - began_at - queued_seconds)
             self._opening.check()
 
-        began_at = time.monotonic()
         longest = self._policy.max_lease_seconds
         self._opening.begin()
         try:

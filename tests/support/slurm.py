@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,7 +54,7 @@ KillWait=2
 MinJobAge=3600
 GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 Gres=gpu:1
-PartitionName=low Nodes={host} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 OverSubscribe=NO
+PartitionName=low Nodes={host} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=15 OverSubscribe=NO
 PartitionName=high Nodes={host} PriorityTier=10 PreemptMode=OFF OverSubscribe=NO
 PartitionName=closed Nodes={host} State=DOWN
 """
@@ -99,8 +100,8 @@ class Slurm:
         self.start_daemon()
         until(lambda: "idle" in self.run("sinfo", "--noheader", "--format=%t", "--partition=low"))
 
-    def start_controller(self) -> None:
-        self._start("slurmctld", ["slurmctld", "-D", "-f", str(self.configuration)])
+    def start_controller(self, *options: str) -> None:
+        self._start("slurmctld", ["slurmctld", "-D", *options, "-f", str(self.configuration)])
 
     def start_daemon(self) -> None:
         self._start("slurmd", ["slurmd", "-D", "-f", str(self.configuration)])
@@ -114,6 +115,15 @@ class Slurm:
         """kill -9 of a daemon, not of the jobs."""
         self.daemons[name].kill()
         self.daemons.pop(name).wait()
+
+    def kill_controller(self) -> None:
+        """kill -9, once it has saved all that it knows: it forgets the last 5 s."""
+        # Any change is saved, with all others.
+        job = self.run("sbatch", "--parsable", "--partition=closed", "--output=/dev/null", "--wrap=true").strip()
+        known_at, saved = time.time(), self.folder / "state" / "job_state"
+        self.run("scancel", job)
+        until(lambda: saved.exists() and saved.stat().st_mtime > known_at, seconds=60)
+        self.kill("slurmctld")
 
     def jobs(self) -> list[str]:
         """The ids of all jobs that Slurm still knows, in the order of their submission."""

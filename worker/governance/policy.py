@@ -330,7 +330,7 @@ class Policy(Value):
     max_attempts: PositiveInt = Field(default=10, description="updates of one round that one worker submits")
     max_task_seconds: PositiveFloat = Field(
         default=7 * 86400.0,
-        description="longest duration of a task, regardless of lease renewals; a queue does not count",
+        description="longest duration of a task, regardless of lease renewals, without its time in Slurm's queue",
     )
     min_evaluation_examples: PositiveInt = Field(
         default=20,

@@ -39,6 +39,8 @@ class Report:
     upload_bytes: int = 0
     phase: Phase = "waiting"
     activity: str | None = None
+    is_queued: bool = False
+    """True while a job waits in the queue of a cluster: the task does not work."""
     step: int = 0
     steps: int = 0
     """0 if unknown."""
@@ -59,6 +61,7 @@ class Report:
 
     def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0) -> None:
         self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, None
+        self.is_queued = False
         if not (self.hides and phase == self.phase):
             # Otherwise the site's log would show when the preparation of the first step ended.
             self.began.append((time.time(), phase))

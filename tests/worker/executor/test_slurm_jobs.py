@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
+from tessera.worker.cli.worker import app
 from tessera.worker.errors import TaskFailure
 from tessera.worker.executor.folder import FAILURE, FailureRecord, read_document, write_document
 from tessera.worker.executor.launcher import SETTINGS, RankSettings
@@ -18,6 +22,7 @@ from tessera.worker.executor.slurm.launcher import JOB, Job, SlurmLauncher
 from tessera.worker.settings import SlurmSettings
 from tests.support import slurm as support
 from tests.support.coordinator import until
+from tests.support.processes import free_port
 from tests.support.slurm import Slurm
 
 pytestmark = [
@@ -149,11 +154,26 @@ def test_a_lost_job_is_one_that_slurm_does_not_know_twice(slurm: Slurm, tmp_path
     assert (fault.code, job.unknown) == ("slurm-lost", 2)
 
 
+def test_the_id_of_a_lost_job_may_be_another_job_s(slurm: Slurm, tmp_path: Path) -> None:
+    jobs = launcher(tmp_path, "sleep", "600")
+    other = submitted(jobs)
+    runs(jobs, other)
+    job = jobs.prepare()
+    identifier = str(other.id)
+    (job.place / JOB).write_text(identifier)
+    job = jobs.submit(job.folder, "task key")
+    assert ended(jobs, job).code == "slurm-lost"
+    assert jobs.release(Job(job.place))
+    assert slurm.state(identifier) == "RUNNING"
+    assert jobs.release(other, wait=True)
+    assert slurm.state(identifier) == "CANCELLED"
+
+
 def test_a_controller_that_is_away_is_asked_again(slurm: Slurm, tmp_path: Path) -> None:
     jobs = launcher(tmp_path, "sleep", "600")
     job = submitted(jobs)
     runs(jobs, job)
-    slurm.kill("slurmctld")
+    slurm.kill_controller()
     with capture_logs() as seen:
         until(lambda: jobs.poll(job) and job.is_away, seconds=120)
         assert job.activity == "Slurm does not answer"
@@ -175,6 +195,47 @@ def test_a_node_without_the_gpu_that_was_asked_for_fails_the_task(slurm: Slurm, 
     assert failure.code == "slurm-no-gpu"
     assert "cuda:0" in failure.detail
     assert jobs.release(job)
+
+
+def doctor(folder: Path, partition: str, gpus: int = 0) -> dict[str, Any]:
+    """The finding of `tessera worker doctor` that follows the version's, without a coordinator."""
+    settings = f"""
+url = "http://127.0.0.1:{free_port()}"
+token = "none"
+name = "w"
+state_dir = "{folder}/state"
+[datasets.digits]
+kind = "digits"
+[executor]
+launcher = "slurm"
+[executor.slurm]
+partition = "{partition}"
+gpus = {gpus}
+"""
+    (folder / "worker.toml").write_text(settings)
+    said = CliRunner().invoke(app, ["doctor", "--config", str(folder / "worker.toml"), "--json"]).stdout
+    findings = json.JSONDecoder().raw_decode(said, said.index("{\n"))[0]["findings"]
+    found: list[dict[str, Any]] = [one for one in findings if one["name"] == "slurm"]
+    return found[1] if len(found) > 1 else found[0]
+
+
+def test_doctor_names_what_is_in_the_way_of_jobs(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor(tmp_path, "low")["verdict"] == "ok"
+    refused = doctor(tmp_path, "nope")
+    assert (refused["verdict"], refused["remedy"]) == ("fail", "Correct [executor.slurm]: `sinfo` lists partitions.")
+    assert "Invalid partition name specified" in refused["detail"]
+    assert doctor(tmp_path, "low", gpus=4)["verdict"] == "fail"
+    slurm.kill_controller()
+    away = doctor(tmp_path, "low")
+    assert (away["verdict"], away["remedy"]) == ("fail", "Start slurmctld, or wait for it: `scontrol ping`.")
+    slurm.start_controller()
+    until(lambda: doctor(tmp_path, "low")["verdict"] == "ok", seconds=120)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    absent = doctor(tmp_path, "low")
+    assert (absent["verdict"], absent["detail"]) == ("fail", "sbatch cannot be run: No such file or directory")
+    assert absent["remedy"].startswith("Install Slurm's commands")
 
 
 def test_doctor_says_whether_slurm_would_take_a_job(slurm: Slurm, tmp_path: Path) -> None:

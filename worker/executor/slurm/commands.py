@@ -133,16 +133,21 @@ def submit(script: str, options: Sequence[str], environment: Mapping[str, str]) 
     return found[1]
 
 
-def state_of(job: str) -> JobState:
-    """Return a job's state; `LOST` if Slurm does not know it. Raises SlurmAway."""
+def state_of(job: str, name: str) -> JobState:
+    """Return the state of the job with this id and name; `LOST` if Slurm does not know it. Raises SlurmAway.
+
+    A controller that is killed may forget its newest jobs, and then gives their ids to others.
+    """
     try:
-        return parsed(run("scontrol", "--oneliner", "show", "job", job))
+        line = run("scontrol", "--oneliner", "show", "job", job)
+        return parsed(line) if f" JobName={name} " in line else LOST
     except SlurmRefusal as refusal:
         if UNKNOWN not in str(refusal):
             raise SlurmAway(f"scontrol: {refusal}") from refusal
     try:
         # Of a cluster with accounting, which keeps jobs longer.
-        found = run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State,ExitCode")
+        form = ("--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
+        found = run("sacct", *form, f"--jobs={job}", f"--name={name}")
     except (SlurmAway, SlurmRefusal):
         return LOST
     state, _, code = found.partition("\n")[0].partition("|")
@@ -169,10 +174,10 @@ def named(name: str) -> str | None:
         raise SlurmAway(f"squeue: {refusal}") from refusal
 
 
-def cancel(job: str) -> None:
-    """Cancel a job, unless it has ended. Raises SlurmAway."""
+def cancel(job: str, name: str) -> None:
+    """Cancel the job with this id and name, unless it has ended. Raises SlurmAway."""
     try:
-        run("scancel", job)
+        run("scancel", f"--name={name}", job)
     except SlurmRefusal as refusal:
         if UNKNOWN not in str(refusal) and "already complet" not in str(refusal):
             raise SlurmAway(f"scancel: {refusal}") from refusal

@@ -30,9 +30,7 @@ def findings(settings: SlurmSettings, state_dir: Path) -> Iterator[Finding]:
         said = commands.run("sbatch", "--test-only", *options, "--wrap=true")
         yield ok("slurm", f"takes a job with {named}: {said.splitlines()[-1]}"[:300])
     except SlurmRefusal as refusal:
-        yield fail(
-            "slurm", f"takes no job with {named}: {refusal}", "Correct [executor.slurm]: `sinfo` lists partitions."
-        )
+        yield fail("slurm", f"takes no job with {named}: {refusal}", REMEDY)
     except SlurmAway as fault:
         yield fail("slurm", str(fault), "Start slurmctld, or wait for it: `scontrol ping`.")
     kind = file_system(state_dir.absolute())

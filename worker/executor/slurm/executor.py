@@ -187,5 +187,6 @@ def _pause(jobs: SlurmLauncher, job: Job, run: TaskRun, seconds: float) -> None:
 
 def _show(job: Job, run: TaskRun, *, shows_steps: bool) -> None:
     """Show what the job does, unless the task's own progress does."""
+    run.report.is_queued = job.running_at is None
     if job.state.condition == "queued" or job.is_away or not shows_steps:
         run.report.activity = job.activity

@@ -152,7 +152,7 @@ class SlurmLauncher:
             self._cancel(job)
             until = time.monotonic() + END_SECONDS
             while wait and time.monotonic() < until and (identifier := job.id):
-                if not commands.state_of(identifier).is_live:
+                if not commands.state_of(identifier, job.place.name).is_live:
                     break
                 time.sleep(FOLDER_SECONDS)
         except SlurmAway as fault:
@@ -203,7 +203,7 @@ class SlurmLauncher:
         if job.ended_at or any((job.folder / name).exists() for name in (RESULT, FAILURE)):
             return
         if identifier := job.id or commands.named(job.place.name):
-            commands.cancel(identifier)
+            commands.cancel(identifier, job.place.name)
 
     def exit_code(self, handle: Job) -> int:
         """Return the exit code of a job that has ended. Raises the failure of one that did not end by itself."""
@@ -246,7 +246,7 @@ class SlurmLauncher:
                 self._log.info("slurm-submitted", job=identifier, folder=str(job.place))
             if job.id is None:
                 _write(job.place / JOB, identifier)
-            state, job.is_away = commands.state_of(identifier), False
+            state, job.is_away = commands.state_of(identifier, job.place.name), False
             job.unknown = job.unknown + 1 if state == LOST else 0
             # Once is no proof: a controller that starts may not have read its jobs yet.
             if job.unknown != 1:
