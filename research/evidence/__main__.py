@@ -3,6 +3,7 @@
 python -m evidence.sources.prepare         fetches models and data, once; the only step that downloads
 python -m evidence --processes 2           all runs that are not finished; resumes after a kill at any time
 python -m evidence --scope core --tables S-a --deadline 3600
+python -m evidence --tables D-t --arms fedavg --seeds 11 12
 python -m evidence --report                the tables of what is finished; starts no run
 python -m evidence --save                  the finished runs into the repository, and its document
 python -m evidence --check                 few arms, rounds and seeds: fails if a known direction flips
@@ -192,6 +193,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tables", nargs="+", default=(), help="only these tables")
     parser.add_argument("--arms", nargs="+", default=(), help="only these arms")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(), help="only rows of these seeds")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, which all processes share")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
     parser.add_argument("--deadline", type=float, default=inf, help="seconds after which no run starts")
@@ -207,7 +209,7 @@ def go_on(plan: Plan, given: argparse.Namespace, out: Path) -> int:
     ready, lacking = prepared_tables(plan, Selection(given.scope, given.tables), given.prepared)
     failed: dict[Job, str] = {}
     if ready:
-        selection = Selection(given.scope, ready, given.arms)
+        selection = Selection(given.scope, ready, given.arms, given.seeds)
         failed = work(plan, selection, given.prepared, out, given.device, given.processes, given.deadline)
     show(plan, given, out)
     return 1 if failed else REFUSED if lacking else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class PhrasesOptions(Frozen):
     site_tests: int = Field(default=1, ge=1)
     """The least phrases of a site's validation and test. Those that its shares lack are others of its wording, and of
     its chapters in proportion."""
-    unseen_tests: int = Field(ge=1)
+    unseen_tests: Annotated[int, Field(ge=1)] | Literal["all"]
     """Phrases of categories of which no site has any."""
     seen_tests: int = Field(ge=1)
     """Other phrases of categories of which some site has one."""
@@ -158,7 +158,9 @@ def _phrases(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federatio
         others = np.setdiff1d(others, more)
     random = np.random.default_rng((seed, 1))
     tests = {
-        UNSEEN: _drawn(parts.test, given.unseen_tests, random, "unseen"),
+        UNSEEN: _drawn(
+            parts.test, len(parts.test) if given.unseen_tests == "all" else given.unseen_tests, random, "unseen"
+        ),
         SEEN: _drawn(others, given.seen_tests, random, "seen"),
     }
     return Federation(

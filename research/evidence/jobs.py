@@ -61,6 +61,7 @@ def setup_of(plan: Plan, job: Job) -> str:
         "protocol": protocol.model_dump(
             include={"tuning_seed", "tuning_share", "tuning_versions", "final_versions", "rising_versions"}
         ),
+        **({"rules": table.rules} if table.rules != 1 else {}),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -72,8 +73,9 @@ class Selection:
     scope: Scope | Literal["headlines"] = "full"
     """`headlines`: the arms of headline claims in the settings that they are about."""
     tables: Collection[str] = ()
-    """All if empty, as are arms."""
+    """All if empty, as are arms and the seeds of rows."""
     arms: Collection[str] = ()
+    only_seeds: Collection[int] = ()
 
     def settings(self, plan: Plan) -> Iterator[tuple[str, Table, Setting]]:
         """Yield the settings in the scope, with their tables' names."""
@@ -96,7 +98,9 @@ class Selection:
     def seeds(self, plan: Plan, table: Table, setting: Setting, arm: Arm) -> tuple[int, ...]:
         """Return the seeds of a row. The arms of headline claims have more, except in the core."""
         more = self.scope != "core" and setting == table.concluding and arm.name in table.headliners
-        return plan.protocol.headline_seeds if more else plan.protocol.seeds
+        return tuple(
+            seed for seed in plan.seeds_of(table, headline=more) if not self.only_seeds or seed in self.only_seeds
+        )
 
 
 Cell = tuple[str, str, str]

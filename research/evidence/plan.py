@@ -27,6 +27,15 @@ class UnusablePlan(ValueError):
     """A plan that contradicts itself, or is not written as one."""
 
 
+class SecondRules(Frozen):
+    """What differs in tables with `rules = 2`: seeds that no earlier row has, and what may be concluded."""
+
+    seeds: tuple[int, ...] = Field(min_length=2)
+    headline_seeds: tuple[int, ...]
+    drift_points: float = Field(gt=0)
+    """What the reference must lose to the same run without skew, for a table that names one (`alike`)."""
+
+
 class Protocol(Frozen):
     """The rules that all tables share."""
 
@@ -54,10 +63,16 @@ class Protocol(Frozen):
     check_versions: int = Field(ge=1)
     """`final_versions` of the short check, whose rows take longer to measure versions than to train."""
     check_seeds: tuple[int, ...]
+    second: SecondRules | None = None
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
-        if self.tuning_seed in {*self.seeds, *self.headline_seeds, *self.check_seeds}:
+        again = self.second or SecondRules(seeds=(-1, -2), headline_seeds=(-1, -2), drift_points=1.0)
+        if {*again.seeds, *again.headline_seeds} & {*self.headline_seeds, *self.check_seeds}:
+            raise ValueError("seeds of the second rules are in earlier tables: take others")
+        if not {*again.seeds} <= {*again.headline_seeds}:
+            raise ValueError("headline_seeds of the second rules must contain their seeds: add the missing ones")
+        if self.tuning_seed in {*self.seeds, *self.headline_seeds, *self.check_seeds, *again.headline_seeds}:
             raise ValueError(
                 f"seed {self.tuning_seed} chooses rates and must be in no table: remove it from the seeds"
             )
@@ -186,6 +201,11 @@ class Table(Frozen):
     """The task and the model of `evidence.gate`: without a pass the table is void."""
     concludes: str | None = None
     """The setting that claims are about, if it is not the first: one with enough rounds for rows to be flat."""
+    rules: Literal[1, 2] = 1
+    """2: the seeds of `protocol.second`; the final figure of the table's part is the mean of all versions of the
+    second half of the rounds, each on all examples; equality within a margin is adjusted by Holm as support is."""
+    alike: str | None = None
+    """The setting without skew, to which the reference must lose `drift_points`, or nothing is concluded."""
     settings: tuple[Setting, ...] = Field(min_length=1)
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...] = ()
@@ -202,7 +222,7 @@ class Table(Frozen):
         if unknown := sorted(named - arms):
             raise ValueError(f"no arm is called {', '.join(unknown)}; there are {', '.join(sorted(arms))}")
         if unknown := sorted(
-            {name for name in (self.concludes, *(c.setting for c in self.claims)) if name} - settings
+            {name for name in (self.concludes, self.alike, *(c.setting for c in self.claims)) if name} - settings
         ):
             raise ValueError(f"no setting is called {', '.join(unknown)}; there are {', '.join(sorted(settings))}")
         arm_of = {arm.name: arm for arm in self.arms}
@@ -274,9 +294,13 @@ class Plan(Frozen):
     grids: dict[str, Grid]
     tables: dict[str, Table]
     questions: tuple[Question, ...] = ()
+    unrun: dict[str, int] = {}
+    """Headline claims of a paper that were deleted before they ran. Holm still counts them, with p = 1."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
+        if self.protocol.second is None and (name := next((n for n, t in self.tables.items() if t.rules == 2), None)):
+            raise ValueError(f"{name} has the second rules, which [protocol.second] must state: add it")
         claims = {claim.name for table in self.tables.values() for claim in table.claims}
         if unknown := sorted({name for question in self.questions for name in question.claims} - claims):
             raise ValueError(f"no claim is called {', '.join(unknown)}; there are {', '.join(sorted(claims))}")
@@ -284,6 +308,15 @@ class Plan(Frozen):
         if unknown := sorted(wanted - set(self.grids)):
             raise ValueError(f"no grid is called {', '.join(unknown)}; there are {', '.join(sorted(self.grids))}")
         return self
+
+    def seeds_of(self, table: Table, *, headline: bool) -> tuple[int, ...]:
+        """Return the seeds of a row, of which those of a headline claim have more."""
+        of = self.protocol if table.rules == 1 or self.protocol.second is None else self.protocol.second
+        return of.headline_seeds if headline else of.seeds
+
+    def final_count(self, table: Table, rounds: int, part: str) -> int:
+        """Return how many last versions of a run a part's final figure is the mean of."""
+        return rounds - rounds // 2 if table.rules == 2 and part == table.part else self.protocol.final_versions
 
     def ladder(self, arm: Arm) -> Ladder:
         """Return the learning rates of an arm."""

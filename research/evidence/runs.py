@@ -192,9 +192,8 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     found = {**figures, **_moved(result), **_chosen(arm, result), "scores": rows}
     found["absent"] = sorted(missed(setting.away, list(trained), job.seed))
     found |= {"signals": _signals(result), "digest": result.versions[-1].digest}
-    found["score"] = final_score(
-        table, rows, plan.protocol.tuning_versions if tunes else plan.protocol.final_versions
-    )
+    whole = plan.final_count(table, rounds_of(plan, job), table.part)
+    found["score"] = final_score(table, rows, plan.protocol.tuning_versions if tunes else whole)
     return {**found, **_since(began)}
 
 
@@ -295,6 +294,7 @@ def scores_of(
     arm, tunes = table.arm(job.arm), job.seed == plan.protocol.tuning_seed
     every = range(last + 1)
     final = every[-(plan.protocol.tuning_versions if tunes else plan.protocol.final_versions) :]
+    of_table = final if tunes else every[-plan.final_count(table, last, table.part) :]
     if arm.personal:
         rows = at_sites(result, final if tunes else every, VALIDATION if tunes else SITES)
         # A site that is away measures nothing.
@@ -308,7 +308,8 @@ def scores_of(
         return measured(result, model, [whole], device)
     # A curve on every part would take as long as the training.
     parts = [
-        Part(name, data, final, every if name == table.part else (), size) for name, data in federation.tests.items()
+        Part(name, data, of_table, every, size) if name == table.part else Part(name, data, final, (), size)
+        for name, data in federation.tests.items()
     ]
     of_sites = every if table.part == SITES else final
     parts += [

@@ -21,7 +21,7 @@ def test_sentences_about_evidence_have_the_intervals_of_its_tables() -> None:
     pattern = r"[-+][0-9.]+ \[[^]]+\](?!\()"
     shown = set(re.findall(pattern, "\n".join(rows)))
     for prose in ("\n".join(sentences), (PRODUCT / "which-method.md").read_text()):
-        quoted = re.findall(pattern, prose)
+        quoted = re.findall(pattern, " ".join(prose.split()))
         assert len(quoted) > 5
         assert [each for each in quoted if each not in shown] == []
 

@@ -122,15 +122,15 @@ def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full
 
 
 def test_variants_of_an_arm_take_its_learning_rate(full: Plan) -> None:
-    selection = Selection(tables=["F-t"], arms=["warmup-8"])
+    selection = Selection(tables=["D-t"], arms=["warmup-8"])
     first = list(startable(full, selection, {}, ()))
-    assert {(job.arm, job.setting, job.seed) for job in first} == {("fedfrozen", name, 0) for name in LEVELS}
+    assert {(job.arm, job.setting, job.seed) for job in first} == {("fedfrozen", "alpha-0.05", 0)}
     scores = {job: {1e-4: 0.1, 3e-4: 0.5, 1e-3: 0.2}[job.rate] for job in first}
     rows = list(startable(full, selection, scores, ()))
     assert {(job.arm, job.rate) for job in rows} == {("warmup-8", 3e-4)}
-    table = full.tables["F-t"]
+    table = full.tables["D-t"]
     arms = [arm.model_copy(update={"rate_of": None}) if arm.name == "warmup-8" else arm for arm in table.arms]
-    other = full.model_copy(update={"tables": {"F-t": table.model_copy(update={"arms": tuple(arms)})}})
+    other = full.model_copy(update={"tables": {"D-t": table.model_copy(update={"arms": tuple(arms)})}})
     assert setup_of(other, rows[0]) == setup_of(full, rows[0])
 
 
@@ -149,7 +149,8 @@ def test_the_short_check_reaches_the_rounds_after_a_warm_up(full: Plan) -> None:
 def test_the_short_check_runs_all_tables_in_the_settings_that_their_claims_are_about(full: Plan) -> None:
     short = full.shortened()
     found = {(name, setting, arm) for (name, setting, arm), _ in rows(short, Selection("core"))}
-    for name, table in full.tables.items():
+    assert {name for (name, *_), _ in rows(short, Selection("core"))} == {"F-t", "S-a", "P-a"}
+    for name, table in ((name, table) for name, table in full.tables.items() if table.check):
         assert {arm for of, _, arm in found if of == name} == {*table.check}
         assert {setting for of, setting, _ in found if of == name} == {table.concluding.name}
         rounds = {whole_rounds(short, Job(*cell, 1, 0.1)) for cell in found if cell[0] == name}
@@ -184,11 +185,17 @@ def test_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
         ("margin = 1.0", "margins = 1.0", "margin"),
         ("[protocol]", "[protocol", "is no TOML"),
         (
-            "first = 5, last = 9",
-            "first = 9, last = 5",
+            '{ name = "32-rounds", ',
+            '{ name = "32-rounds", away = { share = 0.2, first = 9, last = 5 }, ',
             "sites come back after round 5 and leave in round 9",
         ),
-        ('rate_of = "fedavg"', 'rate_of = "warmup-8"', "takes the rate of warmup-8, which chooses none in the grid"),
+        (
+            'warmup_rounds = 32 }, rate_of = "fedfrozen"',
+            'warmup_rounds = 32 }, rate_of = "warmup-8"',
+            "takes the rate of warmup-8, which chooses none in the grid",
+        ),
+        ("seeds = [11, 12, 13, 14, 15]", "seeds = [5, 11]", "seeds of the second rules are in earlier tables"),
+        ('alike = "alpha-1000"', 'alike = "alpha-9"', "no setting is called alpha-9"),
     ):
         assert old in text
         (tmp_path / "plan.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
@@ -449,18 +456,21 @@ def test_the_short_check_fails_without_a_direction_that_the_saved_runs_have(
     assert "FLIPPED: T.1: one less full is +0.0 here, and +10.0 [+10.0, +10.0] in the full runs" in shown
 
 
+@pytest.mark.usefixtures("tiny")
 def test_a_table_that_the_gate_makes_void_is_a_result_and_one_without_its_gate_is_not(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.toml"
     # No model of this name is ever compared.
-    file.write_text(FILE.read_text().replace('gate = ["fashion", "vit12"]', 'gate = ["fashion", "unscored"]'))
-    plan, core, gpu = read(file), Selection("core", ["F-a"]), Selection("gpu", ["F-a"])
+    clothes, tiny = 'gate = ["fashion", "vit6"]\nfederation = "phrases"', (tmp_path / "tiny.toml").read_text()
+    gpu_setting = '  { name = "large", scope = "gpu", gate = ["fashion", "unscored"] },\n  { name = "away"'
+    file.write_text(tiny.replace('federation = "phrases"', clothes, 1).replace('  { name = "away"', gpu_setting, 1))
+    plan, core, gpu = read(file), Selection("core", ["T"]), Selection("gpu", ["T"])
     assert prepared_tables(plan, core, prepared) == ([], [])
-    assert "F-a is void: `vit6`, trained in one place, is" in capsys.readouterr().err
-    assert prepared_tables(plan, gpu, prepared) == ([], ["F-a"])
-    assert "F-a cannot run: `unscored` was not compared with a plain baseline: run" in capsys.readouterr().err
-    given = ["--plan", str(file), "--tables", "F-a", "--out", str(tmp_path / "out"), "--prepared", str(prepared)]
+    assert "T is void: `vit6`, trained in one place, is" in capsys.readouterr().err
+    assert prepared_tables(plan, gpu, prepared) == ([], ["T"])
+    assert "T cannot run: `unscored` was not compared with a plain baseline: run" in capsys.readouterr().err
+    given = ["--plan", str(file), "--tables", "T", "--out", str(tmp_path / "out"), "--prepared", str(prepared)]
     assert main(["--scope", "core", *given]) == 0
     assert main(["--scope", "gpu", *given]) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +16,7 @@ from evidence import store
 from evidence.__main__ import passed
 from evidence.federations import SEEN, UNSEEN
 from evidence.jobs import Job, choice, setup_of
-from evidence.plan import Plan, Question, digest_of
+from evidence.plan import Plan, Question, SecondRules, digest_of
 from evidence.report.findings import Direction, Finding, directed, directions, findings
 from evidence.report.lines import lines
 from evidence.report.pictures import drawable
@@ -250,10 +251,12 @@ def test_sites_that_missed_rounds_are_compared_apart_and_leave_no_slope(tiny: Pl
 
 def test_a_setting_without_the_reference_has_that_of_the_conclusion(full: Plan) -> None:
     table = full.tables["S-a"]
-    assert {name: table.reference_of(table.setting(name)).name for name in ("K-2", "K-1", "prune-0.2")} == {
-        "K-2": "K-2", "K-1": "K-2", "prune-0.2": "K-2",
+    assert {name: table.reference_of(table.setting(name)).name for name in ("K-2", "K-1")} == {
+        "K-2": "K-2", "K-1": "K-2",
     }  # fmt: skip
-    assert table.reference_of(table.setting("dropout-0.3")).name == "dropout-0.3"
+    # Where other sites answer, FedAvg runs again.
+    other = table.setting("K-1").model_copy(update={"name": "dropout", "dropout": 0.3})
+    assert table.reference_of(other).name == "dropout"
 
 
 def test_verdicts(tiny: Plan) -> None:
@@ -454,3 +457,92 @@ def test_the_guide_counts_bytes_at_equal_accuracy_as_the_saved_runs_do(full: Pla
         f"{saved[1]} and {saved[2]} %, and bytes both ways by {saved[3]}, {saved[4]} and {saved[5]} %"
     )
     assert said in (ROOT.parent / "docs/which-method.md").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- the second rules
+
+
+SECOND = {"seeds": (11, 12, 13, 14, 15, 16), "headline_seeds": (11, 12, 13, 14, 15, 16), "drift_points": 3.0}
+
+
+def again(tiny: Plan, **changes: Any) -> Plan:
+    """The tiny plan by the second rules, with a setting that is its drift gate's."""
+    table = tiny.tables["T"]
+    alike = table.settings[0].model_copy(update={"name": "alike"})
+    new = {"rules": 2, "alike": "alike", "settings": (table.settings[0], alike), **changes}
+    protocol = tiny.protocol.model_copy(update={"second": SecondRules(**SECOND)})
+    return tiny.model_copy(update={"protocol": protocol, "tables": {"T": table.model_copy(update=new)}})
+
+
+def second_rows(plan: Plan, ones: list[float], alike: float = 0.6) -> dict[Job, dict[str, Any]]:
+    """Rows of `full` at 0.5, of `one` at these levels, and of `full` without skew, by the second rules' seeds."""
+    levels = [("K-1", "one", one) for one in ones] + [
+        (s, "full", v) for s, v in (("K-1", 0.5), ("alike", alike)) for _ in ones
+    ]
+    found = {}
+    for place, (setting, arm, level) in enumerate(levels):
+        run = {**raw(arm, 11 + place % len(ones), flat(level)), "setting": setting}
+        found[store.job_of(run)] = {**run, "setup": setup_of(plan, store.job_of(run))}
+    return found
+
+
+def test_by_the_second_rules_a_final_figure_is_of_the_second_half_and_only_its_part(tiny: Plan) -> None:
+    plan = again(tiny)
+    table = plan.tables["T"]
+    assert plan.final_count(table, 40, UNSEEN) == 20
+    assert plan.final_count(table, 3, UNSEEN) == 2
+    assert plan.final_count(table, 40, SEEN) == plan.protocol.final_versions == 2
+    assert plan.final_count(tiny.tables["T"], 40, UNSEEN) == 2
+    longer = again(tiny, rounds=5)
+    # As many versions as the table's part is measured on in whole.
+    run = raw("full", 11, [0.1, 0.2, 0.3, 0.4, 0.5, 0.9])
+    found = {store.job_of(run): run}
+    of = row(longer, found, "T", longer.tables["T"].settings[0], longer.tables["T"].arm("full"))
+    assert of.final(UNSEEN) == pytest.approx({11: 60.0})
+    assert of.final(SEEN) == pytest.approx({11: 70.0})
+    job = Job("T", "K-1", "full", 11, 1e-3)
+    assert setup_of(plan, job) != setup_of(tiny, job)
+
+
+def test_without_drift_nothing_is_concluded(tiny: Plan) -> None:
+    plan = again(tiny)
+    gains = [0.52, 0.53, 0.52, 0.54, 0.52, 0.53]
+
+    def first(found: dict[Job, dict[str, Any]]) -> str:
+        return findings(plan, found)[0].verdict(0.05)
+
+    assert first(second_rows(plan, gains)) == "supported"
+    assert first(second_rows(plan, gains, alike=0.52)) == "drift gate not passed"
+    ungated = {job: run for job, run in second_rows(plan, gains).items() if job.setting != "alike"}
+    assert first(ungated) == "drift gate not passed"
+    shown = "\n".join(lines(plan, second_rows(plan, gains, alike=0.52)))
+    assert "Drift gate: `full` loses +2.0 [+2.0, +2.0] to the same runs in alike: shut, so that nothing" in shown
+    assert "**Void**: `full` loses 2.0 points to the same runs without skew, less than 3" in shown
+
+
+def test_refutations_are_adjusted_as_support_is_by_the_second_rules(tiny: Plan) -> None:
+    level = [0.504, 0.497, 0.506, 0.496, 0.506, 0.498]
+    claim = tiny.tables["T"].claims[0]
+    several = tuple(claim.model_copy(update={"name": f"T.{number}"}) for number in range(1, 4))
+
+    def found(claims: tuple[Any, ...]) -> Finding:
+        plan = again(tiny, claims=claims)
+        return findings(plan, second_rows(plan, level))[0]
+
+    alone, one_of_three = found((claim,)), found(several)
+    assert alone.equal == pytest.approx(equivalence_p(alone.differences, 1.0))
+    assert one_of_three.equal == pytest.approx(3 * alone.equal)
+    assert alone.verdict(0.05) == "refuted: equal within 1"
+    within = replace(one_of_three, equal=0.06)
+    assert within.verdict(0.05) == "undecided"
+    # A loss beyond the margin, by an interval for the whole family.
+    worse = replace(alone, claim=claim.model_copy(update={"kind": "equivalent"}), adjusted=1.0)
+    far = replace(worse, differences=[-1.0, -2.0, -3.0, -2.5, -2.4, -2.0])
+    assert far.verdict(0.05) == "refuted: worse"
+    assert replace(far, family=20).verdict(0.05).startswith("undecided")
+
+
+def test_deleted_headline_claims_still_count_in_the_family(tiny: Plan) -> None:
+    found = found_of(tiny, *pairs((0.5, 0.6), (0.5, 0.61)))
+    alone = findings(tiny, found)[0]
+    assert findings(tiny.model_copy(update={"unrun": {"None": 1}}), found)[0].adjusted == 2 * (alone.adjusted or 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from evidence.plan import Claim, Plan
-from evidence.report.rows import Found, row, void
+from evidence.report.rows import Found, no_drift, row, void
 from evidence.statistics import described, shown_interval
 from tessera.simulation.comparison.statistics import equivalence_p, holm, interval, paired
 
@@ -29,6 +29,10 @@ class Finding:
     """The arms beyond whose learning rate none was tried."""
     adjusted: float | None = None
     """By Holm over the headline claims of its paper; None for others."""
+    equal: float | None = None
+    """The p-value that the difference is within the margin, by Holm too; None where the rules adjust none."""
+    family: int = 1
+    """Headline claims over which a difference beyond the margin is adjusted, by Bonferroni's rule."""
 
     def verdict(self, significance: float) -> str:
         """Return what follows from the differences, in a word or some, and which arm's learning rate is in doubt."""
@@ -45,15 +49,16 @@ class Finding:
         if self.claim.kind == "equivalent":
             if p < significance:
                 return "supported"
-            if low > margin or high < -margin:
-                return "not equal: better" if low > margin else "refuted: worse"
+            least, most = interval(self.differences, 1 - significance / self.family)
+            if least > margin or most < -margin:
+                return "not equal: better" if least > margin else "refuted: worse"
             ends = interval(self.differences, 1 - 2 * significance)
             return f"undecided: {100 - 200 * significance:.0f} % interval [{ends[0]:+.1f}, {ends[1]:+.1f}]"
         if 2 / 2 ** len(self.differences) > significance:
             return "interval alone"
         if p < significance:
             return "supported" if low + high > 0 else "refuted: the other way round"
-        if equivalence_p(self.differences, margin) < significance:
+        if (equivalence_p(self.differences, margin) if self.equal is None else self.equal) < significance:
             if low > 0 or high < 0:
                 return f"undecided: {'above' if low > 0 else 'below'} 0, within {margin:g}"
             return f"refuted: equal within {margin:g}"
@@ -63,28 +68,47 @@ class Finding:
 def findings(plan: Plan, found: Found) -> list[Finding]:
     """Return every claim with its differences and p-values."""
     made = [_finding(plan, found, name, claim) for name, table in plan.tables.items() for claim in table.claims]
-    families: dict[str, dict[str, float]] = {}
+    # Claims that are not tested yet, or were deleted, count too: a family is as large as it was written down.
+    families: dict[tuple[str, int], dict[str, float]] = {
+        (paper, 1): {f"unrun {number}": 1.0 for number in range(count)} for paper, count in plan.unrun.items()
+    }
+    equal: dict[tuple[str, int], dict[str, float]] = {}
     for each in made:
-        # Claims that are not tested yet count too: a family is as large as it was written down.
         if each.claim.headline:
-            paper = plan.tables[each.table].paper
-            families.setdefault(paper, {})[each.claim.name] = 1.0 if each.p is None or each.hindrance else each.p
+            table, untested = plan.tables[each.table], each.p is None or each.hindrance
+            key = table.paper, table.rules
+            families.setdefault(key, {})[each.claim.name] = 1.0 if untested else each.p or 0.0
+            if table.rules == 2 and each.claim.kind == "greater":
+                within = 1.0 if untested else equivalence_p(each.differences, each.claim.margin)
+                equal.setdefault(key, {})[each.claim.name] = within
     adjusted = {name: p for family in families.values() for name, p in holm(family).items()}
-    return [replace(each, adjusted=adjusted.get(each.claim.name)) for each in made]
+    within_margin = {name: p for family in equal.values() for name, p in holm(family).items()}
+    sizes = {name: len(family) for (_, rules), family in families.items() if rules == 2 for name in family}
+    return [
+        replace(
+            each,
+            adjusted=adjusted.get(each.claim.name),
+            equal=within_margin.get(each.claim.name),
+            family=sizes.get(each.claim.name, 1),
+        )
+        for each in made
+    ]
 
 
 def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     table = plan.tables[name]
     setting = table.setting(claim.setting) if claim.setting else table.concluding
     pair = [row(plan, found, name, setting, table.arm(arm)) for arm in (claim.arm, claim.against)]
-    part, protocol = claim.part or table.part, plan.protocol
-    seeds = protocol.headline_seeds if claim.headline and setting == table.concluding else protocol.seeds
+    part = claim.part or table.part
+    seeds = plan.seeds_of(table, headline=claim.headline and setting == table.concluding)
     finals = [each.final(part, worst=claim.worst, absent=claim.absent) for each in pair]
     # Some arms have more seeds, for other claims.
     differences = paired(*({seed: value for seed, value in final.items() if seed in seeds} for final in finals))
     if not differences:
         return Finding(claim, name, differences, None, "not run")
-    hindrances = ["void"] if void(plan, found, name, setting) else []
+    hindrances = []
+    if void(plan, found, name, setting):
+        hindrances.append("drift gate not passed" if no_drift(plan, found, name, setting) else "void")
     if diverged := [each.arm.name for each in pair if each.diverged]:
         hindrances.append(f"diverged: {', '.join(diverged)}")
     if len(differences) < len(seeds):

@@ -10,7 +10,7 @@ from common.document import table_head, table_row
 from evidence.jobs import at_end, choice, tried, tuned_cell
 from evidence.plan import SITES, Claim, Plan, Setting, Table
 from evidence.report.findings import NOT_FLAT, Finding, findings
-from evidence.report.rows import Found, Row, Run, row, score_of, void
+from evidence.report.rows import Found, Row, Run, drift, no_drift, row, score_of, void
 from evidence.statistics import described, shown_interval, shown_spread
 from evidence.store import job_of
 from tessera.simulation.comparison.statistics import paired
@@ -38,6 +38,18 @@ def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str
         f"{table.training.get('steps')} steps of {table.training.get('batch_size')}, "
         f"{table.sites_a_round or 'all'} sites a round."
     )
+    if table.rules == 2:
+        yield (
+            f"The final figure on {table.part} phrases is the mean of the last "
+            f"{plan.final_count(table, rounds, table.part)} versions, each on all of them; other parts have the last "
+            f"{plan.protocol.final_versions}."
+        )
+    if lost := drift(plan, found, name):
+        verdict = no_drift(plan, found, name, table.concluding)
+        yield (
+            f"Drift gate: `{table.reference}` loses {shown_interval(lost)} to the same runs in {table.alike}: "
+            f"{'shut, so that nothing is concluded' if verdict else 'passed'}."
+        )
     run = {job.setting for job in rows}
     for setting in table.settings:
         if setting.name in run:
@@ -201,8 +213,8 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
         f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}. There is none "
         f"for void tables, for rows that are {NOT_FLAT} or have a seed that diverged, before all seeds of the plan "
         "have run, and of a difference for five seeds, whose sign-flip test cannot reach that p. That a difference "
-        "is within the margin, or beyond it, is not adjusted. A rate at an end is the smallest or largest that was "
-        "tried: another one may do better.\n"
+        "is within the margin, or beyond it, is adjusted as well in tables of the second rules (D-t), and not in "
+        "others. A rate at an end is the smallest or largest that was tried: another one may do better.\n"
     )
     yield "| claim | difference | seeds | positive | d_z | p | verdict |"
     yield "|---|---|---|---|---|---|---|"
@@ -238,6 +250,8 @@ def _at_other_times(plan: Plan, found: Found, tables: Collection[str]) -> Iterat
     yield "| claim | arms | second half | the last five versions of the first half | jitter |"
     yield "|---|---|---|---|---|"
     for claim, one, other in _headline_pairs(plan, found, tables):
+        if one.table.rules == 2:
+            continue
         part = SITES if one.arm.personal or other.arm.personal else one.table.part
         cells = [
             shown_interval(paired(one.second_half(part), other.second_half(part))),

@@ -46,7 +46,7 @@ class Row:
         return [seed for seed, run in self.runs.items() if run.get("diverged")]
 
     def final(self, part: str, score: str | None = None, *, worst: bool = False, absent: bool = False) -> ByUnit:
-        """Return the mean of the last versions, on all examples of a part. Sites count alike; or the worst one, or
+        """Return the mean of the final versions, on all examples of a part. Sites count alike; or the worst one, or
         those alone that missed rounds."""
         found = {}
         for seed, run in self.runs.items():
@@ -65,7 +65,8 @@ class Row:
     def _of_sites(self, run: Run, part: str, score: str, absent: bool = False) -> list[float]:
         """Return each site's mean of the last versions; for a part of no site, one value."""
         rows = [row for row in run.get("scores", ()) if row["part"] == part and not row["curve"]]
-        versions = sorted({row["version"] for row in rows})[-self.plan.protocol.final_versions :]
+        count = self.plan.final_count(self.table, self.rounds, part)
+        versions = sorted({row["version"] for row in rows})[-count:]
         by_site: dict[str, list[float]] = {}
         for row in rows:
             if row["version"] in versions and (not absent or row["site"] in run["absent"]):
@@ -235,4 +236,32 @@ def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
         gains = paired(reference.final(table.part), scores)
         if len(gains) > 1 and interval(gains)[0] <= 0:
             return f"`{table.reference}` does not gain over {start}: {shown_interval(gains)}"
+    return no_drift(plan, found, name, setting)
+
+
+def drift(plan: Plan, found: Found, name: str) -> list[float]:
+    """Return what the reference loses to the same runs without skew, in points, for each seed that both have."""
+    table = plan.tables[name]
+    if table.alike is None:
+        return []
+    alike, skewed = (
+        row(plan, found, name, setting, table.arm(table.reference)).final(table.part)
+        for setting in (table.setting(table.alike), table.concluding)
+    )
+    return paired(alike, skewed)
+
+
+def no_drift(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
+    """Return why a setting with skew is not judged; None if the reference loses enough, or no gate is asked for."""
+    table, second = plan.tables[name], plan.protocol.second
+    if table.alike in (None, setting.name) or second is None:
+        return None
+    lost = drift(plan, found, name)
+    if not lost:
+        return f"the drift gate is open: no seed of `{table.reference}` has run with and without skew"
+    if fmean(lost) < second.drift_points:
+        return (
+            f"`{table.reference}` loses {fmean(lost):.1f} points to the same runs without skew, less than "
+            f"{second.drift_points:g}"
+        )
     return None
