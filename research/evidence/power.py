@@ -84,8 +84,8 @@ def lines(plan: Plan, found: Found) -> Iterator[str]:
         "examples of curves, 500 phrases or the sites' own). For each: the seeds with which a difference of the "
         f"margin, or equality within it if the truth is 0, is found in {100 * POWER:.0f} % of cases at "
         f"{significance:g}; for the second half also at that divided by the headline claims of the paper, as Holm's "
-        f"procedure asks at worst; the power of equality with {seeds} seeds; and the least difference that {seeds} seeds find. Exploratory: the "
-        "spread in another regime, such as one with drift, is not known before it has run.\n"
+        f"procedure asks at worst; the power of equality with {seeds} seeds; and the least difference that {seeds} "
+        "seeds find. Exploratory: the spread in another regime, such as one with drift, is not known before it has run.\n"
     )
     yield from table_head([
         "claim", "sd, last versions", "sd, second half", "seeds, last", "seeds, second half", "the same, by family",
