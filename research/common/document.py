@@ -17,7 +17,7 @@ def block(command: str, document: Path = EVIDENCE) -> str:
 def write_block(command: str, lines: Iterable[str], document: Path = EVIDENCE) -> None:
     """Replace a document's block of a command. Raises ValueError if it has none."""
     before, _, after = _parts(command, document)
-    document.write_text(f"{before}\n{tidied(lines)}\n{after}", encoding="utf-8")
+    document.write_text(f"{before}\n\n{tidied(lines)}\n{after}", encoding="utf-8")
 
 
 def tidied(lines: Iterable[str]) -> str:
@@ -37,9 +37,10 @@ def table_row(cells: Iterable[str]) -> str:
 
 
 def _parts(command: str, document: Path) -> tuple[str, str, str]:
-    begin = f"<!-- begin: {command} -->\n"
+    # Without its line's end, which is where the end of an empty block begins.
+    begin = f"<!-- begin: {command} -->"
     before, found, rest = document.read_text(encoding="utf-8").partition(begin)
     inside, end, after = rest.partition(END)
     if not found or not end:
-        raise ValueError(f"{document.name} has no block of this command: add the lines {begin}{END.lstrip()}")
+        raise ValueError(f"{document.name} has no block of this command: add the lines {begin}{END}")
     return before + begin, inside, END + after

@@ -1,8 +1,8 @@
 """How many seeds a claim needs, from the spread of saved differences: `python -m evidence.power`.
 
-A headline claim of the first rules has ten seeds with runs of both arms. Their differences vary by seed; the table
-has how much, under the final figure of each rule, and how many other seeds would find a difference of the margin, or
-equality within it, in four cases of five. Differences are taken for normal. `--save` writes the document's part.
+A headline claim of the first rules has ten seeds with runs of both arms. The table has how much their differences
+vary, under the final figure of each rule, and how many other seeds would find a difference of the margin, or equality
+within it, in four cases of five. Differences are taken for normal. `--save` writes the document's part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scipy.stats import t as student
 
 from common.document import table_head, table_row, write_block
 from evidence import store
-from evidence.plan import SITES, Plan, read
+from evidence.plan import SITES, Claim, Plan, read
 from evidence.report.rows import Found, row
 from tessera.simulation.comparison.statistics import paired
 
@@ -37,7 +37,7 @@ def found_power(effect: float, deviation: float, seeds: int, significance: float
 
 
 def equal_power(margin: float, deviation: float, seeds: int, significance: float) -> float:
-    """Return the probability that two one-sided t-tests find equality within a margin, if there is no difference."""
+    """Return the probability that two one-sided t-tests find equality within a margin, without any difference."""
     freedom, error = seeds - 1, deviation / sqrt(seeds)
     quantiles = [(place + 0.5) / POINTS for place in range(POINTS)]
     errors = chi.ppf(quantiles, freedom) / sqrt(freedom) * error
@@ -58,9 +58,9 @@ def least_found(power: float, deviation: float, seeds: int, significance: float)
     )
 
 
-def spreads(plan: Plan, found: Found) -> Iterator[tuple[str, str, float, int, list[float], list[float]]]:
-    """Yield each headline claim of the first rules with runs: its name, kind, margin, the headline claims of its
-    paper, and its differences under the last versions, and under those of the second half."""
+def spreads(plan: Plan, found: Found) -> Iterator[tuple[Claim, int, list[float], list[float]]]:
+    """Yield each headline claim of the first rules that has runs, with the number of its paper's headline claims, and
+    with its differences under the last versions, and under those of the second half."""
     for name, table in plan.tables.items():
         if table.rules == 2:
             continue
@@ -72,7 +72,7 @@ def spreads(plan: Plan, found: Found) -> Iterator[tuple[str, str, float, int, li
             last = paired(*(each.final(claim.part or part) for each in pair))
             second = paired(*(each.second_half(claim.part or part) for each in pair))
             if len(second) > 2:
-                yield claim.name, claim.kind, claim.margin, family, last, second
+                yield claim, family, last, second
 
 
 def lines(plan: Plan, found: Found) -> Iterator[str]:
@@ -82,25 +82,25 @@ def lines(plan: Plan, found: Found) -> Iterator[str]:
         f"`{COMMAND}` takes the standard deviation over seeds of the saved differences, under the mean of the last "
         f"{plan.protocol.final_versions} versions, and under that of all versions of the second half (on the "
         "examples of curves, 500 phrases or the sites' own). For each: the seeds with which a difference of the "
-        f"margin, or equality within it if the truth is 0, is found in {100 * POWER:.0f} % of cases at "
-        f"{significance:g}; for the second half also at that divided by the headline claims of the paper, as Holm's "
-        f"procedure asks at worst; the power of equality with {seeds} seeds; and the least difference that {seeds} "
-        "seeds find. Exploratory: the spread in another regime, such as one with drift, is not known before it has run.\n"
+        "margin, or equality within it if the truth is 0, is found in "
+        f"{100 * POWER:.0f} % of cases at {significance:g}; for the second half also at that divided by the headline "
+        "claims of the paper, as Holm's procedure asks at worst; the power of equality with "
+        f"{seeds} seeds; and the least difference that {seeds} seeds find. Exploratory: the spread in another "
+        "regime, such as one with drift, is not known before it has run.\n"
     )
     yield from table_head([
         "claim", "sd, last versions", "sd, second half", "seeds, last", "seeds, second half", "the same, by family",
         f"equality with {seeds}, last", f"equality with {seeds}, second half", f"least difference of {seeds}",
     ])  # fmt: skip
-    for name, kind, margin, family, *differences in spreads(plan, found):
-        one, other = map(stdev, differences)
-
-        def seeds_for(deviation: float, level: float, kind: str = kind, margin: float = margin) -> str:
-            number = needed(POWER, kind, margin, deviation, level)
-            return f"above {MOST}" if number is None else str(number)
-
+    for claim, family, last, second in spreads(plan, found):
+        one, other, margin = stdev(last), stdev(second), claim.margin
+        numbers = (
+            needed(POWER, claim.kind, margin, deviation, level)
+            for deviation, level in ((one, significance), (other, significance), (other, significance / family))
+        )
         yield table_row([
-            f"{name}, {kind}", f"{one:.2f}", f"{other:.2f}", seeds_for(one, significance),
-            seeds_for(other, significance), seeds_for(other, significance / family),
+            f"{claim.name}, {claim.kind}", f"{one:.2f}", f"{other:.2f}",
+            *(f"above {MOST}" if number is None else str(number) for number in numbers),
             f"{100 * equal_power(margin, one, seeds, significance):.0f} %",
             f"{100 * equal_power(margin, other, seeds, significance):.0f} %",
             f"{least_found(POWER, other, seeds, significance):.1f}",

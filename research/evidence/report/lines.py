@@ -39,10 +39,10 @@ def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str
         f"{table.sites_a_round or 'all'} sites a round."
     )
     if table.rules == 2:
+        count = plan.final_count(table, rounds, table.part)
         yield (
-            f"The final figure on {table.part} phrases is the mean of the last "
-            f"{plan.final_count(table, rounds, table.part)} versions, each on all of them; other parts have the last "
-            f"{plan.protocol.final_versions}."
+            f"The final figure of the part {table.part} is the mean of the last {count} versions, each on all of its "
+            f"examples; other parts have the last {plan.protocol.final_versions}."
         )
     if lost := drift(plan, found, name):
         verdict = no_drift(plan, found, name, table.concluding)
@@ -213,8 +213,8 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
         f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}. There is none "
         f"for void tables, for rows that are {NOT_FLAT} or have a seed that diverged, before all seeds of the plan "
         "have run, and of a difference for five seeds, whose sign-flip test cannot reach that p. That a difference "
-        "is within the margin, or beyond it, is adjusted as well in tables of the second rules (D-t), and not in "
-        "others. A rate at an end is the smallest or largest that was tried: another one may do better.\n"
+        "is within the margin, or beyond it, is adjusted by the second rules (D-t) alone. A rate at an end is the "
+        "smallest or largest that was tried: another one may do better.\n"
     )
     yield "| claim | difference | seeds | positive | d_z | p | verdict |"
     yield "|---|---|---|---|---|---|---|"

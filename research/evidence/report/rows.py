@@ -252,7 +252,7 @@ def drift(plan: Plan, found: Found, name: str) -> list[float]:
 
 
 def no_drift(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
-    """Return why a setting with skew is not judged; None if the reference loses enough, or no gate is asked for."""
+    """Return why a setting with skew is not judged; None if the reference loses enough, or need lose nothing."""
     table, second = plan.tables[name], plan.protocol.second
     if table.alike in (None, setting.name) or second is None:
         return None
