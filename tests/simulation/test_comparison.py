@@ -226,6 +226,35 @@ def test_a_table_for_latex_escapes_what_latex_would_read(tmp_path: Path) -> None
     assert r"a\_b & 0.6250 & 0.1768 &  &  &  \\" in lines[4]
     assert r"100\%\&c & 0.6250 & 0.1768 & +0.0000 & +0.0000 to +0.0000 & 1.0000 \\" in lines[5]
     assert "With 2 seeds no p is below 0.5." in result.stdout
+    # In the default font encoding of LaTeX, < is another character.
+    folders = [simulated(tmp_path / name, "m", {1: 0.5, 2: 0.75 + more}) for name, more in (("c", 0), ("d^2", 1e-6))]
+    result = CliRunner().invoke(app, [*map(str, folders), "--margin", "accuracy=0.5", "--format", "latex"])
+    assert r"$\pm$0.5: p $<$0.0001 \\" in result.stdout
+    assert r"d\textasciicircum{}2 & " in result.stdout
+
+
+def test_costs_of_a_score_are_tested_within_a_margin(tmp_path: Path) -> None:
+    seeds = range(6)
+    folders = [simulated(tmp_path / name, "m", dict.fromkeys(seeds, 0.9)) for name in "ab"]
+    for folder, more in zip(folders, (0, 1), strict=True):
+        for seed in seeds:
+            file = folder / f"seed-{seed}" / "summary.json"
+            measured = {"version": 3 + seed % 2 + more, "score": 0.9, "seconds": 1.0, "download_bytes": 1}
+            curve = {"metric": "accuracy", "title": "accuracy", "points": [measured | {"upload_bytes": 1}]}
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"curve": curve}))
+    options = ["--score", "0.9", "--margin", "rounds to 0.9=2", "--json"]
+    document = json.loads(CliRunner().invoke(app, [*map(str, folders), *options]).stdout)
+    cost = document["figures"]["rounds to 0.9"][str(folders[1])]
+    assert (cost["difference"], cost["equivalence_p"]) == (1, equivalence_p([1.0] * 6, 2))
+    assert document["margins"] == {"rounds to 0.9": 2}
+    assert document["figures"]["accuracy"][str(folders[1])]["equivalence_p"] is None
+
+
+def test_a_margin_is_refused_of_one_seed(tmp_path: Path) -> None:
+    folders = [simulated(tmp_path / name, "m", {1: 0.5}) for name in "ab"]
+    with pytest.raises(Invalid, match="a margin cannot be tested with one seed, 1") as refused:
+        SimulationComparison.of(folders, margins={"accuracy": 0.01})
+    assert "--seeds 0,1,2,3,4,5" in refused.value.advice
 
 
 @pytest.mark.parametrize(

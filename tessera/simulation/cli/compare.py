@@ -13,7 +13,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.terminal import output
 from tessera.shared.terminal.output import AsJson, Reach
 from tessera.simulation.checkpoint import shortened
-from tessera.simulation.comparison.folders import SimulationComparison
+from tessera.simulation.comparison.folders import SEEDS, SimulationComparison
 from tessera.simulation.comparison.statistics import MOST_FLIPPED
 
 app = typer.Typer(add_completion=False)
@@ -28,7 +28,11 @@ class Form(StrEnum):
 COLUMNS = ("at the end", "simulation", "mean", "deviation", "difference", "95 % interval", "p")
 FEW_SEEDS = 5
 """Below it, an interval says little."""
-TEX = str.maketrans({one: f"\\{one}" for one in "&%$#_{}"} | {"±": r"$\pm$", "~": r"\textasciitilde{}"})
+TEX = str.maketrans(
+    {one: f"\\{one}" for one in "&%$#_{}"}
+    | {one: f"${one}$" for one in "<>|"}
+    | {"±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 """The characters of cells that LaTeX would read otherwise."""
 
 
@@ -141,7 +145,7 @@ def _conclusion(comparison: SimulationComparison) -> str:
     first, seeds = next(iter(comparison.folders)), _seeds(comparison.seeds)
     rests = f"A difference is a simulation's figure less that of {first}, the mean over {seeds}."
     if len(comparison.seeds) == 1:
-        return f"{rests} One seed shows no difference: repeat both simulations with `--seeds 0,1,2,3,4`."
+        return f"{rests} One seed shows no difference: repeat all simulations with `--seeds {SEEDS}`."
     seeds_ = len(comparison.seeds)
     few = "" if seeds_ >= FEW_SEEDS else f" With fewer than {FEW_SEEDS} seeds it is rough."
     least = 2 / 2**seeds_
@@ -156,6 +160,7 @@ def _document(comparison: SimulationComparison) -> dict[str, Any]:
         "folders": list(comparison.folders),
         "seeds": list(comparison.seeds),
         "settings": comparison.settings(),
+        "margins": comparison.margins,
         "remarks": list(comparison.remarks()),
         "figures": {
             name: {folder: asdict(figure) for folder, figure in by_folder.items()}

@@ -19,6 +19,8 @@ from tessera.simulation.summary import SUMMARY, curve_of, figures_of, not_in_all
 
 REMEDY = "Give an output folder of `tessera simulate`."
 
+SEEDS = "0,1,2,3,4,5"
+"""Of fewer than six seeds the p-value of a sign-flip test is never below 0.05."""
 PAIRED_BY = ("/spec/seed", "/spec/name")
 """Settings that may differ."""
 
@@ -113,11 +115,16 @@ class SimulationComparison:
         cls, folders: Sequence[Path], reach: Sequence[float] = (), margins: Mapping[str, float] | None = None
     ) -> Self:
         """Read the simulations of some folders. Raises Invalid for one without any, if no seed is in all, and for a
-        margin of a figure that not all have."""
+        margin of a figure that not all have, or with one seed."""
         read = {str(folder): finished(folder) for folder in folders}
         if not (common := sorted(set.intersection(*(set(each) for each in read.values())))):
             seeds = "; ".join(f"{name} has {', '.join(map(str, each))}" for name, each in read.items())
             raise Invalid(f"no seed is in all folders: {seeds}", remedy="Simulate with the same `--seeds` in each.")
+        if margins and len(common) == 1:
+            raise Invalid(
+                f"a margin cannot be tested with one seed, {common[0]}",
+                remedy=f"Repeat all simulations with `--seeds {SEEDS}`.",
+            )
         found = cls(read, common, reach, margins or {})
         for name in found.margins:
             if name not in (known := found.figures()):
@@ -187,7 +194,9 @@ class SimulationComparison:
         costs = {name: {seed: _costs(each) for seed, each in of.items()} for name, of in self.reached.items()}
         levels = next((each for of in self.reached.values() for each in of.values()), ())
         return found | {
-            name: _figures(name, costs) for each in levels for name in (f"{w} to {each.text}" for w in COSTS)
+            name: _figures(name, costs, self.margins.get(name))
+            for each in levels
+            for name in (f"{w} to {each.text}" for w in COSTS)
         }
 
 
