@@ -28,7 +28,8 @@ STEPS = {
     # Among them: wheels equal bit for bit, their quickstart, proxies, Slurm, two versions at once, and the evidence.
     "long": "make test-long",
     "images": "make image-check image-archives",
-    "bundle": "make bundle KEY=../key.pem && .venv/bin/tessera verify dist/tessera-*-cp*/ --key ../key.pem.pub"
+    "bundle": "ls dist/tessera-coordinator.oci.tar dist/tessera-worker.oci.tar && make bundle KEY=../key.pem"
+    " && .venv/bin/tessera verify dist/tessera-*-cp*/ --key ../key.pem.pub"
     " && python3 -I dist/tessera-*-cp*/verify.py ../key.pem.pub",
 }
 SKIPPED = re.compile(r"^SKIPPED \[\d+\].*", re.MULTILINE)
@@ -50,8 +51,11 @@ def version() -> None:
     head, tagged = (_git("rev-parse", "--verify", name) for name in ("HEAD", f"v{number}^{{commit}}"))
     if tagged not in ("", head):
         raise SystemExit(f"v{number} is the tag of {tagged[:12]}: write a new version")
-    if not re.search(r"^## \S+ \(\d{4}-\d\d-\d\d\)\n\n- ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
-        raise SystemExit("CHANGELOG.md does not state the day of the newest version, as in: ## 0.1.0 (2026-12-24)")
+    heading = rf"^## {re.escape(number)} \(\d{{4}}-\d\d-\d\d\)\n\n- "
+    if not re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
+        raise SystemExit(
+            f"CHANGELOG.md does not state the day of the newest version, as in: ## {number} (2026-12-24)"
+        )
 
 
 def _git(*words: str) -> str:

@@ -52,7 +52,7 @@ def stays_from(curve: Sequence[float], aim: float) -> int | None:
 
 
 def reached(each: Row, reference: Row, share: float) -> Reached:
-    """Return what an arm takes until a share of what the reference ends with, on the examples of curves."""
+    """Return the cost of an arm until a share of the reference's final score, on the examples of curves."""
     last, nan = each.plan.protocol.final_versions, float("nan")
     part = SITES if each.arm.personal else each.table.part
     of_reference, curves = reference.curves(part), each.curves(part)

@@ -310,7 +310,7 @@ class Plan(Frozen):
         return self
 
     def seeds_of(self, table: Table, *, headline: bool) -> tuple[int, ...]:
-        """Return the seeds of a row, of which those of a headline claim have more."""
+        """Return the seeds of a row; a row of a headline claim has more."""
         of = self.protocol if table.rules == 1 or self.protocol.second is None else self.protocol.second
         return of.headline_seeds if headline else of.seeds
 

@@ -60,7 +60,7 @@ def least_found(power: float, deviation: float, seeds: int, significance: float)
 
 def spreads(plan: Plan, found: Found) -> Iterator[tuple[Claim, int, list[float], list[float]]]:
     """Yield each headline claim of the first rules that has runs, with the number of its paper's headline claims, and
-    with its differences under the last versions, and under those of the second half."""
+    with its differences under the last versions, and under the versions of the second half."""
     for name, table in plan.tables.items():
         if table.rules == 2:
             continue

@@ -1,7 +1,7 @@
 """One short cell for its digest: `python -m evidence.short_cell`, the last step of `make evidence-check`.
 
 A row can be made again to the bit by the same code on the same kind of CPU. This runs one round of two local steps of
-FedAvg on the sites of F-t, and compares the digest of the model with the one that is saved for this kind of CPU.
+FedAvg on the sites of F-t, and compares the digest of the model with the digest saved for this kind of CPU.
 `--save` saves it, for another kind or after a change of the product that is meant to change bits.
 """
 
@@ -48,7 +48,7 @@ def digest_of(plan: Plan, job: Job, prepared: Path) -> str:
 
 
 def check(digest: str, kind: str, file: Path, *, save: bool) -> tuple[bool, str]:
-    """Return whether a digest is the one that is saved for a kind of CPU, or none is, and a sentence about it."""
+    """Return whether a digest equals the saved digest of a kind of CPU, or none is saved, and a sentence about it."""
     saved: dict[str, str] = json.loads(file.read_bytes()) if file.exists() else {}
     if save:
         with written_whole(file) as out:

@@ -78,6 +78,10 @@ def test_a_changelog_without_the_day_or_another_version_is_refused(
     changelog.write_text(f"# Changelog\n\n## {version} (unreleased)\n\n- A line.\n")
     with pytest.raises(SystemExit, match="the day of the newest version"):
         check.version()
+    # The day of an earlier version is not that of this one.
+    changelog.write_text(changelog.read_text() + "\n## 0.0.9 (2026-01-01)\n\n- A line.\n")
+    with pytest.raises(SystemExit, match="the day of the newest version"):
+        check.version()
     changelog.write_text(f"# Changelog\n\n## {version} (2026-12-24)\n\n- A line.\n")
     check.version()
     changelog.write_text("# Changelog\n\n## 9.9.9 (2026-12-24)\n\n- A line.\n")

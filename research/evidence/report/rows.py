@@ -240,7 +240,7 @@ def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
 
 
 def drift(plan: Plan, found: Found, name: str) -> list[float]:
-    """Return what the reference loses to the same runs without skew, in points, for each seed that both have."""
+    """Return the points that the reference loses to the same runs without skew, for each seed that both have."""
     table = plan.tables[name]
     if table.alike is None:
         return []
